@@ -34,6 +34,7 @@ import mmap
 import os
 import platform
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from brevact.room import memory_left
 
@@ -212,15 +213,9 @@ def tune_heap() -> bool:
 
 @functools.cache
 def _tune() -> bool:
-    if platform.libc_ver()[0] != "glibc" or is_left_alone(os.environ):
+    if is_left_alone(os.environ) or (libc := _glibc()) is None:
         return False
-    try:
-        process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
-        is_own = _address(process.malloc) == _address(libc.malloc)
-        done = is_own and libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) == 1
-        done = done and libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT) == 1
-    except (AttributeError, OSError):
-        return False
+    done = libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) == 1 and libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT) == 1
     if done:
         with contextlib.suppress(AttributeError, OSError):
             Tuning.heap = _Heap(libc)
@@ -231,6 +226,48 @@ def _tune() -> bool:
             *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20),
         )
     return done
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return glibc if this process allocates by its malloc; None for another C library or a preloaded allocator."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    try:
+        process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
+        return libc if _address(process.malloc) == _address(libc.malloc) else None
+    except (AttributeError, OSError):
+        return None
+
+
+class HeapSize(NamedTuple):
+    """Bytes that glibc's malloc has in all of its heaps and mappings: in use, and free, resident or not."""
+
+    in_use: int
+    free: int
+
+
+class HeapProbe:
+    """Reads the sizes of glibc's heap, whether or not the package tunes it."""
+
+    def __init__(self, libc: ctypes.CDLL) -> None:
+        libc.mallinfo2.restype = _Mallinfo
+        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
+        self._libc = libc
+
+    @classmethod
+    def of_process(cls) -> HeapProbe | None:
+        """Return a probe; None for another allocator, and glibc before 2.33."""
+        libc = _glibc()
+        return None if libc is None or not hasattr(libc, "mallinfo2") else cls(libc)
+
+    def size(self) -> HeapSize:
+        """Return the present sizes."""
+        info = self._libc.mallinfo2()
+        return HeapSize(info.uordblks + info.hblkhd, info.fordblks)
+
+    def trim(self) -> None:
+        """Return the pages of free blocks to the system."""
+        self._libc.malloc_trim(0)
 
 
 def _can_map(size: int) -> bool:

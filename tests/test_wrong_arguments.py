@@ -252,6 +252,8 @@ def test_every_public_function_is_in_the_table():
         "BackwardPolicy",
         "FitReport",
         "GradientReport",
+        "PeakMemory",
+        "ProcessMemory",
         "StepReport",
         "SaveMode",
         "Rounding",

@@ -9,6 +9,7 @@ from typing import Any
 
 from brevact.cpu_kernels.libraries import find, load, stem_of
 from brevact.cpu_kernels.processes import Task, compilers
+from brevact.loaded import counted
 
 
 class Kernel:
@@ -41,7 +42,9 @@ class Kernel:
         if name == "address":
             address = None
             while address is None:
-                address = load(find(self.task.stem) or compilers().wait_for(self.task, _usual()))
+                path = find(self.task.stem) or compilers().wait_for(self.task, _usual())
+                with counted():
+                    address = load(path)
             self.address = address
             return address
         if name == "function":

@@ -5,7 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Allocation(NamedTuple):
+    """A block that PyTorch's allocator has handed out (bytes positive) or taken back (negative)."""
+
+    time: int
+    """Nanoseconds since the epoch, as of `time.time_ns`."""
+    address: int
+    nbytes: int
+
 
 _LEVEL = "KINETO_LOG_LEVEL"
 
@@ -27,3 +37,15 @@ def allocations(profile: Any) -> Iterator[int]:
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             yield event.nbytes()
+
+
+def allocations_in_time(profile: Any) -> list[Allocation]:
+    """Return the allocations of a finished ``torch.profiler.profile`` on the CPU with their addresses, oldest first."""
+    found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            fields = event.extra_fields
+            found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(found, key=lambda each: each.time)

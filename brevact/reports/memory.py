@@ -25,7 +25,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, peak_of, step_of
+from brevact.reports.step import StepLoss, device_of, measured_peak, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -108,10 +108,10 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             model.train()
         if not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        plain, packed = (
-            peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
+        (plain_peak, plain), (packed_peak, packed) = (
+            measured_peak(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
         )
-    return replace(report, plain_peak=plain, packed_peak=packed)
+    return replace(report, plain_peak=plain_peak, packed_peak=packed_peak, plain_parts=plain, packed_parts=packed)
 
 
 def _begins_backward(value: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED
+from brevact.reports.peak import PeakMemory, peak_tables
 from brevact.tables import MIB, figure_kind, size_text, text_table
 
 
@@ -81,6 +82,9 @@ class MemoryReport:
         plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
             start; None where no backward pass was measured.
         packed_peak: the same with backward quantization.
+        plain_parts: parts of ``plain_peak``, and of the memory of the process; None where no backward pass was
+            measured, and on other devices than the CPU.
+        packed_parts: the same of ``packed_peak``.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -90,6 +94,8 @@ class MemoryReport:
     scope: str = ""
     plain_peak: int | None = None
     packed_peak: int | None = None
+    plain_parts: PeakMemory | None = None
+    packed_parts: PeakMemory | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -128,6 +134,8 @@ class MemoryReport:
                 f"\npeak of a step: {size_text(self.plain_peak)} plain, {size_text(self.packed_peak)} packed, "
                 f"{self.peak_ratio:.1f} times less"
             )
+        if self.plain_parts is not None and self.packed_parts is not None:
+            table += f"\n\n{peak_tables(self.plain_parts, self.packed_parts)}"
         remarks = " ".join(filter(None, (self.note, self.scope)))
         table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table

@@ -25,6 +25,8 @@ from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place
+from brevact.reports.peak import PeakMemory, peak_tables
+from brevact.reports.peak_probe import Step, StepProbe, peak_memory_of
 from brevact.tables import size_text, text_table
 
 __all__ = ["StepReport", "step_report"]
@@ -43,6 +45,8 @@ class StepReport:
         plain_peak: most bytes that PyTorch allocated in a step without it, above those at its start.
         packed_peak: the same with it.
         note: says so if the model has no policy, and which one was measured; "" otherwise.
+        plain_parts: parts of ``plain_peak``, and of the memory of the process; None on other devices than the CPU.
+        packed_parts: the same of ``packed_peak``.
     """
 
     plain_seconds: tuple[float, ...]
@@ -50,6 +54,8 @@ class StepReport:
     plain_peak: int
     packed_peak: int
     note: str = ""
+    plain_parts: PeakMemory | None = None
+    packed_parts: PeakMemory | None = None
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -95,6 +101,8 @@ class StepReport:
             f"{self.time_ratio:.2f} times the time of plain ({low:.2f} to {high:.2f}, {len(self.ratios)} pairs), "
             f"{self.peak_ratio:.1f} times less at the peak",
         ]
+        if self.plain_parts is not None and self.packed_parts is not None:
+            lines.append(f"\n{peak_tables(self.plain_parts, self.packed_parts)}")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -151,11 +159,12 @@ def step_report(
             model.train()
         steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        peaks = {packs: peak_of(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
+        peaks = {packs: measured_peak(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
         for number in range(rounds):
             for packs in (False, True) if number % 2 else (True, False):
                 seconds[packs].append(_seconds(steps[packs], device_of(model, batch)))
-    return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
+    (plain_peak, plain), (packed_peak, packed) = peaks[False], peaks[True]
+    return StepReport(tuple(seconds[False]), tuple(seconds[True]), plain_peak, packed_peak, note, plain, packed)
 
 
 @dataclass(frozen=True)
@@ -169,12 +178,16 @@ class StepLoss:
             return self.loss(model, batch)
 
 
-def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
-    """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them."""
+def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Step:
+    """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them.
 
-    def run() -> None:
+    A probe that it is given runs the backward pass.
+    """
+
+    def run(probe: StepProbe | None = None) -> None:
         with nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
-            StepLoss(loss)(model, batch).backward()
+            value = StepLoss(loss)(model, batch)
+            value.backward() if probe is None else probe.backward(value)
         model.zero_grad(set_to_none=True)
 
     return run
@@ -186,7 +199,7 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
     _wait_for(device)
     start = time.perf_counter()
     step()
@@ -197,6 +210,14 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | None]:
+    """Return the peak of a step, as :func:`peak_of` does, and on the CPU its parts; it runs three times."""
+    if device.type != "cpu":
+        return peak_of(step, device), None
+    parts = peak_memory_of(step)
+    return parts.tensors, parts
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:

@@ -1,0 +1,308 @@
+"""Measures what the memory of a step consists of at its peak: `peak_memory_of`.
+
+Torch's profiler records each block that PyTorch allocates, with its address and time. Between the forward and the
+backward pass, the nodes of the graph tell which blocks are saved; hooks on them see the gradients of activations, and
+Python's profiling hook when tensors are decoded. Meanwhile a thread looks at the process. The forward and backward
+passes run as they do without.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.decoders import SavedByHook
+from brevact.autograd.saved import Decoder
+from brevact.heap import HeapProbe, HeapSize
+from brevact.loaded import loaded_bytes, resident_bytes
+from brevact.private_names.of_graph import function_of, saved_by
+from brevact.private_names.of_profiler import Allocation, allocations_in_time, quietly
+from brevact.reports.peak import PeakMemory, ProcessMemory
+
+#: Seconds between two looks at the process.
+_INTERVAL = 0.001
+#: Looks of which the first one counts in which the heap has not changed meanwhile, or the last one.
+_TRIES = 4
+#: Methods of decoders that return an activation, or its product with a gradient.
+_DECODING = "decode", "decode_through", "multiply", "multiply_"
+#: Who packs for a graph: this package's Functions, and those that torch.compile makes of it.
+_PACKING = "brevact", "torch._functorch"
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A block of memory that PyTorch has allocated in the step; nanoseconds since the epoch, and bytes."""
+
+    start: int
+    end: float
+    nbytes: int
+
+
+class _Blocks:
+    """All blocks of the step."""
+
+    def __init__(self, allocations: list[Allocation]) -> None:
+        self.allocations = allocations
+        self._of: dict[int, list[_Block]] = {}
+        for each in allocations:
+            blocks = self._of.setdefault(each.address, [])
+            if each.nbytes > 0:
+                blocks.append(_Block(each.time, math.inf, each.nbytes))
+            elif blocks:
+                blocks[-1] = replace(blocks[-1], end=each.time)
+
+    def find(self, address: int, moment: int) -> _Block | None:
+        """Return the block that was at an address at a moment."""
+        blocks = self._of.get(address, [])
+        place = bisect.bisect(blocks, moment, key=lambda block: block.start) - 1
+        return blocks[place] if place >= 0 and moment < blocks[place].end else None
+
+    def found(self, places: Iterable[tuple[int, int]]) -> set[_Block]:
+        """Return the blocks of addresses at moments; those from before the step are none."""
+        return {block for place in places if (block := self.find(*place)) is not None}
+
+    def __iter__(self) -> Iterator[_Block]:
+        for blocks in self._of.values():
+            yield from blocks
+
+    def peak(self) -> tuple[int, int]:
+        """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
+        total, most, moment = 0, 0, 0
+        for each in self.allocations:
+            total += each.nbytes
+            if total > most:
+                most, moment = total, each.time
+        return most, moment
+
+    def bytes_at(self, moment: int) -> int:
+        """Return the bytes that were allocated at a moment, above those at the start."""
+        return sum(each.nbytes for each in self.allocations if each.time <= moment)
+
+
+@dataclass
+class StepProbe:
+    """Takes note, in one step, of addresses of tensors and of moments at which they were there."""
+
+    packed: list[tuple[int, int]] = field(default_factory=list)
+    unpacked: list[tuple[int, int]] = field(default_factory=list)
+    weight_gradients: list[tuple[int, int]] = field(default_factory=list)
+    activation_gradients: list[tuple[int, int]] = field(default_factory=list)
+    decodings: list[tuple[int, int]] = field(default_factory=list)
+    _leaves: list[Tensor] = field(default_factory=list)
+    _began: int = 0
+    _depth: int = 0
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a loss, and take notes of it."""
+        self._look_through(loss)
+        codes = _decoding_codes()
+        outer = sys.getprofile()
+
+        def see(frame: FrameType, event: str, value: object) -> None:
+            if frame.f_code in codes:
+                self._see(event)
+
+        sys.setprofile(see)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(outer)
+        now = time.time_ns()
+        for leaf in self._leaves:
+            if leaf.grad is not None:
+                self.weight_gradients += _places((leaf.grad,), now)
+
+    def _see(self, event: str) -> None:
+        if event == "call":
+            self._began = self._began if self._depth else time.time_ns()
+            self._depth += 1
+        elif event == "return" and self._depth:
+            self._depth -= 1
+            if not self._depth:
+                self.decodings.append((self._began, time.time_ns()))
+
+    def _look_through(self, loss: Tensor) -> None:
+        """Take note of what the graph holds, and let its nodes tell of the gradients that they get."""
+        pending, seen = [loss.grad_fn], set[Any]()
+        now = time.time_ns()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            pending += (each for each, _ in node.next_functions)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self._leaves.append(leaf)
+                continue
+            node.register_prehook(self._note_gradients)
+            may_pack = function_of(node).startswith(_PACKING)
+            for held in saved_by(node):
+                by_hook = isinstance(held, SavedByHook)
+                for x in _tensors_in(held):
+                    is_packed = x.dtype is torch.uint8 and (may_pack or by_hook)
+                    (self.packed if is_packed else self.unpacked).extend(_places((x,), now))
+
+    def _note_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.activation_gradients += _places(gradients, time.time_ns())
+
+
+class Step(Protocol):
+    """A training step: a forward pass, and the backward pass, which :meth:`StepProbe.backward` runs if there is one."""
+
+    def __call__(self, probe: StepProbe | None = None) -> object: ...
+
+
+def _tensors_in(held: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a node holds: itself, or what a pack hook of this package has returned."""
+    handles = held.handles if isinstance(held, SavedByHook) else held if isinstance(held, tuple) else (held,)
+    yield from (x for x in handles if isinstance(x, Tensor))
+
+
+def _places(tensors: Iterable[Tensor | None], moment: int) -> list[tuple[int, int]]:
+    """Return the addresses of the storages of tensors, with a moment; those without storage have none."""
+    found = []
+    for x in tensors:
+        try:
+            if x is not None:
+                found.append((x.untyped_storage().data_ptr(), moment))
+        except (NotImplementedError, RuntimeError, ValueError):
+            continue
+    return found
+
+
+def _decoding_codes() -> set[CodeType]:
+    """Return the code of all methods that decode a saved tensor."""
+    found, pending = set[CodeType](), [Decoder]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        found |= {method.__code__ for name in _DECODING if (method := vars(kind).get(name)) is not None}
+    return found
+
+
+class _Look(NamedTuple):
+    """The process at a moment: resident bytes, and the heap; None where nothing tells of it."""
+
+    moment: int
+    resident: int
+    heap: HeapSize | None
+
+
+class _Process:
+    """Looks at the process until it is told to stop, and remembers when most was resident."""
+
+    def __init__(self) -> None:
+        self._heap = HeapProbe.of_process()
+        if self._heap is not None:
+            self._heap.trim()
+        self.start = self.most = self._look()
+
+    def _look(self) -> _Look:
+        heap = self._heap
+        for _ in range(_TRIES):
+            size = None if heap is None else heap.size()
+            look = _Look(time.time_ns(), resident_bytes(), size)
+            if heap is None or size is None or heap.size().in_use == size.in_use:
+                break
+        return look
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at the process, all the time that a block runs."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(_INTERVAL):
+                self._compare()
+
+        thread = threading.Thread(target=watch, name="brevact report", daemon=True)
+        thread.start()
+        try:
+            yield
+            self._compare()
+        finally:
+            stop.set()
+            thread.join()
+
+    def _compare(self) -> None:
+        look = self._look()
+        if look.resident > self.most.resident:
+            self.most = look
+
+    def memory(self, tensors_at: Callable[[int], int]) -> ProcessMemory:
+        """Return the parts of the process when most was resident.
+
+        Args:
+            tensors_at: returns the bytes that PyTorch had allocated at a moment, above those at the start.
+        """
+        start, most = self.start, self.most
+        tensors, growth = tensors_at(most.moment), most.resident - start.resident
+        workspaces = gaps = None
+        if start.heap is not None and most.heap is not None:
+            in_use = most.heap.in_use - start.heap.in_use
+            workspaces = in_use - tensors
+            gaps = min(max(growth - in_use, 0), most.heap.free)
+        rest = growth - tensors - (workspaces or 0) - (gaps or 0)
+        return ProcessMemory(start.resident, loaded_bytes() or 0, tensors, workspaces, gaps, rest)
+
+
+def _process() -> _Process | None:
+    try:
+        return _Process()
+    except OSError:  # no Linux
+        return None
+
+
+def peak_memory_of(step: Step) -> PeakMemory:
+    """Measure the parts of the memory of a step on the CPU, at its peaks.
+
+    The step runs three times: the first one makes what is made once, such as compiled kernels; the second one leaves
+    the gaps in the heap that steps leave to those after them; the third one is measured. Before the second one, free
+    memory of the heap is returned to the system, so that no gaps of an earlier program part are counted.
+
+    Args:
+        step: runs a forward pass, and the backward pass by :meth:`StepProbe.backward` if it is given a probe.
+    """
+    step(None)
+    gc.collect()
+    process, probe = _process(), StepProbe()
+    step(None)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        if process is None:
+            step(probe)
+        else:
+            with process.watched():
+                step(probe)
+    blocks = _Blocks(allocations_in_time(profile))
+    return _parts(blocks, probe, None if process is None else process.memory(blocks.bytes_at))
+
+
+def _parts(blocks: _Blocks, probe: StepProbe, process: ProcessMemory | None) -> PeakMemory:
+    """Divide the blocks that were there when they were most: each belongs to the first part that it fits."""
+    most, moment = blocks.peak()
+    left = {block for block in blocks if block.start <= moment < block.end}
+    parts = {}
+    for name, chosen in {
+        "packed": blocks.found(probe.packed),
+        "unpacked": blocks.found(probe.unpacked),
+        "weight_gradients": blocks.found(probe.weight_gradients),
+        "activation_gradients": blocks.found(probe.activation_gradients),
+        "decoded": {block for block in left if any(start <= block.start <= end for start, end in probe.decodings)},
+    }.items():
+        parts[name] = sum(block.nbytes for block in left & chosen)
+        left -= chosen
+    return PeakMemory(**parts, other=most - sum(parts.values()), process=process)

@@ -1,0 +1,289 @@
+"""Parts of the memory of a step: which bytes are in which, on this system and on others."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import brevact
+from brevact import NearestBackward4bit, heap, loaded
+from brevact.reports.in_place import in_place
+from brevact.reports.peak import PeakMemory, ProcessMemory, peak_tables
+from brevact.reports.peak_probe import peak_memory_of
+from brevact.reports.step import peak_of, step_of
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+glibc = pytest.mark.skipif(heap.HeapProbe.of_process() is None, reason="needs mallinfo2 of glibc's own malloc")
+linux = pytest.mark.skipif(loaded.loaded_bytes() is None, reason="needs /proc")
+
+
+def square(model, x):
+    return model(x).square().sum()
+
+
+def parts_of(model, x, *, packs: bool = True, loss=square) -> PeakMemory:
+    with in_place(model):
+        return peak_memory_of(step_of(model, x, loss, packs=packs))
+
+
+def linear(policy=NearestBackward4bit):
+    torch.manual_seed(0)
+    return brevact.quantize_backward(nn.Sequential(nn.Linear(2048, 1024, bias=False)), policy)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_each_tensor_of_a_linear_layer_is_in_its_part(packs):
+    """When its weight's gradient is computed there are that, the output's gradient, and the input, decoded."""
+    x = torch.randn(256, 2048)
+    kept = brevact.quantizer(NearestBackward4bit).quantize(x).nbytes
+    parts = parts_of(linear(), x, packs=packs)
+    assert parts.weight_gradients == 2048 * 1024 * 4
+    assert parts.activation_gradients == 256 * 1024 * 4 + 4  # and that of the loss
+    assert parts.decoded == packs * x.nbytes
+    assert parts.packed == packs * kept  # plain saves the input as it is, which was there before the step
+    assert parts.unpacked == 0
+    assert parts.other == 4  # the loss
+
+
+def test_what_is_saved_when_backward_starts_is_what_the_memory_report_says():
+    """The widest layer is the last one, so that most is allocated while nothing has been freed."""
+    torch.manual_seed(0)
+    layers = nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 4096, bias=False)
+    model = brevact.quantize_backward(nn.Sequential(*layers), NearestBackward4bit)
+    x = torch.randn(512, 256)
+    report = brevact.memory_report(model, x, square)
+    assert report.packed_parts.packed + report.packed_parts.unpacked == report.saved_bytes
+    assert report.packed_parts.packed == sum(row.saved_bytes for row in report.ops if row.how in ("packed", "mask"))
+    assert report.plain_parts.packed == report.plain_parts.decoded == 0
+    assert report.plain_parts.unpacked == report.plain_bytes - x.nbytes
+
+
+def conv_net():
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.SiLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8)), torch.randn(8, 3, 32, 32)
+
+
+def transformer():
+    return nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), torch.randn(4, 32, 64)
+
+
+def checkpoints():
+    model, x = conv_net()
+    model.forward = partial(checkpoint_sequential, model, 2, use_reentrant=False)
+    return nn.Sequential(model), x
+
+
+@pytest.mark.parametrize("make", [conv_net, transformer, checkpoints])
+@pytest.mark.parametrize(
+    "policy", [brevact.DEFAULT, brevact.RECOMPUTE, brevact.LosslessBackward], ids=["DEFAULT", "RECOMPUTE", "lossless"]
+)
+def test_the_parts_sum_to_the_peak_without_a_probe(make, policy):
+    torch.manual_seed(0)
+    model, x = make()
+    brevact.quantize_backward(model, policy)
+    for packs in (False, True):
+        parts = parts_of(model, x, packs=packs)
+        with in_place(model):
+            assert parts.tensors == peak_of(step_of(model, x, square, packs=packs), CPU)
+        assert min(dataclasses.astuple(dataclasses.replace(parts, process=None))[:5]) >= 0
+
+
+def test_without_gradients_of_the_model_there_is_no_part():
+    report = brevact.memory_report(nn.Linear(8, 8).requires_grad_(False), torch.randn(4, 8), square)
+    assert report.plain_parts is None is report.packed_parts
+
+
+def test_a_forward_pass_alone_has_no_parts():
+    assert brevact.memory_report(linear(), torch.randn(4, 2048)).packed_parts is None
+
+
+def test_inputs_that_want_gradients_are_leaves():
+    x = torch.randn(64, 1024)
+    layer = nn.Linear(1024, 8).requires_grad_(False)
+    parts = parts_of(layer, x, packs=False, loss=lambda model, x: square(model, x.detach().requires_grad_()))
+    assert parts.weight_gradients == x.nbytes
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if sys.getprofile() is not None and sys.getprofile() is not _profiler:
+            raise ArithmeticError("in a measured backward pass")
+        return grad
+
+
+def _profiler(frame, event, value):
+    return None
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind():
+    threads = threading.active_count()
+    sys.setprofile(_profiler)
+    try:
+        with pytest.raises(ArithmeticError):
+            parts_of(nn.Linear(8, 8), torch.randn(4, 8), loss=lambda model, x: Fails.apply(model(x)).sum())
+        assert sys.getprofile() is _profiler
+    finally:
+        sys.setprofile(None)
+    assert threading.active_count() == threads
+
+
+@pytest.fixture
+def libc():
+    found = ctypes.CDLL("libc.so.6")
+    found.malloc.argtypes, found.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    found.free.argtypes, found.free.restype = (ctypes.c_void_p,), None
+    return found
+
+
+class UsesMemory(nn.Module):
+    """A layer that calls functions in its forward pass, and stays there until the process must have been looked at."""
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(512)), calls
+
+    def forward(self, x):
+        for call in self.calls:
+            call()
+        return x * self.weight
+
+
+def allocate(libc, count, size):
+    blocks = [libc.malloc(size) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    return blocks
+
+
+@glibc
+def test_workspaces_are_blocks_that_are_no_tensors(libc):
+    blocks = []
+    model = UsesMemory(
+        lambda: blocks.extend(allocate(libc, 1, 64 * MIB)),
+        partial(time.sleep, 0.3),
+        lambda: libc.free(blocks.pop()),
+    )
+    process = parts_of(model, torch.randn(512, 512), packs=False).process
+    # Beside it there are nodes of the graph, and records of torch's profiler, of a few ops.
+    assert 64 * MIB <= process.workspaces < 80 * MIB
+    assert process.growth >= 64 * MIB
+    assert process.peak == process.before + process.growth
+
+
+@glibc
+def test_gaps_are_freed_blocks_between_others(libc):
+    """640 blocks of 100 KiB, which glibc never maps by themselves, are freed; those between them stay.
+
+    A twentieth may lie in memory that was resident and free before.
+    """
+    between = []
+
+    def leave_gaps():
+        freed = []
+        for _ in range(640):
+            freed += allocate(libc, 1, 100 << 10)
+            between.extend(allocate(libc, 1, 2 << 10))
+        for block in freed:
+            libc.free(block)
+        between.extend(allocate(libc, 1, 8 * MIB))  # so that most is resident after the blocks were freed
+
+    def release():
+        while between:
+            libc.free(between.pop())
+
+    model = UsesMemory(leave_gaps, partial(time.sleep, 0.3), release)
+    process = parts_of(model, torch.randn(512, 512), packs=False).process
+    # Those between them, and the last one, are free, too, where a little more was resident after they were released.
+    assert 608 * 100 << 10 < process.gaps < (640 * 102 << 10) + 8 * MIB + 16 * MIB
+
+
+@linux
+def test_tensors_that_the_process_holds_are_those_of_the_step():
+    """All of the gradient of a large weight is resident while it is computed, so that it cannot be missed."""
+    x = torch.randn(512, 4096)
+    parts = parts_of(nn.Linear(4096, 4096, bias=False), x, packs=False)
+    assert parts.weight_gradients <= parts.process.tensors <= parts.tensors
+    assert parts.process.before > x.nbytes + parts.weight_gradients
+
+
+def test_other_allocators_tell_of_no_workspaces(monkeypatch):
+    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))  # musl
+    parts = parts_of(linear(), torch.randn(64, 2048))
+    if parts.process is not None:
+        assert parts.process.workspaces is None is parts.process.gaps
+        assert parts.process.rest == parts.process.growth - parts.process.tensors
+        assert peak_tables(parts, parts).count(" -") == 4
+
+
+def test_other_systems_tell_of_tensors_alone(monkeypatch):
+    def missing(*args, **kwargs):
+        raise FileNotFoundError("/proc/self/statm")
+
+    monkeypatch.setattr(loaded, "open", missing, raising=False)
+    assert loaded.loaded_bytes() is None
+    parts = parts_of(linear(), torch.randn(64, 2048))
+    assert parts.process is None
+    assert parts.weight_gradients == 2048 * 1024 * 4
+    assert "process" not in peak_tables(parts, parts)
+
+
+def test_tables_have_a_line_a_part_and_a_sum():
+    process = ProcessMemory(before=100, loaded=10, tensors=20, workspaces=30, gaps=40, rest=-5)
+    parts = PeakMemory(1, 2, 3, 4, 5, 6, process)
+    assert (parts.tensors, process.growth, process.peak) == (21, 85, 185)
+    lines = peak_tables(PeakMemory(0, 2, 0, 4, 5, 6, process), parts).splitlines()
+    assert [line.split()[-2:] for line in lines if line.startswith("sum")] == [["21", "B"], ["185", "B"]]
+    assert next(line for line in lines if line.startswith("rest")).split() == ["rest", "-5", "B", "-5", "B"]
+
+
+def test_reports_print_the_parts():
+    x = torch.randn(64, 2048), torch.randint(1024, (64,))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    for report in (brevact.step_report(linear(), x, loss, rounds=2), brevact.memory_report(linear(), x, loss)):
+        assert report.packed_parts.tensors == report.packed_peak
+        assert report.plain_parts.tensors == report.plain_peak
+        assert "gradients of activations" in str(report)
+
+
+@linux
+@pytest.mark.parametrize("first", ["import torch", "pass"])
+def test_what_is_loaded_is_what_the_import_adds_beside_torch(first):
+    code = f"""
+import os
+{first}
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = resident()
+import brevact
+after = resident()
+from brevact.loaded import loaded_bytes
+print(after - before, loaded_bytes())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    added, counted = map(int, done.stdout.split())
+    assert counted > MIB
+    if first == "import torch":
+        assert added - MIB < counted <= added  # `brevact.version` and its like are not counted
+    else:
+        assert counted < added / 2  # torch takes more than all of this package
