@@ -64,12 +64,19 @@ def memory_report(
     >>> step.plain_bytes > report.plain_bytes
     True
 
-    If the loss is a tensor of one element, two more steps, plain and packed, run its backward pass and measure the
+    If the loss is a tensor of one element, more steps, plain and packed, run its backward pass and measure the
     peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The peak
     consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
+    (True, True)
+
+    On the CPU the report has the parts of both peaks (``plain_parts``, ``packed_parts``), and of the memory of the
+    process, whose free memory it returns to the system before that:
+
+    >>> parts = step.packed_parts
+    >>> parts.tensors == step.packed_peak, parts.weight_gradients > 0
     (True, True)
 
     Args:

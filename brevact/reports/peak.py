@@ -10,7 +10,14 @@ from brevact.tables import size_text, text_table
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Resident memory of the process when most of it was resident in a step, in bytes; the parts sum to ``peak``.
+    """Resident memory of the process at its peak in a step, in bytes; the parts sum to ``peak``.
+
+    Freed memory stays resident, and so the peak lasts: of the moments at which the process has grown to within 1 % of
+    it, the parts are those of the one when most was in use.
+
+    >>> process = ProcessMemory(before=400, loaded=100, tensors=50, workspaces=20, gaps=None, rest=5)
+    >>> process.growth, process.peak  # `loaded` is a part of `before`
+    (75, 475)
 
     Args:
         before: resident before the step: libraries, weights, optimizer state, data.

@@ -9,15 +9,16 @@ passes run as they do without.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import gc
+import itertools
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,6 +34,8 @@ from brevact.reports.peak import PeakMemory, ProcessMemory
 
 #: Seconds between two looks at the process.
 _INTERVAL = 0.001
+#: Part of the growth of the process by which less than most may be resident at the moment that is reported.
+_NEAR = 0.01
 #: Looks of which the first one counts in which the heap has not changed meanwhile, or the last one.
 _TRIES = 4
 #: Methods of decoders that return an activation, or its product with a gradient.
@@ -54,7 +57,8 @@ class _Blocks:
     """All blocks of the step."""
 
     def __init__(self, allocations: list[Allocation]) -> None:
-        self.allocations = allocations
+        self._times = [each.time for each in allocations]
+        self._totals = list(itertools.accumulate(each.nbytes for each in allocations))
         self._of: dict[int, list[_Block]] = {}
         for each in allocations:
             blocks = self._of.setdefault(each.address, [])
@@ -79,16 +83,13 @@ class _Blocks:
 
     def peak(self) -> tuple[int, int]:
         """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
-        total, most, moment = 0, 0, 0
-        for each in self.allocations:
-            total += each.nbytes
-            if total > most:
-                most, moment = total, each.time
-        return most, moment
+        most = max(self._totals, default=0)
+        return (most, self._times[self._totals.index(most)]) if most > 0 else (0, 0)
 
     def bytes_at(self, moment: int) -> int:
         """Return the bytes that were allocated at a moment, above those at the start."""
-        return sum(each.nbytes for each in self.allocations if each.time <= moment)
+        place = bisect.bisect(self._times, moment)
+        return self._totals[place - 1] if place else 0
 
 
 @dataclass
@@ -143,9 +144,8 @@ class StepProbe:
                 continue
             seen.add(node)
             pending += (each for each, _ in node.next_functions)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                self._leaves.append(leaf)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                self._leaves.append(node.variable)
                 continue
             node.register_prehook(self._note_gradients)
             may_pack = function_of(node).startswith(_PACKING)
@@ -189,7 +189,8 @@ def _decoding_codes() -> set[CodeType]:
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        found |= {method.__code__ for name in _DECODING if (method := vars(kind).get(name)) is not None}
+        methods = (vars(kind).get(name) for name in _DECODING)
+        found |= {method.__code__ for method in methods if isinstance(method, FunctionType)}
     return found
 
 
@@ -202,13 +203,14 @@ class _Look(NamedTuple):
 
 
 class _Process:
-    """Looks at the process until it is told to stop, and remembers when most was resident."""
+    """Looks at the process until it is told to stop."""
 
     def __init__(self) -> None:
         self._heap = HeapProbe.of_process()
         if self._heap is not None:
             self._heap.trim()
-        self.start = self.most = self._look()
+        self.start = self._look()
+        self.looks = [self.start]
 
     def _look(self) -> _Look:
         heap = self._heap
@@ -219,42 +221,48 @@ class _Process:
                 break
         return look
 
-    @contextmanager
+    @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Look at the process, all the time that a block runs."""
         stop = threading.Event()
 
         def watch() -> None:
-            while not stop.wait(_INTERVAL):
-                self._compare()
+            with contextlib.suppress(OSError):  # no file can be opened any more
+                while not stop.wait(_INTERVAL):
+                    self.looks.append(self._look())
 
         thread = threading.Thread(target=watch, name="brevact report", daemon=True)
         thread.start()
         try:
             yield
-            self._compare()
         finally:
             stop.set()
             thread.join()
 
-    def _compare(self) -> None:
-        look = self._look()
-        if look.resident > self.most.resident:
-            self.most = look
-
     def memory(self, tensors_at: Callable[[int], int]) -> ProcessMemory:
         """Return the parts of the process when most was resident.
+
+        Freed memory stays resident, so that hardly less is at other moments: of those the one counts at which most was
+        in use, and written to.
 
         Args:
             tensors_at: returns the bytes that PyTorch had allocated at a moment, above those at the start.
         """
-        start, most = self.start, self.most
-        tensors, growth = tensors_at(most.moment), most.resident - start.resident
+        start = self.start
+
+        def in_use(look: _Look) -> int:
+            if look.heap is None or start.heap is None:
+                return tensors_at(look.moment)
+            return look.heap.in_use - start.heap.in_use
+
+        most = max(look.resident for look in self.looks) - start.resident
+        near = [look for look in self.looks if look.resident - start.resident >= (1 - _NEAR) * most]
+        chosen = max(near, key=lambda look: min(in_use(look), look.resident - start.resident))
+        tensors, growth = tensors_at(chosen.moment), chosen.resident - start.resident
         workspaces = gaps = None
-        if start.heap is not None and most.heap is not None:
-            in_use = most.heap.in_use - start.heap.in_use
-            workspaces = in_use - tensors
-            gaps = min(max(growth - in_use, 0), most.heap.free)
+        if chosen.heap is not None:
+            workspaces = in_use(chosen) - tensors
+            gaps = min(max(growth - in_use(chosen), 0), chosen.heap.free)
         rest = growth - tensors - (workspaces or 0) - (gaps or 0)
         return ProcessMemory(start.resident, loaded_bytes() or 0, tensors, workspaces, gaps, rest)
 

@@ -116,9 +116,10 @@ def step_report(
 ) -> StepReport:
     """Measure time and peak memory of a training step: forward pass, loss and backward pass, no optimizer.
 
-    After one warm-up step of each, steps with the model's backward quantizers and without them run in turn; each is
+    After warm-up steps of each, steps with the model's backward quantizers and without them run in turn; each is
     first in every other pair. The peak is the most bytes that PyTorch allocates above the start of a step, on the
-    device of the batch, in a step that is not timed. A model without a policy is measured as after
+    device of the batch, in a step that is not timed. On the CPU the report has its parts, and those of the memory of
+    the process, whose free memory is returned to the system before. A model without a policy is measured as after
     ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
 
     >>> import torch, brevact

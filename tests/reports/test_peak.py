@@ -202,7 +202,7 @@ def test_gaps_are_freed_blocks_between_others(libc):
             between.extend(allocate(libc, 1, 2 << 10))
         for block in freed:
             libc.free(block)
-        between.extend(allocate(libc, 1, 8 * MIB))  # so that most is resident after the blocks were freed
+        between.extend(allocate(libc, 1, 32 * MIB))  # so that most is resident after the blocks were freed
 
     def release():
         while between:
@@ -210,8 +210,8 @@ def test_gaps_are_freed_blocks_between_others(libc):
 
     model = UsesMemory(leave_gaps, partial(time.sleep, 0.3), release)
     process = parts_of(model, torch.randn(512, 512), packs=False).process
-    # Those between them, and the last one, are free, too, where a little more was resident after they were released.
-    assert 608 * 100 << 10 < process.gaps < (640 * 102 << 10) + 8 * MIB + 16 * MIB
+    assert (608 * 100) << 10 < process.gaps < (640 * 100 << 10) + 16 * MIB
+    assert 32 * MIB < process.workspaces < 48 * MIB
 
 
 @linux
@@ -229,7 +229,8 @@ def test_other_allocators_tell_of_no_workspaces(monkeypatch):
     if parts.process is not None:
         assert parts.process.workspaces is None is parts.process.gaps
         assert parts.process.rest == parts.process.growth - parts.process.tensors
-        assert peak_tables(parts, parts).count(" -") == 4
+        lines = [line.split() for line in peak_tables(parts, parts).splitlines()]
+        assert [line[0] for line in lines if line[-2:] == ["-", "-"]] == ["workspaces", "gaps"]
 
 
 def test_other_systems_tell_of_tensors_alone(monkeypatch):
