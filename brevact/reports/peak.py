@@ -27,7 +27,7 @@ class ProcessMemory:
             Python; None where malloc does not tell (an allocator that is not glibc's own, or glibc before 2.33).
         gaps: resident free memory of the heap, which the step's tensors left and no other took; None likewise.
         rest: all else: mapped files, stacks; less memory in use that was not written yet. Where ``workspaces`` and
-            ``gaps`` are None, they are in ``rest``.
+            ``gaps`` are None, they are in ``rest``, less what was free and resident before the step.
     """
 
     before: int
@@ -62,7 +62,7 @@ class PeakMemory:
         weight_gradients: gradients of parameters, and of other leaves of the graph.
         activation_gradients: gradients of the results of ops.
         other: all else: results and temporaries of ops, workspaces that PyTorch allocates, tensors that checkpoints
-            compute again; less what was freed since the start.
+            compute again, tensors inside of compiled graphs; less what was freed since the start.
         process: the process when most of its memory was resident; None off Linux.
     """
 

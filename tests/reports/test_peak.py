@@ -191,7 +191,7 @@ def test_workspaces_are_blocks_that_are_no_tensors(libc):
 def test_gaps_are_freed_blocks_between_others(libc):
     """640 blocks of 100 KiB, which glibc never maps by themselves, are freed; those between them stay.
 
-    A twentieth may lie in memory that was resident and free before.
+    Up to 8 MiB of them may lie in free memory that was resident before, in pieces that malloc_trim cannot return.
     """
     between = []
 
@@ -210,7 +210,7 @@ def test_gaps_are_freed_blocks_between_others(libc):
 
     model = UsesMemory(leave_gaps, partial(time.sleep, 0.3), release)
     process = parts_of(model, torch.randn(512, 512), packs=False).process
-    assert (608 * 100) << 10 < process.gaps < (640 * 100 << 10) + 16 * MIB
+    assert (640 * 100 << 10) - 8 * MIB < process.gaps < (640 * 100 << 10) + 16 * MIB
     assert 32 * MIB < process.workspaces < 48 * MIB
 
 
