@@ -136,7 +136,8 @@ class StepProbe:
 
     def _look_through(self, loss: Tensor) -> None:
         """Take note of what the graph holds, and let its nodes tell of the gradients that they get."""
-        pending, seen = [loss.grad_fn], set[Any]()
+        pending: list[Any] = [loss.grad_fn]
+        seen = set[Any]()
         now = time.time_ns()
         while pending:
             node = pending.pop()
