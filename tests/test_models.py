@@ -20,6 +20,7 @@ from brevact import (
     StochBackward8bit,
     UniformQuantizer,
 )
+from tests.crosses import taking_turns
 
 LEAST_RATIO = {name: 12 if name in CONVOLUTIONAL else 6 for name in MODELS}
 #: Steps of 8 and of 4 bits, 1 / 255 and 1 / 15 of the range.
@@ -85,7 +86,9 @@ class Spy(UniformQuantizer):
         return super().quantize(x, seed)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "subject, autocast", taking_turns(list(MODELS), [False, True]), indirect=["subject"], scope="module"
+)
 def test_weights_are_never_packed(subject, autocast):
     _, plain = subject
     spied = quantized(plain, BackwardSettings(Spy(bit_width=8), min_numel=0))

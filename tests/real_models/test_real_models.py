@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
@@ -23,7 +24,12 @@ IMAGE_MODELS = pytest.importorskip("benchmarks.image_models", reason="needs timm
 ALL = {**IMAGE_MODELS, **MODELS}
 #: One of each kind that was hard: class tokens, branches that are added, weights made of weights, response norms.
 QUICK = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small", "convnextv2_atto", "shufflenet_v2_x0_5")
-CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in ALL]
+
+
+def cases(quick: Sequence[str]) -> list:
+    """All models; those that are not quick ones are marked `exhaustive`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in ALL]
+
 
 #: Norms that packed rows and channels of other scales together had errors of 96 to 3e8 times the gradient.
 EXPLODED = 10.0
@@ -95,7 +101,7 @@ def errors_of(found: Tensor, expected: Tensor, model: nn.Module) -> tuple[float,
     return relative_error(found, expected), statistics.median(own)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(QUICK))
 def test_real_models_train_as_they_are(name):
     plain = build(name, builders=ALL)
     two, eight = quantized(plain, StochBackward2bit), quantized(plain, StochBackward8bit)
@@ -122,7 +128,7 @@ def spied_default() -> brevact.Policy:
     return brevact.Policy(rules)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(QUICK[:3]))
 def test_real_models_train_by_the_default(name):
     plain = build(name, builders=ALL)
     default, two = quantized(plain, brevact.DEFAULT), quantized(plain, StochBackward2bit)
