@@ -110,7 +110,7 @@ class StepProbe:
         try:
             loss.backward()
         finally:
-            sys.setprofile(outer)
+            _profile_by(outer)
         now = time.time_ns()
         for leaf in self._leaves:
             if leaf.grad is not None:
@@ -155,6 +155,14 @@ class Step(Protocol):
     """A training step: a forward pass, and the backward pass, which :meth:`StepProbe.backward` runs if there is one."""
 
     def __call__(self, probe: StepProbe | None = None) -> object: ...
+
+
+def _profile_by(profiler: Any) -> None:
+    """Let a profiler, as `sys.getprofile` returns it, go on: cProfile's up to Python 3.11 is no function."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        profiler.enable()
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:

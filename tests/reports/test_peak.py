@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import dataclasses
 import subprocess
@@ -143,6 +144,19 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
     finally:
         sys.setprofile(None)
     assert threading.active_count() == threads
+
+
+def test_a_profiler_of_python_goes_on():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        before = sys.getprofile()
+        parts_of(nn.Linear(8, 8), torch.randn(4, 8))
+        assert sys.getprofile() is before
+        heap.is_left_alone({})
+    finally:
+        profiler.disable()
+    assert heap.is_left_alone.__code__ in [entry.code for entry in profiler.getstats()]
 
 
 @pytest.fixture
