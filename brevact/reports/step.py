@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.arguments import check_model
-from brevact.autograd import regions_disabled
+from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
 from brevact.private_names.of_profiler import allocations, quietly
@@ -182,11 +182,12 @@ class StepLoss:
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Step:
     """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them.
 
-    A probe that it is given runs the backward pass.
+    A probe that it is given runs the backward pass. A region around the report packs nothing in the step.
     """
 
     def run(probe: StepProbe | None = None) -> None:
-        with nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
+        outside = nullcontext() if current_region() is None else region(None)
+        with outside, nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
             value = StepLoss(loss)(model, batch)
             value.backward() if probe is None else probe.backward(value)
         model.zero_grad(set_to_none=True)

@@ -47,6 +47,18 @@ def test_peak_is_what_a_step_allocates_at_most():
     assert report.peak_ratio == report.plain_peak / report.packed_peak
 
 
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_region_around_a_report_packs_nothing_of_its_steps(of_model):
+    model = brevact.quantize_backward(net(), StochBackward2bit, min_numel=0)
+    expected = brevact.memory_report(model, BATCH, loss)
+    with brevact.backward_quant(model if of_model else StochBackward2bit):
+        found = brevact.memory_report(model, BATCH, loss)
+        step = brevact.step_report(model, BATCH, loss, rounds=2)
+    assert found.plain_peak == step.plain_peak == expected.plain_peak
+    assert found.packed_peak == step.packed_peak == expected.packed_peak
+    assert found.plain_parts.packed == 0
+
+
 def test_step_report_leaves_the_model_as_it_was():
     model = brevact.quantize_backward(net(), LosslessBackward)
     loss(model, BATCH).backward()
