@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,18 +19,23 @@ class Allocation(NamedTuple):
 
 
 _LEVEL = "KINETO_LOG_LEVEL"
+_one_at_a_time = threading.RLock()  # two profilers in two threads crash the process
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Let the profiler begin without lines on the terminal, unless the user has set the level of its log."""
-    is_set = _LEVEL in os.environ
-    os.environ.setdefault(_LEVEL, "99")  # read once a process
-    try:
-        yield
-    finally:
-        if not is_set:
-            os.environ.pop(_LEVEL, None)
+    """Let the profiler begin without lines on the terminal, unless the user has set the level of its log.
+
+    Threads wait for each other.
+    """
+    with _one_at_a_time:
+        is_set = _LEVEL in os.environ
+        os.environ.setdefault(_LEVEL, "99")  # read once a process
+        try:
+            yield
+        finally:
+            if not is_set:
+                os.environ.pop(_LEVEL, None)
 
 
 def allocations(profile: Any) -> Iterator[int]:

@@ -146,6 +146,31 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
     assert threading.active_count() == threads
 
 
+THREADS = """
+import threading
+import torch
+from brevact.reports.peak_probe import peak_memory_of
+from brevact.reports.step import step_of
+
+def measure():
+    square = lambda model, x: model(x).square().sum()
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(50)]), torch.randn(256, 32)
+    peaks.append(peak_memory_of(step_of(model, x, square, packs=False)).tensors)
+
+peaks = []
+threads = [threading.Thread(target=measure) for _ in range(2)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+assert len(peaks) == 2 and peaks[0] == peaks[1] > 0, peaks
+"""
+
+
+@pytest.mark.exhaustive
+def test_threads_measure_one_after_the_other():
+    """In a process of its own: torch's profiler crashes one in which it runs in two threads."""
+    subprocess.run([sys.executable, "-c", THREADS], check=True)
+
+
 def test_a_profiler_of_python_goes_on():
     profiler = cProfile.Profile()
     profiler.enable()
