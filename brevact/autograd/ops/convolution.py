@@ -24,6 +24,7 @@ from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, 
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
+from brevact.quantizers import is_traced
 
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
@@ -193,6 +194,8 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
 def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
     """Return whether ATen's copies of a layer of few channels take far more memory than its tensors."""
     settings = region.settings
+    if is_traced(input):  # compilers plan memory themselves, and sizes of parts may be none that they know
+        return False
     channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
     if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * channels > _BLOCK:
         return False
