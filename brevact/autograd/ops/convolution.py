@@ -194,10 +194,10 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
 def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
     """Return whether ATen's copies of a layer of few channels take far more memory than its tensors."""
     settings = region.settings
-    if is_traced(input):  # compilers plan memory themselves, and sizes of parts may be none that they know
-        return False
     channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
     if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * channels > _BLOCK:
+        return False
+    if is_traced(input):  # compilers plan memory themselves, and sizes of parts may be none that they know
         return False
     samples, _, *positions = input.shape
     return samples * math.prod(positions) * _BLOCK >= _MANY_PADDED and (samples > 1 or _has_parts(geometry))
