@@ -22,6 +22,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requires_grad, save
+from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
 from brevact.quantizers import is_traced
@@ -88,7 +89,7 @@ class _Convolution(Saving):
         shape, stride, dtype = ctx.input_like
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
-            return (None,) * 5 + (_bias_gradient(grad),)
+            return (None,) * 5 + (sum_of_channels(grad),)
         if ctx.goes_by_parts and mask[0] and grad.is_cpu and not is_batched(grad):
             return None, None, None, *_part_by_part(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
@@ -138,7 +139,7 @@ def _part_by_part(
     else:
         order = suggest_memory_format(grad)
         if mask[2]:
-            totals[1] = _bias_gradient(grad)
+            totals[1] = sum_of_channels(grad)
     grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
     of_input = [True, False, False]
     for part, (start, stop) in itertools.product(samples, _parts(ctx, shape, halo)):
@@ -152,10 +153,6 @@ def _part_by_part(
             found = _convolution_backward(g, read, weight, None, *without_pad, of_input)[0]
             out.copy_(found[:, :, halo : halo + stop - start])
     return grad_input, *totals
-
-
-def _bias_gradient(grad: Tensor) -> Tensor:
-    return grad.sum([0, *range(2, grad.dim())])
 
 
 def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
