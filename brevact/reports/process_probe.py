@@ -16,16 +16,24 @@ from brevact.reports.peak import ProcessMemory
 _INTERVAL = 0.001
 #: Part of the growth of the process by which less than most may be resident at the moment that is reported.
 _NEAR = 0.01
-#: Looks of which the first one counts in which the heap has not changed meanwhile, or the last one.
+#: Looks of which the first one counts during which the heap does not change, or the last one.
 _TRIES = 4
 
 
 class _Look(NamedTuple):
-    """The process at a moment: resident bytes, and the heap; None where nothing tells of it."""
+    """The process at a moment.
+
+    Attributes:
+        moment: nanoseconds since the epoch.
+        resident: resident bytes.
+        heap: bytes of the heap; None where nothing tells of it.
+        steady: the heap did not change during the look, so that `resident` and `heap` belong together.
+    """
 
     moment: int
     resident: int
     heap: HeapSize | None
+    steady: bool
 
 
 class ProcessProbe:
@@ -50,10 +58,11 @@ class ProcessProbe:
         heap = self._heap
         for _ in range(_TRIES):
             size = None if heap is None else heap.size()
-            look = _Look(time.time_ns(), resident_bytes(), size)
-            if heap is None or size is None or heap.size().in_use == size.in_use:
+            moment, resident = time.time_ns(), resident_bytes()
+            steady = heap is None or size is None or heap.size().in_use == size.in_use
+            if steady:
                 break
-        return look
+        return _Look(moment, resident, size, steady)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -77,7 +86,7 @@ class ProcessProbe:
         """Return the parts of the process when most was resident.
 
         Freed memory stays resident, so that hardly less is at other moments: of those the one counts at which most was
-        in use, and written to.
+        in use, and written to. Looks during which the heap changed count where there are no others.
 
         Args:
             tensors_at: returns the bytes that PyTorch had allocated at a moment, above those at the start.
@@ -91,7 +100,8 @@ class ProcessProbe:
 
         most = max(look.resident for look in self.looks) - start.resident
         near = [look for look in self.looks if look.resident - start.resident >= (1 - _NEAR) * most]
-        chosen = max(near, key=lambda look: min(in_use(look), look.resident - start.resident))
+        steady = [look for look in near if look.steady]
+        chosen = max(steady or near, key=lambda look: min(in_use(look), look.resident - start.resident))
         tensors, growth = tensors_at(chosen.moment), chosen.resident - start.resident
         workspaces = gaps = None
         if chosen.heap is not None:

@@ -249,29 +249,45 @@ def test_workspaces_are_blocks_that_are_no_tensors(libc, until_looked):
 
 @glibc
 def test_gaps_are_freed_blocks_between_others(libc, until_looked):
-    """640 blocks of 100 KiB, which glibc never maps by themselves, are freed; those between them stay.
+    """Of 1280 blocks of 100 KiB, which glibc never maps by themselves, every other one by address is freed.
 
     Up to 8 MiB of them may lie in free memory that was resident before, in pieces that malloc_trim cannot return.
     """
-    between = []
+    held = []
 
     def leave_gaps():
-        freed = []
-        for _ in range(640):
-            freed += allocate(libc, 1, 100 << 10)
-            between.extend(allocate(libc, 1, 2 << 10))
-        for block in freed:
+        blocks = sorted(allocate(libc, 1280, 100 << 10))
+        for block in blocks[::2]:
             libc.free(block)
-        between.extend(allocate(libc, 1, 32 * MIB))  # so that most is resident after the blocks were freed
+        held.extend(blocks[1::2])
+        held.extend(allocate(libc, 1, 32 * MIB))  # so that most is resident after the blocks were freed
 
     def release():
-        while between:
-            libc.free(between.pop())
+        while held:
+            libc.free(held.pop())
 
     model = UsesMemory(leave_gaps, until_looked, release)
     process = parts_of(model, torch.randn(512, 512), packs=False).process
-    assert (640 * 100 << 10) - 8 * MIB < process.gaps < (640 * 100 << 10) + 16 * MIB
-    assert 32 * MIB < process.workspaces < 48 * MIB
+    freed = 640 * 100 << 10
+    assert freed - 8 * MIB < process.gaps < freed + 16 * MIB
+    assert freed + 32 * MIB < process.workspaces < freed + 48 * MIB
+
+
+@glibc
+def test_looks_during_which_the_heap_changed_do_not_count():
+    """A block of 60 MiB was in use when the heap was read; when resident memory was, another of 32 MiB."""
+    probe = ProcessProbe()
+    start = probe.start
+
+    def look(in_use, steady):
+        heap = start.heap._replace(in_use=start.heap.in_use + in_use * MIB, free=64 * MIB)
+        return start._replace(resident=start.resident + 96 * MIB, heap=heap, steady=steady)
+
+    probe.looks += [look(60, steady=False), look(32, steady=True)]
+    found = probe.memory(lambda moment: 0)
+    assert (found.workspaces, found.gaps, found.rest) == (32 * MIB, 64 * MIB, 0)
+    del probe.looks[-1]
+    assert probe.memory(lambda moment: 0).workspaces == 60 * MIB
 
 
 @linux
