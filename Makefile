@@ -16,6 +16,8 @@ DOCS_READY := $(VENV)/.docs-ready
 TRAINERS_READY := $(VENV)/.trainers-ready
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
+# Tests start many processes, which would compile every module again where the environment forbids .pyc files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo picture test test-exhaustive test-all test-versions lint docs
