@@ -1,8 +1,11 @@
-"""Two processes of a distributed run: a module is started once a rank, and leaves in a folder what it measures."""
+"""Two processes of a distributed run: a module is run once a rank, and leaves in a folder what it measures."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,27 +18,36 @@ import brevact
 WORLD = 2
 _TIMEOUT = 240
 """Seconds that the processes may take."""
+_FORKS = """
+import importlib, os, sys
+from pathlib import Path
+main = importlib.import_module(sys.argv[1]).main
+children = []
+for rank in range(int(sys.argv[2])):
+    if not (child := os.fork()):
+        main(rank, Path(sys.argv[3]))
+        sys.exit()
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
 
 
 def run_ranks(module: str, folder: Path) -> None:
-    """Start a module once for each rank, as ``python -m module RANK FOLDER``, and wait for all of them.
+    """Import a module once, call ``main(RANK, FOLDER)`` of it in a fork for each rank, and wait for all of them.
 
     Args:
-        module: its name; it calls `join` first.
+        module: its name; `main` calls `join` first.
         folder: for what the processes leave.
     """
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS, module, str(WORLD), str(folder)]
     root = Path(brevact.__file__).parents[1]
-    command = [sys.executable, "-W", "ignore", "-m", module]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
-    ]
+    process = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        errors = [process.communicate(timeout=_TIMEOUT)[1] for process in processes]
+        errors = process.communicate(timeout=_TIMEOUT)[1]
     finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
 
 
 def join(rank: int, folder: Path) -> None:

@@ -1,12 +1,11 @@
 """One of two processes that average packed gradients; what they measure goes to a file.
 
-Run by test_ranks.py: python -m tests.distributed.ranks RANK FOLDER
+`tests.ranks.run_ranks` calls `main`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -158,7 +157,3 @@ def main(rank: int, folder: Path) -> None:
     distributed.barrier()
     (folder / "left_alone").write_text(left_alone(), "utf-8")
     os._exit(0)  # no farewell to a process that is gone
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

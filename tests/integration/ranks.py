@@ -1,11 +1,10 @@
 """One of two processes that train together; what they measure goes to a file.
 
-Run by test_distributed.py: python -m tests.integration.ranks RANK FOLDER
+`tests.ranks.run_ranks` calls `main`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,7 +145,3 @@ def main(rank: int, folder: Path) -> None:
     join(rank, folder)
     torch.save(measure(rank), folder / f"{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
