@@ -11,10 +11,10 @@ GPU, the most that torch's allocator gave out.
 import importlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ from recipes.errors import RecipeError
 from recipes.options import option
 
 MIB = 2**20
-_GUARD_MIB = 256  # reserved, not resident, on top of half as much again as the limit leaves
+_INTERVAL = 0.005  # seconds between two looks at the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Case:
         device: "cpu" or "cuda".
         threads: of torch.
         steps: training steps; all but the first are timed.
-        limit_mib: a process that takes far more ends; 0 for no limit.
+        limit_mib: a process that takes more ends; 0 for no limit.
     """
 
     module: str
@@ -101,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
     Returns:
         `kept_mib`, bytes of tensors that a forward pass leaves; `peak_mib`; `loaded_mib`, resident before the first
         step; `step_s`, and `cpu_s`, processor time of a step, all threads: medians. With a limit the peak alone, after
-        the steps, or after the first that has crossed the limit.
+        the steps, or after the first that has crossed the limit, unless the process ended before.
     """
     torch.set_num_threads(case.threads)
     device = torch.device(case.device)
@@ -204,14 +204,22 @@ def too_little(size: Size, memory_mib: int, least: dict[str, float]) -> str:
 
 
 def _guard(limit_mib: int, device: torch.device) -> None:
-    """Lets allocations fail that are far above the limit, before the machine runs out of memory."""
+    """Ends the process before one that is far above the limit takes the memory of the machine.
+
+    On the CPU a thread watches the peak, prints it once it has crossed the limit, as `main` does, and ends the process.
+    Limits of the system (`RLIMIT_DATA`) count memory that the heap has returned, too, and forbid steps that fit.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, 1.5 * limit_mib * MIB / total), device)
         return
-    left = max(0.0, limit_mib - _status_mib("VmRSS"))
-    limit = int((_status_mib("VmData") + 1.5 * left + _GUARD_MIB) * MIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    def watch() -> None:
+        while (peak := _status_mib("VmHWM")) <= limit_mib:
+            time.sleep(_INTERVAL)
+        _finish({"peak_mib": peak})
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _resident(device: torch.device) -> float:
@@ -237,8 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = measure(case)
     if case.variant == PLAIN and "brevact" in sys.modules:
         raise RuntimeError(f"{case.module} imports brevact, without which plain training is measured")
+    _finish(found)
+
+
+def _finish(found: dict[str, Any]) -> None:
+    """Prints what was measured, and ends the process at once: workers of libraries may take their time."""
     print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
-    os._exit(0)  # workers of libraries may take their time
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,16 @@ def test_the_largest_size_fits_and_the_next_does_not():
     assert min(failing) == found["size"] + 512
 
 
+def test_a_process_ends_in_the_step_in_which_it_crosses_its_limit():
+    case = case_of(DOMAIN, TinySettings(), "plain", torch.device("cpu"))
+    assert dataclasses.replace(case, steps=10**9, limit_mib=20).run(timeout=120)["peak_mib"] > 20
+
+
+def test_memory_that_is_reserved_and_not_resident_counts_as_free():
+    case = case_of(DOMAIN, TinySettings(reserved=2048), "plain", torch.device("cpu"))
+    assert dataclasses.replace(case, limit_mib=1024).run()["peak_mib"] < 1024
+
+
 @pytest.mark.exhaustive
 def test_main_says_how_much_memory_the_smallest_size_takes(tmp_path, capsys):
     command = ["--rounds", "0", "--seeds", "--variants", "plain", "--memory", "20MiB", "--out-dir", str(tmp_path)]
