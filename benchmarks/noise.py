@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import brevact
 from benchmarks.labels import place_labels
-from benchmarks.records import append_rows, check_columns, print_table, read_rows
+from benchmarks.records import append_rows, check_columns, estimate_text, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from recipes.fitted_policies import ADAPTIVE, FIT, FittedPolicy, policy_or_fit
@@ -167,15 +167,11 @@ def readable(row: Row) -> dict[str, str]:
     return {
         "model": row["model"],
         "policy": row["policy"],
-        "noise": _with_error(row["noise"], row["noise_se"]),
-        "bias²": _with_error(row["bias2"], row["bias2_se"]),
+        "noise": estimate_text(row["noise"], row["noise_se"]),
+        "bias²": estimate_text(row["bias2"], row["bias2_se"]),
         "kept": f"{int(row['saved_bytes']) / 2**20:.2f} MiB",
         "times less": row["ratio"],
     }
-
-
-def _with_error(value: str, error: str) -> str:
-    return f"{float(value):.4f} ± {float(error):.4f}".replace("-0.0000", "0.0000") if float(error) else "0"
 
 
 def plot(rows: Sequence[Row]) -> Figure:

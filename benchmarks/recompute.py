@@ -1,13 +1,14 @@
-"""What recomputing layers saves and costs: kept bytes, the peak of a step, its time and the error of gradients.
+"""Recomputed layers: bytes stored, the peak and the time of a step, and the noise and bias of gradients.
 
     python -m benchmarks.recompute --csv benchmarks/results/recompute.csv
 
 One model after the other takes steps at full precision, in turns with those of each way to keep less: time is that of
 the processor, by the median of pairs. The peak is of what PyTorch allocates in a step, above its start. The error is
-that of the gradient of all weights, over its norm, by the root mean square of some draws; noise in units of minibatch
-noise is `benchmarks.noise`'s. Checkpoints are those of each block, at full precision; compiled is `torch.compile`
-with a budget for the bytes that it keeps for backward (`activation_memory_budget`); "fit 30x" is the policy of
-`brevact.fit(ratio=30, quick=True)`, without a row where there is none.
+that of the gradient of all weights, over its norm, by the root mean square of some draws. Noise and squared bias are
+those of `benchmarks.noise`, in units of minibatch noise, of random weights and of the mean of four batches; checkpoints
+and compiled models, which round nothing, have none. Checkpoints are those of each block, at full precision; compiled is
+`torch.compile` with a budget for the bytes that it keeps for backward (`activation_memory_budget`); "fit 30x" is the
+policy of `brevact.fit(ratio=30, quick=True)`, without a row where there is none.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tqdm import tqdm
 import brevact
 from benchmarks.gpu.workloads import UNet3D
 from benchmarks.records import write_rows
+from brevact.reports.gradient_noise import Distortion, ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import gradients
 from brevact.reports.step import peak_of
 from recipes.models.efficientnetv2 import efficientnetv2
@@ -50,6 +52,8 @@ COMPILED = f"compiled, memory budget {MEMORY_BUDGET}"
 FIT = "fit "
 FITS = tuple(f"{FIT}{ratio}x" for ratio in (15, 30, 60))
 WAYS = (CHECKPOINT, COMPILED, *POLICIES, *FITS)
+BATCHES = 4
+"""Of which the variance of gradients between batches is the unit of noise."""
 Batch = tuple[Tensor, Tensor]
 
 
@@ -122,18 +126,21 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def measure(name: str, model: nn.Module, batch: Batch, way: str, rounds: int, draws: int) -> dict[str, Any] | None:
+def measure(
+    name: str, model: nn.Module, batches: Sequence[Batch], exact: ExactGradients, way: str, rounds: int, draws: int
+) -> dict[str, Any] | None:
     """A row for a way to train; None where no policy meets a budget.
 
     Args:
         name: of the model.
         model: at full precision; it stays so.
-        batch: what it trains on.
+        batches: for noise; of the first one are all other figures.
+        exact: gradients of the model for these batches.
         way: `CHECKPOINT`, `COMPILED`, "fit" and a budget, or words that `brevact.parse_policy` reads.
         rounds: pairs of steps.
-        draws: of the random rounding, for the error.
+        draws: of the random rounding, for the error, and for the noise of each batch.
     """
-    ours, loss = copy.deepcopy(model), loss_of
+    ours, loss, batch = copy.deepcopy(model), loss_of, batches[0]
     if way == CHECKPOINT:
         with_checkpoints(ours)
     elif way == COMPILED:
@@ -155,13 +162,25 @@ def measure(name: str, model: nn.Module, batch: Batch, way: str, rounds: int, dr
     saved_bytes = _saved_bytes(ours, batch, loss, way)
     if way == COMPILED:  # whose random numbers are others
         model, ours = _without_dropout(model), _without_dropout(ours)
-    exact = _gradient(model, batch, 0, loss_of)
-    draws = draws if packs else 1
-    errors = [(_gradient(ours, batch, draw, loss, packs=packs) - exact).norm() / exact.norm() for draw in range(draws)]
+    plain = _gradient(model, batch, 0, loss_of)
+    errors = [
+        (_gradient(ours, batch, draw, loss, packs=packs) - plain).norm() / plain.norm()
+        for draw in range(draws if packs else 1)
+    ]
+    noise = gradient_noise(ours, batches, loss_of, exact, draws) if packs else None
     return {
         **{"model": name, "policy": way, "plain_bytes": plain_bytes, "saved_bytes": saved_bytes},
         **{"ratio": f"{plain_bytes / saved_bytes:.1f}", "plain_peak": plain_peak, "peak": peak},
         **{"step": f"{_time_ratio(*steps, rounds):.3f}", "error": f"{torch.stack(errors).square().mean().sqrt():.2e}"},
+        **{"noise": "", "noise_se": "", "bias2": "", "bias2_se": ""},
+        **({} if noise is None else _cells(noise)),
+    }
+
+
+def _cells(found: Distortion) -> dict[str, str]:
+    return {
+        **{"noise": f"{found.noise.value:.3g}", "noise_se": f"{found.noise.error:.2g}"},
+        **{"bias2": f"{found.bias.value:.3g}", "bias2_se": f"{found.bias.error:.2g}"},
     }
 
 
@@ -269,10 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for name in tqdm(options.models, desc="models"):
         torch.manual_seed(0)
-        model, batch = {**MODELS, **TINY}[name]()
+        make = {**MODELS, **TINY}[name]
+        model, batch = make()
         model.train()
+        batches = [batch, *(make()[1] for _ in range(BATCHES - 1))]
+        exact = exact_gradients(model, batches, loss_of)
         for way in tqdm(options.policies, desc=name, leave=False):
-            row = measure(name, model, batch, way, options.rounds, options.draws)
+            row = measure(name, model, batches, exact, way, options.rounds, options.draws)
             if row is not None:
                 write_rows([row], options.csv)
 

@@ -111,3 +111,20 @@ def _header(path: str) -> list[str]:
         return []
     with open(path, newline="", encoding="utf-8") as file:
         return next(csv.reader(file), [])
+
+
+def estimate_text(value: str, error: str) -> str:
+    """A noise or a bias with its standard error.
+
+    Args:
+        value: the figure; "" gives "".
+        error: its standard error.
+
+    >>> estimate_text("0.0117", "0.00034"), estimate_text("-0.00002", "6.1e-05"), estimate_text("7e-14", "3e-15")
+    ('0.0117 ± 0.0003', '0.0000 ± 0.0001', '0')
+    """
+    if not value:
+        return ""
+    if abs(float(value)) + float(error) < 1e-9:  # the order of sums
+        return "0"
+    return f"{float(value):.4f} ± {float(error):.4f}".replace("-0.0000", "0.0000")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from benchmarks.records import estimate_text
 from scripts.figure_results import Results, Row, mib, noise_text, range_text, table
 
 
@@ -125,7 +126,7 @@ def of_noise(results: Results) -> dict[str, str]:
     for (model, policy), row in results.last("noise", "model", "policy").items():
         name = f"noise.{model}.{policy}"
         found[name], found[f"{name}.bias2"] = noise_text(row["noise"]), noise_text(row["bias2"])
-        found[f"{name}.with-error"] = _with_error(row["noise"], row["noise_se"])
+        found[f"{name}.with-error"] = estimate_text(row["noise"], row["noise_se"])
         found[f"{name}.kept"] = f"{int(row['saved_bytes']) / 2**20:.1f}"
         found[f"{name}.plain"] = f"{int(row['plain_bytes']) / 2**20:.1f}"
         found[f"{name}.less"] = f"{float(row['ratio']):.1f}"
@@ -147,7 +148,7 @@ def _noise_tables(results: Results) -> dict[str, str]:
     for model, rows in models.items():
         cells = [("policy", "noise", "bias²", "times less")]
         for row in rows:
-            errors = [_with_error(row[kind], row[f"{kind}_se"]) for kind in ("noise", "bias2")]
+            errors = [estimate_text(row[kind], row[f"{kind}_se"]) for kind in ("noise", "bias2")]
             cells.append((f"`{row['policy']}`", *errors, row["ratio"]))
         first = rows[0]
         run = (
@@ -157,10 +158,6 @@ def _noise_tables(results: Results) -> dict[str, str]:
         )
         found[f"noise.{model}"] = f"\n\n{run}{table(cells)}"
     return found
-
-
-def _with_error(value: str, error: str) -> str:
-    return f"{float(value):.4f} ± {float(error):.4f}".replace("-0.0000", "0.0000") if float(error) else "0"
 
 
 def _policies_table(found: Mapping[str, str]) -> str:

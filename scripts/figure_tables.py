@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks import layer_noise
+from benchmarks.records import estimate_text
 from scripts.figure_results import Results, Row, mib, noise_text, range_text, table
 
 
@@ -18,7 +19,7 @@ def of_adaptive(results: Results) -> dict[str, str]:
     for stored, words in (("own", "a tensor a layer"), ("chains", "chains")):
         for bits in ("1.5", "2", "3"):
             rows = [last.get(("ResNet-20", stored, strategy, bits)) for strategy in strategies.values()]
-            noises = (f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}" if row else "" for row in rows)
+            noises = (estimate_text(row["noise"], row["noise_se"]) if row else "" for row in rows)
             kept = statistics.median(int(row["saved_bytes"]) for row in rows if row) / 2**20
             cells.append((words, bits, f"{kept:.2f}", *noises))
     found = {f"adaptive.{'.'.join(key)}": noise_text(row["noise"]) for key, row in last.items()}
@@ -60,13 +61,13 @@ WAYS_OF_RECOMPUTE = {
 
 
 def of_recompute(results: Results) -> dict[str, str]:
-    """Of recompute.csv: bytes kept, peak and time of a step, and the error of gradients, of each model and policy."""
+    """Of recompute.csv: bytes, peak and time of a step, error, noise and bias of gradients, by model and policy."""
     last = results.last("recompute", "model", "policy")
-    cells = [("model", "", "kept, MiB", "peak, MiB", "step", "error of the gradient")]
+    cells = [("model", "", "kept, MiB", "peak, MiB", "step", "error of the gradient", "noise", "bias²")]
     for model in dict.fromkeys(model for model, _ in last):
         first = next(row for (name, _), row in last.items() if name == model)
         kept, peak = (mib(str(int(first[key]) / 2**20)) for key in ("plain_bytes", "plain_peak"))
-        cells.append((model, "full precision", kept, peak, "1", "0"))
+        cells.append((model, "full precision", kept, peak, "1", "0", "", ""))
         for policy, text in WAYS_OF_RECOMPUTE.items():
             row = last.get((model, policy))
             if row is not None:
@@ -75,7 +76,8 @@ def of_recompute(results: Results) -> dict[str, str]:
                 error = "0" if not percent else f"{percent:.1f} %" if percent >= 0.05 else "below 0.001 %"
                 assert not 0.001 <= percent < 0.05
                 peak = mib(str(int(row["peak"]) / 2**20))
-                cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error))
+                noise, bias = (estimate_text(row[name], row[f"{name}_se"]) for name in ("noise", "bias2"))
+                cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error, noise, bias))
     exact = sorted((row["ratio"] for (_, policy), row in last.items() if policy in _EXACT), key=float)
     found = {"recompute": table(cells), "recompute.exact.less": f"{exact[0]} to {exact[-1]}"}
     for name, policies in (("recompute.step", ("RECOMPUTE",)), ("recompute.exact.step", _EXACT)):

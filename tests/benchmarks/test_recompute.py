@@ -25,6 +25,9 @@ def test_it_measures_checkpoints_and_policies(tmp_path):
     stored = {name: int(row["saved_bytes"]) for name, row in rows.items()}
     assert stored["RECOMPUTE"] < stored["DEFAULT"] < int(rows["DEFAULT"]["plain_bytes"])
     assert float(rows["RECOMPUTE"]["error"]) < float(rows["DEFAULT"]["error"])
+    assert 0 < float(rows["RECOMPUTE"]["noise"]) < float(rows["DEFAULT"]["noise"]) < 1
+    assert float(rows["LosslessBackward:recompute=1024"]["noise"]) == 0
+    assert rows[recompute.CHECKPOINT]["noise"] == rows[recompute.CHECKPOINT]["bias2"] == ""
     assert all(0 < int(row["peak"]) and float(row["step"]) > 0 for row in rows.values())
 
 
