@@ -201,7 +201,7 @@ def _mlp(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Loss]:
 
 
 def checkpoint_each(blocks: Iterable[Any]) -> None:
-    """Let each block keep its input alone and compute the rest again.
+    """Let each block keep its input alone and recompute the rest.
 
     Args:
         blocks: modules; changed in place.

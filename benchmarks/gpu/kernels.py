@@ -21,7 +21,7 @@ COLUMNS = (
 )
 _LEAST_NUMEL = 2**28
 _CACHES = 8  # of the device fit into the tensor at least
-_CHECKED = 2**18  # elements, whole blocks: what the reference computes again
+_CHECKED = 2**18  # elements, whole blocks: what the reference recomputes
 
 
 @dataclass(frozen=True, kw_only=True)

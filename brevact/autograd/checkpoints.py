@@ -1,4 +1,4 @@
-"""The tensors that ``torch.utils.checkpoint`` saves: the inputs from which it computes a function again.
+"""The tensors that ``torch.utils.checkpoint`` saves: the inputs from which it recomputes a function.
 
 They are kept as they are: decoded values would choose other branches in the function, and a curved function of them is
 biased. A rule whose key is ``torch.utils.checkpoint.checkpoint`` says otherwise; no mode sees that function.

@@ -5,7 +5,7 @@ output, and the function for its input, which are both functions of the norm's o
 calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
 the next one is decoded.
 
-A weight that is computed again, and read by many ops, is held from the second time on, with a few others. Small tensors
+A weight that is recomputed, and read by many ops, is held from the second time on, with a few others. Small tensors
 that codes of a forward quantizer stand for are held for the gates of a recurrent cell, which read the same state: two
 megabytes in all, each as long as its codes.
 """
@@ -66,7 +66,7 @@ class _Last(threading.local):
 
 
 class _Weights(threading.local):
-    """Weights that this thread has computed again: by the decoder, how often, and the weight, its version, or None."""
+    """Weights that this thread has recomputed: by the decoder, how often, and the weight, its version, or None."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Any, tuple[int, Tensor | None, int]] = weakref.WeakKeyDictionary()
@@ -125,7 +125,7 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
 def decoded_for_many(
     decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
 ) -> Tensor:
-    """Return a weight that is computed again, which must not be written to, and hold it if it was asked for before.
+    """Return a weight that is recomputed, which must not be written to, and hold it if it was asked for before.
 
     It lives as long as the decoder, of this one weight and the versions of ``tensors`` that it was made for.
     """

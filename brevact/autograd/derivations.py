@@ -23,7 +23,7 @@ MOST_CALLS = 24
 MOST_DECODED = 4
 #: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
 MOST_COMBINED = 2
-#: Of which a sum is derived where layers are computed again: of residual blocks each fourth stores its sum.
+#: Of which a sum is derived where layers are recomputed: of residual blocks each fourth stores its sum.
 MOST_ADDED_AGAIN = 4
 
 
@@ -79,7 +79,7 @@ class _Expressions:
 def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
     """Return the identities of the packed tensors that a kept one is computed from.
 
-    Without ``enters_layers`` the output of a layer that is computed again counts as one: it is held for its readers.
+    Without ``enters_layers`` the output of a layer that is recomputed counts as one: it is held for its readers.
     """
     tensors, decoder = kept
     if decoder.quality.is_exact:

@@ -30,8 +30,8 @@ from brevact.autograd.derivations import (
 )
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
-from brevact.autograd.norms_again import output_again
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
@@ -54,7 +54,7 @@ def derive_output(
         return
     known = output_of(input.norm.alignment, kept, out, weight, bias)
     if known is None and region.settings.recompute and not is_traced(out):
-        known = output_again(input, kept, out, weight, bias)
+        known = recomputed_output(input, kept, out, weight, bias)
     if known is not None:
         region.register(out, known)
 

@@ -115,7 +115,7 @@ class Derived(Decoder):
         function: the expression as a function of its one source, if it is pointwise, and the source is decoded through
             functions.
         repeated: sources that the expression reads more than once.
-        deep: sources for which layers are computed again.
+        deep: sources for which layers are recomputed.
     """
 
     expression: Call
@@ -202,7 +202,7 @@ class _Reading(NamedTuple):
         parts: their saved forms.
         decoded: those that have been decoded, for others that read them.
         repeated: those that are read more than once.
-        early: outputs that are computed again, of earlier blocks than the latest: no reader follows at once.
+        early: outputs that are recomputed, of earlier blocks than the latest: no reader follows at once.
     """
 
     parts: list[Saved]

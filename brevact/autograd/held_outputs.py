@@ -1,4 +1,4 @@
-"""Outputs that are computed again in backward, and held for the readers that follow one another.
+"""Outputs that are recomputed in backward, and held for the readers that follow one another.
 
 An output is held under a token, an empty tensor which each reader saves, and whose storage ends with the last one.
 Where hooks around the region hand out copies of saved tensors, each reader computes the output.
@@ -158,7 +158,7 @@ def is_held(token: Tensor) -> bool:
 def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
     """Decode a tensor, and return whether the caller may overwrite it: an output that nobody else reads.
 
-    The output is not held any longer: a reader that comes later computes it again.
+    The output is not held any longer: a reader that comes later recomputes it.
     """
     found = decoder.decode(tensors)
     if not isinstance(decoder, HeldOutput):

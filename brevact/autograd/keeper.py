@@ -71,7 +71,7 @@ class Keeper(Protocol):
     """The ``BackwardSettings``: never None where a handler runs."""
 
     recompute: int
-    """Multiplications and additions that an element of a layer may cost to be computed again for any reader."""
+    """Multiplications and additions that an element of a layer may cost to be recomputed for any reader."""
 
     mode: AbstractContextManager[Any]
     """Hands the torch functions that run in it to their handlers."""

@@ -209,7 +209,7 @@ def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Recomputed(Decoder):
-    """Decoder of a fake-quantized weight: computes it again from the kept tensors.
+    """Decoder of a fake-quantized weight: recomputes it from the kept tensors.
 
     There is one for each result, which many ops may read: a recurrent layer at each time step.
     """
@@ -310,7 +310,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     Not if a scale or a weight that it was computed from has changed since. The settings are those of the region that
     reads it, whose own error a derived tensor's may take the place of; None where ``x`` must be known without a loss.
     A tensor derived from packed ones is known only in the scope, the checkpoint, in which it was computed: a checkpoint
-    that computes again finds the same as in its forward pass.
+    that recomputes finds the same as in its forward pass.
     """
     try:
         entry: _Entry | None = x.untyped_storage().__dict__.get(_KNOWN)

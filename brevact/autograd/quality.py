@@ -12,7 +12,7 @@ class Quality(NamedTuple):
 
     The quantizer is that of the packed source, None where all sources are kept without a loss; it is curved if a curved
     function of a packed source lies on the way. The cost is that of an element of the output of the most expensive
-    layer that is computed again on the way, in multiplications and additions; 0 where there is none.
+    layer that is recomputed on the way, in multiplications and additions; 0 where there is none.
     """
 
     quantizer: Any = None

@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def depth(self) -> int:
-        """Layers that are computed again, one after the other, for the decoded tensor."""
+        """Layers that are recomputed, one after the other, for the decoded tensor."""
         return 0
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:

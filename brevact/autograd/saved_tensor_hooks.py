@@ -3,7 +3,7 @@
 Torch's own convolution or batch norm, which a region runs in place of a Function (``run_torch``): its input is
 kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
 packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through; of
-ops that make weights of weights nothing is stored that can be computed again.
+ops that make weights of weights nothing is stored that can be recomputed.
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks that were
 active around the region see each tensor that is really stored.
 """
@@ -279,7 +279,7 @@ class SavedTensorHooks(HookStack):
         return shapes is not None and not x.requires_grad and sizes_of(x) in shapes
 
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
-        """Keep a tensor from which a function is computed again: as it is, unless a rule for checkpoints packs it."""
+        """Keep a tensor from which a function is recomputed: as it is, unless a rule for checkpoints packs it."""
         region = self._region
         if storage_report.recorders:
             storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)

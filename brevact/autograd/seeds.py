@@ -68,7 +68,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Let the regions of a block draw from a seed of its own; torch's generator then draws as if there were none.
 
     Two runs that differ in the seed alone differ in stochastic rounding alone, dropout being the same. It holds for all
-    threads, since a backward pass computes again in threads of its own.
+    threads, since a backward pass recomputes in threads of its own.
 
     Args:
         seed: any integer; the ranks of a distributed run draw different noise from the same one.

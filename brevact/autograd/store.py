@@ -21,7 +21,7 @@ from brevact.autograd.decoders import (
     without_gaps,
 )
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.layers_again import serves_norms
+from brevact.autograd.layer_recompute import serves_norms
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode

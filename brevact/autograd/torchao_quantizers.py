@@ -1,4 +1,4 @@
-"""Fake quantizers of torchao inside a region: layers behind them keep the integers, weights are computed again.
+"""Fake quantizers of torchao inside a region: layers behind them keep the integers, weights are recomputed.
 
 y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s runs by torchao's own ops. Of an activation, whoever keeps y keeps
 the integers, in as many bits as their range needs (``known_values``). Of a weight, nothing is kept but the weight, the
@@ -88,7 +88,7 @@ def fake_quantize_affine(
 
 
 def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers, without a gradient, and values of a weight, which backward computes again."""
+    """Integers, without a gradient, and values of a weight, which backward recomputes."""
     integers: list[Tensor] = []
 
     def values(*given: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -
     if x.numel() < region.settings.min_numel or not region.is_weight(x):
         return stock(quantizer, x)
     storage_report.report_op(fake_quantize_float8)
-    as_now = copy.copy(quantizer)  # backward computes again as forward did, whatever is set in between
+    as_now = copy.copy(quantizer)  # backward recomputes as forward did, whatever is set in between
     as_now.config = copy.copy(quantizer.config)
     return compute_from_weight(region, functools.partial(stock, as_now), x)
 

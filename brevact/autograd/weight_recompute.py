@@ -1,4 +1,4 @@
-"""Weights that are made of weights: computed again from the parameters whenever the backward pass asks for them.
+"""Weights that are made of weights: recomputed from the parameters whenever the backward pass asks for them.
 
 Weight standardization, weight norm, spectral norm, orthogonal weights, LoRA products: between a parameter and the layer
 that reads it lie tensors as large as the weight, which torch keeps for the layer and for each op on the way. Inside a
@@ -36,7 +36,7 @@ from brevact.private_names.of_torch import (
     tree_unflatten,
 )
 
-#: Most ops between the parameters and a tensor that is computed again: each op on the way asks for those before it.
+#: Most ops between the parameters and a tensor that is recomputed: each op on the way asks for those before it.
 MOST_STEPS = 16
 
 _NAMES = (
@@ -114,7 +114,7 @@ def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Decoder):
-    """Decoder of a weight that is computed again from the kept tensors, at these places, by a step and those that it
+    """Decoder of a weight that is recomputed from the kept tensors, at these places, by a step and those that it
     reads.
     """
 
@@ -135,7 +135,7 @@ class Recipe(Decoder):
 def remember(
     region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
 ):
-    """Remember how a function has made a weight of weights, if it can be computed again and that saves memory.
+    """Remember how a function has made a weight of weights, if it can be recomputed and that saves memory.
 
     ``saved`` are the tensors that autograd stores for it.
     """

@@ -167,7 +167,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     lowest, width = np.float32(load(words, LOWEST)), load(words, WIDTH)
     highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
     rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
-    again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is computed again from what was quantized
+    again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is recomputed from what was quantized
     wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0 or load(words, PARTS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)

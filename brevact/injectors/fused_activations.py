@@ -50,7 +50,7 @@ rectified = _Rectified()
 
 
 def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
-    """Statistics for a scale: those of a weight are computed again, a percentile is one element of an activation."""
+    """Statistics for a scale: those of a weight are recomputed, a percentile is one element of an activation."""
     region = packing_region()
     if region is None or type(input) not in (Tensor, nn.Parameter):
         return NotImplemented

@@ -66,7 +66,7 @@ from brevact.private_names.of_torch import (
     no_dispatch_modes,
 )
 
-#: Statistics that are computed again, without a state of their own.
+#: Statistics that are recomputed, without a state of their own.
 STATISTICS_OF_WEIGHTS = (
     AbsAve,
     AbsMax,
@@ -91,7 +91,7 @@ _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pr
 
 
 def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
-    """Return statistics of a weight, whose gradient computes them again, or goes to the largest elements."""
+    """Return statistics of a weight, whose gradient recomputes them, or goes to the largest elements."""
     if type(impl) is AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
         return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
     return weight_statistics(region, impl, weight)
@@ -326,7 +326,7 @@ class KnownQuantizer:
         return out, scale, zero_point, bit_width
 
     def _scale_of(self, region: Any, x: Tensor, threshold: Tensor) -> Tensor:
-        """Return a scale that is computed of ``x``: of statistics of a weight, which backward computes again."""
+        """Return a scale that is computed of ``x``: of statistics of a weight, which backward recomputes."""
         scaling = self.scaling
         if not self.reads_weight or not region.is_weight(x):
             found: Tensor = scaling(x, threshold)
@@ -379,7 +379,7 @@ class KnownQuantizer:
         """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
         known = self._width
         if known is None or not known.is_of(bit_width):
-            with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
+            with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
                 threshold = self.quant.int_scaling_impl(bit_width)
                 integers = integers_of(self.quant.int_quant, bit_width)
                 # what `bit_width.data` is set to leaves the version alone, and shows in the memory that NumPy reads

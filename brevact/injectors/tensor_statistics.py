@@ -84,7 +84,7 @@ class TensorStatistics(nn.Module):
                 self.set_state(state)
 
     def _is_recomputed(self) -> bool:
-        """Whether a checkpoint computes a tensor again that has been seen: during backward, one for each of forward.
+        """Whether a checkpoint recomputes a tensor that has been seen: during backward, one for each of forward.
 
         A reentrant checkpoint runs without gradients, hence without regions, the first time: there are none to await.
         """

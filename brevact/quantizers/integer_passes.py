@@ -104,7 +104,7 @@ def fake_quantize_backward(
     With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
     the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r; that of a zero point that
     learns is the sum of -g s and of g', for which a ReLU in front sets nothing to 0. What was clipped, and q, are
-    computed again from x where there are no codes; a ReLU in front of a zero point that learns demands that.
+    recomputed from x where there are no codes; a ReLU in front of a zero point that learns demands that.
 
     Args:
         grad: Dense gradient of the result, in the memory order of the codes.

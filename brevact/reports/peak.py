@@ -62,7 +62,7 @@ class PeakMemory:
         weight_gradients: gradients of parameters, and of other leaves of the graph.
         activation_gradients: gradients of the results of ops.
         other: all else: results and temporaries of ops, workspaces that PyTorch allocates, tensors that checkpoints
-            compute again, tensors inside of compiled graphs; less what was freed since the start.
+            recompute, tensors inside of compiled graphs; less what was freed since the start.
         process: the process when most of its memory was resident; None off Linux.
     """
 

@@ -209,7 +209,7 @@ class Domain:
 
 
 def checkpoint_each(modules: Iterable[nn.Module]) -> None:
-    """Lets modules keep their inputs alone for the backward pass, and compute the rest again; in place.
+    """Lets modules keep their inputs alone for the backward pass, and recompute the rest; in place.
 
     Args:
         modules: none inside of another.

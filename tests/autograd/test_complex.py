@@ -212,7 +212,7 @@ class Kernel(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x, 256) * torch.fft.rfft(kernel, 256), 256)[..., :128]
 
 
-def test_what_is_made_of_weights_is_computed_again():
+def test_what_is_made_of_weights_is_recomputed():
     module, x = Kernel(), torch.randn(4, 16, 128)
     _, expected = run(module, x, None)
     for chosen in (settings(min_numel=256), BackwardSettings(brevact.quantizer(StochBackward8bit), min_numel=256)):

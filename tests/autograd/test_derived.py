@@ -797,7 +797,7 @@ def test_products_of_two_functions_of_one_tensor_are_curved():
 
 
 class Checkpointed(nn.Module):
-    """A norm, and a block behind it that is computed again."""
+    """A norm, and a block behind it that is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -811,7 +811,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("policy", [StochBackward4bit, StochBackward2bit])
 @pytest.mark.parametrize("rules", [{"*"}, {"block", "norm"}, {"block"}])
-def test_checkpoints_compute_again_what_they_have_computed(policy, rules):
+def test_checkpoints_recompute_what_they_have_computed(policy, rules):
     model = brevact.quantize_backward(Checkpointed(), {rule: policy.let(min_numel=0) for rule in sorted(rules)})
     for _ in range(2):
         model(images() * 1).sum().backward()

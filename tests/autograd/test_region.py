@@ -512,7 +512,7 @@ def test_weights_are_never_packed():
         with watch_saved() as saved, torch.autocast("cpu", enabled=autocast):
             out = model(x * 1)
         floats = [t for t in saved.tensors if t.is_floating_point() and t.numel() >= 1024]
-        for weight in weights[2:]:  # the first two are computed again
+        for weight in weights[2:]:  # the first two are recomputed
             assert any(is_copy(t, weight) for t in floats), weight.shape
         for t in floats:
             assert any(is_copy(t, weight) for weight in weights), t.shape

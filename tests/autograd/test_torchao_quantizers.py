@@ -1,4 +1,4 @@
-"""Fake quantizers of torchao in a region: integers are kept, weights computed again, gradients torchao's own."""
+"""Fake quantizers of torchao in a region: integers are kept, weights recomputed, gradients torchao's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights made of weights are computed again from the parameters, whatever makes them."""
+"""Weights made of weights are recomputed from the parameters, whatever makes them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 from benchmarks.alternatives import Blocks, Residual
 
 
-def test_blocks_that_are_computed_again_have_the_same_gradients():
+def test_blocks_that_are_recomputed_have_the_same_gradients():
     torch.manual_seed(0)
     modules = nn.Conv2d(3, 8, 1), Residual(8), Residual(8), nn.Flatten()
     x, found = torch.randn(2, 3, 8, 8), []

@@ -1,4 +1,4 @@
-"""The benchmark of layers that are computed again, on a model of a second."""
+"""The benchmark of layers that are recomputed, on a model of a second."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
 
 @pytest.fixture
 def widening() -> tuple[nn.Module, list]:
-    """A perceptron whose hidden layers are computed again from narrow inputs, and its batches."""
+    """A perceptron whose hidden layers are recomputed from narrow inputs, and its batches."""
     torch.manual_seed(0)
     layers = (nn.LayerNorm(32), nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32))
     model = nn.Sequential(*(copy.deepcopy(each) for _ in range(3) for each in layers), nn.Linear(32, 5))
@@ -347,7 +347,7 @@ def widening() -> tuple[nn.Module, list]:
 
 
 @pytest.mark.exhaustive
-def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
+def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     model, batches = widening
     both = brevact.fit(model, batches, loss, ratio=30, noise=0.01).report
     assert both.ratio >= 30 and both.harm <= 0.01 and both.recompute >= 32 and both.time > 0
@@ -360,7 +360,7 @@ def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
 
 
 @pytest.mark.exhaustive
-def test_a_quick_fit_computes_layers_again_where_noise_would_be_large(widening):
+def test_a_quick_fit_recomputes_layers_where_noise_would_be_large(widening):
     model, batches = widening
     report = brevact.fit(model, batches, loss, ratio=20, quick=True).report
     assert report.ratio >= 20 and report.harm <= 0.01 and report.recompute >= 32
@@ -377,7 +377,7 @@ def test_a_time_that_no_step_takes_is_refused(widening):
 
 
 @pytest.mark.exhaustive
-def test_a_policy_that_computes_again_is_saved(widening, tmp_path):
+def test_a_policy_that_recomputes_is_saved(widening, tmp_path):
     model, batches = widening
     policy = brevact.fit(model, batches, loss, ratio=30, noise=0.01)
     policy.save(tmp_path / "policy.json")
@@ -499,7 +499,7 @@ def test_fit_says_where_noises_do_not_add_up():
     kinds = (lambda: nn.Linear(64, 64), lambda: nn.LayerNorm(64), nn.SiLU)
     deep = nn.Sequential(*(kind() for _ in range(12) for kind in kinds), nn.Linear(64, 5))
     rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(4)]
-    options = {"double_backward": True}  # nothing is computed again, so that half of the layers have one bit
+    options = {"double_backward": True}  # nothing is recomputed, so that half of the layers have one bit
     report = brevact.fit(deep, rows, loss, ratio=32, **options).report  # noises multiply
     assert report.harm > 1.5 * report.predicted
     assert "times what was predicted" in report.note

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` inside and around regions: what it computes again starts from what the forward pass had."""
+"""`torch.utils.checkpoint` inside and around regions: what it recomputes starts from what the forward pass had."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKPOINTS = {"non-reentrant": False, "reentrant": True}
 
 
 class Noted(nn.Module):
-    """A block that takes note of its inputs: in the forward pass, and when it is computed again."""
+    """A block that takes note of its inputs: in the forward pass, and when it is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def with_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("run", RUNS)
-def test_what_is_computed_again_has_the_input_of_the_forward_pass(run, rules):
+def test_what_is_recomputed_has_the_input_of_the_forward_pass(run, rules):
     """Bit for bit, though the side branch, and layers of a region around, have packed the same tensor."""
     model = brevact.quantize_backward(Net(RUNS[run]), RULES[rules])
     with_gradients(model, batch())
@@ -102,7 +102,7 @@ def test_what_is_computed_again_has_the_input_of_the_forward_pass(run, rules):
 
 
 @pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_checkpoints_in_a_block_of_code_compute_again_at_full_precision(use_reentrant):
+def test_checkpoints_in_a_block_of_code_recompute_at_full_precision(use_reentrant):
     """The region has ended by then: gradients of what is checkpointed are plain ones, but for what they get."""
     model, x = Net(each(use_reentrant)), batch()
     expected = with_gradients(model, x)
@@ -186,7 +186,7 @@ def test_inputs_of_checkpoints_that_change_in_place_raise_an_error(use_reentrant
         out.sum().backward()
 
 
-# routing by values that are computed again
+# routing by values that are recomputed
 
 
 class Experts(nn.Module):

@@ -52,7 +52,7 @@ def checkpointing(model: Any, policy: Any, use_reentrant: bool) -> Any:
 @pytest.mark.parametrize("policy", [{"model.layers.*": LEAF}, LEAF, brevact.DEFAULT], ids=["layers", "all", "default"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make", [llama, mixtral])
-def test_layers_are_computed_again_from_what_the_forward_pass_had(make, use_reentrant, policy):
+def test_layers_are_recomputed_from_what_the_forward_pass_had(make, use_reentrant, policy):
     """Routers of experts, too, choose the same ones: otherwise sizes differ, which a checkpoint refuses."""
     torch.manual_seed(0)
     model = checkpointing(make(), policy, use_reentrant)

@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-#: Weights that are made of weights, which are computed again.
+#: Weights that are made of weights, which are recomputed.
 MADE = {"merged lora", "weight_norm", "spectral_norm", "orthogonal", "pruned", "fake-quantized", "transposed"}
 
 

@@ -114,7 +114,7 @@ def test_hooks_inside_a_fused_activation_see_a_graph(place):
     assert torch.equal(*grads)
 
 
-def test_a_weight_that_changes_after_it_was_quantized_is_not_computed_again():
+def test_a_weight_that_changes_after_it_was_quantized_is_not_recomputed():
     """Its fake-quantized values were read after the change, and are what the gradient needs."""
     layer = qnn.QuantLinear(64, 64, bias=False, weight_quant=Int8WeightPerTensorFloat)
     layer.weight.requires_grad_(False)

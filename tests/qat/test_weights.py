@@ -70,7 +70,7 @@ def test_linear_layers_and_transposed_convolutions():
 
 @every_weight
 def test_gradients_of_a_backward_pass_inside_the_region(name):
-    """The weight that a lossy region computes again is no activation of it."""
+    """The weight that a lossy region recomputes is no activation of it."""
     found = []
     for quantize in (False, True):
         layer = net(name)[0]
@@ -104,7 +104,7 @@ def test_gradients_of_equal_largest_elements_are_those_of_brevitas(name, value):
     assert all(torch.equal(found_grads[key].nan_to_num(7.7), grads[key].nan_to_num(7.7)) for key in grads)
 
 
-def test_a_weight_that_each_time_step_reads_is_computed_again_twice_and_let_go(monkeypatch):
+def test_a_weight_that_each_time_step_reads_is_recomputed_twice_and_let_go(monkeypatch):
     counts = collections.Counter()
     decode = known_values.Recomputed._decode
 

@@ -248,7 +248,7 @@ def test_ops_name_what_no_function_of_ours_stores():
         ("mul", "full precision", storage_report.VARIABLE),
         ("sort", "exact", storage_report.NO_FLOATS),
     } <= found
-    assert not any(op == "matmul" and how != "packed" for op, how, _ in found)  # the weight is computed again
+    assert not any(op == "matmul" and how != "packed" for op, how, _ in found)  # the weight is recomputed
     brevact.restore_backward(model)
     brevact.quantize_backward(model, StochBackward2bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
     rows = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True))).ops

@@ -162,7 +162,7 @@ class _Product(Saving):
 class _TracedRegion(Keeper):
     """A region as handlers see it, for one call in a traced graph."""
 
-    recompute = 0  # the compiler decides by itself which tensors a graph computes again
+    recompute = 0  # the compiler decides by itself which tensors a graph recomputes
 
     def __init__(self, settings: BackwardSettings | None, parameters: list[Tensor]) -> None:
         self.settings: Any = settings

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
-from brevact.autograd.layers_again import MOST_NESTED, can_compute_again
+from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
@@ -99,7 +99,7 @@ class _Attention(Saving):
             for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
         with outside_regions(grad.device), _replaying(state, grad.device):
-            out = _attend_again(leaves, ctx.options, ctx.backend, passed)
+            out = _recompute_attention(leaves, ctx.options, ctx.backend, passed)
             return None, None, *_differentiated(ctx, out, tuple(leaves), grad), None, None
 
 
@@ -148,7 +148,7 @@ class _AttentionOutput(HeldOutput):
         mask = tensors[start] if start < len(tensors) else None
         leaves.append(mask if mask is None or mask.dtype is torch.bool else mask.to(self.dtype))
         with outside_regions(tensors[0].device):
-            out = _attend_again(leaves, self.options, None, None)
+            out = _recompute_attention(leaves, self.options, None, None)
         return with_strides(out.detach(), self.stride), (out, tuple(leaves))
 
 
@@ -173,7 +173,7 @@ def _remember(
     depth = max(decoder.depth for _, decoder in sources)
     if not 2 * keys <= region.recompute or len(sources) < 3 or depth >= MOST_NESTED:
         return None
-    if not can_compute_again(cast("EagerKeeper", region), out):
+    if not can_recompute(cast("EagerKeeper", region), out):
         return None
     quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
     lasts = all(decoder.lasts for _, decoder in sources)
@@ -240,7 +240,7 @@ def _by_stored_dropout(
     return (exact * (passed / (1 - options.dropout_p)).to(exact.dtype)) @ value
 
 
-def _attend_again(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
+def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
     """Run the attention on decoded inputs: with dropout by the same kernel, whose random numbers it needs."""
     query, key, value, mask = leaves
     if passed is not None:

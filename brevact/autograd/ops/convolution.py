@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
+from brevact.autograd.layer_recompute import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requires_grad, save
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere

@@ -6,7 +6,7 @@ x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. Stored are the co
 reads ``out`` shares (``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded
 stochastically on fixed levels, so that dL/ds is unbiased; otherwise m in one bit. The gradients of x and z are exact.
 
-A weight is there anyway: the tensors that its fake quantization needs are computed again from the weight.
+A weight is there anyway: the tensors that its fake quantization needs are recomputed from the weight.
 
 Source: Learned step size quantization, arXiv:1902.08153, section 2.1; Brevitas, ``brevitas.core.quant``, whose
 arithmetic and order of operations these are.
@@ -305,7 +305,7 @@ def _gradients(
 
 
 class _WeightFakeQuantization(Saving):
-    """Fake-quantize a weight; backward computes integers and clipped elements again from the weight."""
+    """Fake-quantize a weight; backward recomputes integers and clipped elements from it."""
 
     is_brevact = False  # its result is a weight
 
@@ -379,7 +379,7 @@ def fake_quantize(
 
 
 def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> bool:
-    """Whether the output of a ReLU in front is all that is kept, from which the rest is computed again."""
+    """Whether the output of a ReLU in front is all that is kept, from which the rest is recomputed."""
     return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
 
 

@@ -74,7 +74,7 @@ def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keep
 
 
 def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
-    """Statistics of a weight, or of several together; their gradient computes them again.
+    """Statistics of a weight, or of several together; their gradient recomputes them.
 
     ``compute`` returns them, without random numbers and without a state of its own.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import is_large_and_recomputed, remember_output
+from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import STORED, to_autocast
 from brevact.autograd.ops.op import Op, Saves, everywhere

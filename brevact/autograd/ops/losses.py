@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import rows_of
+from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.quality import Quality
@@ -146,7 +146,7 @@ def _rows_of_chunk(input: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Probabilities(Decoder):
-    """Decoder of the softmax of logits that are computed again; of a linear layer in chunks of rows."""
+    """Decoder of the softmax of logits that are recomputed; of a linear layer in chunks of rows."""
 
     logits: Decoder
     dim: int

@@ -122,7 +122,7 @@ class OnePass(NamedTuple):
         """Return gradients of x, scale, zero point, scale and zero point before rounding, as ``_gradients`` does.
 
         Those of scales are None if there is but a mask, those of zero points if these do not learn. Without codes all
-        is computed again from the values, those behind a ReLU.
+        is recomputed from the values, those behind a ReLU.
         """
         plan, layout, given = self.plan, self.layout, grad
         if not layout.matches(grad):
@@ -234,7 +234,7 @@ def _one_pass(
     of_scale: torch.Size,
     of_zero_point: torch.Size,
 ) -> OnePass | None:
-    with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
+    with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in (of_scale, of_zero_point))
         quotient = like / scale + zero_point

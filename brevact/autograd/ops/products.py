@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import Layer, remember_output
+from brevact.autograd.layer_recompute import Layer, remember_output
 from brevact.autograd.ops.base import Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
@@ -170,7 +170,7 @@ _MATMUL = _WithWeight()
 
 
 def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Remember that the product of an activation and a matrix of weights can be computed again."""
+    """Remember that the product of an activation and a matrix of weights can be recomputed."""
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
         remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
 

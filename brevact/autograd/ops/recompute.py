@@ -75,7 +75,7 @@ class _OfQuotient(Saving):
 
 
 def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute something of a weight; its gradient computes it again.
+    """Compute something of a weight; its gradient recomputes it.
 
     ``compute`` uses no random numbers and no state of its own. The first tensor is the weight: a parameter, a view of
     one, or a tensor computed from weights alone.
@@ -85,7 +85,7 @@ def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *te
 
 
 def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute something new of x / scale, which alone is kept, at full precision; its gradient computes it again.
+    """Compute something new of x / scale, which alone is kept, at full precision; its gradient recomputes it.
 
     An op that reads the result keeps the quotient, too. ``compute`` takes the quotient and the scale, and uses no
     random numbers and no state of its own; the scale broadcasts to the shape of ``x``.

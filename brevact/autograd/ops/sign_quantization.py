@@ -91,7 +91,7 @@ def _sign_gradients(
 
 
 class _WeightSignQuantization(Saving):
-    """Quantize a weight to signs; backward computes them again from the weight."""
+    """Quantize a weight to signs; backward recomputes them from the weight."""
 
     is_brevact = False  # its result is a weight
 

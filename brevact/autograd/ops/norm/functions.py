@@ -108,7 +108,7 @@ class _Norm(Saving):
 def _backward_of_recomputed(
     norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
 ) -> Gradients:
-    """Gradients of a batch norm that has a plan, from an input that is computed again, whose memory they may take."""
+    """Gradients of a batch norm that has a plan, from an input that is recomputed, whose memory they may take."""
     source, decoder = kept.decoder.without_statistics(kept.tensors)
     x, is_owned = take(decoder, source)
     mean, invstd = kept.tensors[-2:]

@@ -1,4 +1,4 @@
-"""Layers that are computed again in backward: nothing is stored of their outputs, and the gradients are right."""
+"""Layers that are recomputed in backward: nothing is stored of their outputs, and the gradients are right."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import brevact
 from brevact.autograd import BackwardSettings, held_outputs, region
-from brevact.autograd.layers_again import MOST_NESTED
+from brevact.autograd.layer_recompute import MOST_NESTED
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
@@ -175,7 +175,7 @@ def test_layers_run_again_in_the_type_in_which_they_ran(name):
     exact = gradients(copy.deepcopy(net), x, None)
     for grad, other, half, full in zip(found, without, plain, exact, strict=True):
         assert grad.dtype is other.dtype
-        # What autocast rounds differs from full precision by as much as what is computed again may from the forward's.
+        # What autocast rounds differs from full precision by as much as what is recomputed may from the forward's.
         allowed = 2 * ((half - full).norm() + (other - half).norm()) + 1e-5 * full.norm() + 1e-5
         assert (grad - half).norm() <= allowed
 
@@ -445,7 +445,7 @@ def test_bad_settings_are_explained(value):
         settings(recompute=value)
 
 
-def test_compiled_graphs_compute_no_layer_again():
+def test_compiled_graphs_recompute_no_layer():
     net, x = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1), nn.SiLU()), torch.randn(2, 4, 16, 16)
     expected = gradients(copy.deepcopy(net), x, settings(8))
     compiled = torch.compile(copy.deepcopy(net), fullgraph=True, backend="aot_eager")
@@ -488,7 +488,7 @@ def test_gradients_through_batch_norms_by_kernels_are_those_of_plain_torch(act, 
 
 
 def test_a_norm_that_takes_the_memory_of_its_input_leaves_it_to_readers_that_come_later():
-    """The norm runs last in forward, and first in backward: the other reader computes the layer again."""
+    """The norm runs last in forward, and first in backward: the other reader recomputes the layer."""
     layer, norm, weights = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), torch.randn(8, 8, 16, 16)
     inputs = on_a_grid(8, 4, 16, 16)
 
@@ -539,7 +539,7 @@ def _perceptrons() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [_inverted_residuals, _perceptrons])
-def test_outputs_that_are_computed_again_add_nothing_to_the_peak_of_a_step(make):
+def test_outputs_that_are_recomputed_add_nothing_to_the_peak_of_a_step(make):
     model, x = make()
 
     def peak(policy: object) -> int:
@@ -671,7 +671,7 @@ def test_exact_gradients_in_a_fourth_of_the_bytes(make):
     assert "stores full precision, recompute=1024" in str(ours)
 
 
-def test_a_quantized_model_that_is_computed_again_has_exact_gradients():
+def test_a_quantized_model_that_is_recomputed_has_exact_gradients():
     torch.manual_seed(0)
     layers = [qnn.QuantConv2d(3, 8, 3, padding=1, weight_bit_width=4), nn.BatchNorm2d(8), qnn.QuantReLU(bit_width=4)]
     model = nn.Sequential(*layers, qnn.QuantConv2d(8, 8, 1, weight_bit_width=4), nn.BatchNorm2d(8), nn.SiLU())

@@ -1,4 +1,4 @@
-"""Outputs of norms whose input is computed again in backward: affine functions of it, with the exact statistics.
+"""Outputs of norms whose input is recomputed in backward: affine functions of it, with the exact statistics.
 
 Of a norm with one mean and one deviation a channel, the summands are computed in the forward pass, and functions of
 the output are applied to some samples at a time, so that the output itself is nowhere as a whole.
@@ -17,7 +17,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.decode_cache import decoded, may_be_held
 from brevact.autograd.held_outputs import HeldOutput, is_held
-from brevact.autograd.layers_again import is_output
+from brevact.autograd.layer_recompute import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
 from brevact.autograd.quality import Quality
@@ -177,7 +177,9 @@ def _of_none(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[T
 _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(ChannelsAgain)
 
 
-def output_again(norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
+def recomputed_output(
+    norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Saved | None:
     """Return the output of a norm as a function of its recomputed input; None where the input is not recomputed."""
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):

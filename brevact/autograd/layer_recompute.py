@@ -1,4 +1,4 @@
-"""Outputs of layers that are computed again in backward, from their known input and the weight.
+"""Outputs of layers that are recomputed in backward, from their known input and the weight.
 
 The output of a convolution or a linear layer is a function of its input, which is packed or derives from packed
 tensors, and of a weight, which is there anyway. Where an element of it costs few multiplications
@@ -42,7 +42,7 @@ from brevact.private_names.of_torch import (
 )
 from brevact.quantizers import PointFunction, multiply_by_function
 
-#: Layers that are computed again one after the other, before one is packed: all of them are held at once.
+#: Layers that are recomputed one after the other, before one is packed: all of them are held at once.
 MOST_NESTED = 4
 
 #: Elements that a convolution over some samples at a time reads or writes in one call of ATen.
@@ -206,7 +206,7 @@ def serves_norms(decoder: Decoder) -> bool:
 def remember_output(
     region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
 ) -> None:
-    """Remember that the output of a layer, which has run, can be computed again.
+    """Remember that the output of a layer, which has run, can be recomputed.
 
     Args:
         region: in which it ran.
@@ -217,7 +217,7 @@ def remember_output(
         out: its output.
         cost: multiplications and additions that an element of it takes.
     """
-    if not 0 < cost <= region.recompute or not can_compute_again(cast("EagerKeeper", region), out):
+    if not 0 < cost <= region.recompute or not can_recompute(cast("EagerKeeper", region), out):
         return
     if may_free_weights(weight):
         return
@@ -264,8 +264,8 @@ def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
     return known is not None and known[1].depth > 0
 
 
-def can_compute_again(region: EagerKeeper, out: Tensor) -> bool:
-    """Return whether a region computes an output again: one of floating-point numbers."""
+def can_recompute(region: EagerKeeper, out: Tensor) -> bool:
+    """Return whether a region recomputes an output: one of floating-point numbers."""
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:
         return False
