@@ -55,15 +55,27 @@ class _LargestMagnitude(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, found = load(ctx)
-        zeros = torch.zeros_like(weight)
         if ctx.dim is not None:
+            zeros = torch.zeros_like(weight)
             index = weight.abs().max(ctx.dim, keepdim=True).indices
             signs = weight.gather(ctx.dim, index).sgn()
             return zeros.scatter_(ctx.dim, index, grad.reshape(index.shape) * signs), None, None
+        if weight.is_cpu and not math.isnan(found.item()):
+            ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
+            each = grad / ones.sum(dtype=_exact_sum_of(ones)).long()
+            share = each.item()
+            if math.isfinite(share) and share != 0.0:
+                shares = ones.mul_(share)
+                shares = shares.add_(0.0) if share < 0.0 else shares  # 0, not -0, elsewhere
+                return shares.mul_(weight.sgn()), None, None
         is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
-        places = is_largest.nonzero(as_tuple=True)
-        zeros[places] = grad / len(places[0]) * weight[places].sgn()
-        return zeros, None, None
+        shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
+        return shares.mul_(weight.sgn()), None, None
+
+
+def _exact_sum_of(ones: Tensor) -> torch.dtype:
+    """Return a type in which a sum of ones has no rounding error."""
+    return torch.float32 if ones.numel() <= 2**24 else torch.float64
 
 
 def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
