@@ -9,8 +9,9 @@ on the CPU is about to be packed by kernels: up to 128 MiB that are free at the 
 In between, freed activations do not always serve the next ones. PyTorch asks for aligned blocks; glibc looks for a
 free block that is larger than what was asked, and hands the rest back as small pieces, which other requests take. A
 block that an activation leaves is then too small for the next one, and the heap grows. So the process is looked at
-whenever kernels have passed over 4 million elements: where 96 MiB more are resident than were ever in use, free blocks
-inside of the heap are returned to the system, until no more than 64 are.
+whenever kernels have passed over 4 million elements, or as many as the last look found room for, up to 16 million:
+where 96 MiB more are resident than were ever in use, free blocks inside of the heap are returned to the system, until
+no more than 64 are.
 
 `malloc_trim` returns every free page, and each of them costs a page fault when it is used again, also where a large
 page (2 MiB) was before. So free blocks are first taken by `malloc`, the largest ones first, and returned in place
@@ -46,6 +47,9 @@ MOST_KEPT = 128 << 20
 
 LOOKED_AFTER = 4 << 20
 """Elements of activations that kernels pack or decode between two looks at the process."""
+
+MOST_UNSEEN = 16 << 20
+"""Such elements where the last look found room for as many, in float32, before there is memory to return."""
 
 MOST_FREE = 96 << 20
 """Bytes of the heap that may be free and resident where it is larger than what was ever in use."""
@@ -115,21 +119,27 @@ class _Heap:
         info = self._libc.mallinfo2()
         return info.uordblks + info.hblkhd
 
-    def look(self) -> None:
-        """Return free memory to the system, if the process is larger than it was ever used for, or nearly full."""
+    def look(self) -> int:
+        """Return free memory to the system, if the process is larger than it was ever used for, or nearly full.
+
+        Returns:
+            Bytes by which the process may have grown before there is something to return; 0 where that is not known.
+        """
         in_use, resident = self._in_use(), self._resident()
         self._most_in_use = max(self._most_in_use, in_use)
         free = resident - self._beside - in_use
         if free <= FEW_FREE:
-            return
-        if free > memory_left():
+            return 0
+        left = memory_left()
+        if free > left:
             self._trim()
-            return
+            return 0
         most = self._beside + self._most_in_use + MOST_FREE
         if resident > most:
             self._return_gaps(most - MORE_RETURNED)
             if self._resident() > most - FEW_FREE:  # too little was in large blocks
                 self._trim()
+        return min(most - resident, (left - free) // 2)  # memory that is taken is no longer left
 
     def _trim(self) -> None:
         self._libc.malloc_trim(0)
@@ -177,6 +187,7 @@ class Tuning:
 
     is_on = True
     passed = 0
+    next_look = LOOKED_AFTER
     heap: _Heap | None = None
 
 
@@ -196,12 +207,12 @@ def note_passed(elements: int) -> None:
         elements: their number.
     """
     Tuning.passed += elements
-    if Tuning.passed >= LOOKED_AFTER:
+    if Tuning.passed >= Tuning.next_look:
         Tuning.passed = 0
         heap = Tuning.heap
         if heap is not None and Tuning.is_on:
             try:
-                heap.look()
+                Tuning.next_look = min(max(heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
             except OSError:  # no file can be opened any more: training goes on without
                 Tuning.heap = None
 

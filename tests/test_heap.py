@@ -298,3 +298,40 @@ print(before, heap.Tuning.heap is not None)
 @glibc
 def test_the_heap_is_left_alone_where_nothing_says_how_much_is_left(probe):
     assert probe(UNKNOWN) == ["True", "False"]
+
+
+#: Prints after how many elements the process is looked at again, when a look has found these MiB of room.
+NEXT_LOOK = """
+heap.tune_heap()
+for room in (-100, 0, 15, 32, 1000):
+    heap.Tuning.heap.look = lambda: room << 20
+    heap.note_passed(heap.Tuning.next_look)
+    print(heap.Tuning.next_look >> 20)
+"""
+
+
+@glibc
+def test_the_process_is_looked_at_later_where_there_is_room(probe):
+    assert probe(NEXT_LOOK) == ["4", "4", "4", "8", "16"]
+
+
+#: Prints the MiB of room that looks find with the bound and what is left in this process, and the MiB that are free.
+ROOM = """
+heap.tune_heap()
+process = heap.Tuning.heap
+neighbours = gaps(20)
+found = []
+for bound, left in ((1000, 10000), (10000, 1080), (1000, 10)):
+    heap.MOST_FREE, heap.memory_left = bound << 20, lambda: left << 20
+    free = process._resident() - process._beside - process._in_use()
+    found.append((process.look() + (free >> (0 if left == 10000 else 1))) >> 20)
+print(*found)
+"""
+
+
+@glibc
+def test_a_look_finds_the_room_below_the_bound_and_half_of_what_is_left(probe):
+    first, second, third = map(int, probe(ROOM))
+    assert 990 < first <= 1000 + 10
+    assert 530 < second <= 540 + 1
+    assert third < 50  # the free blocks, which it returned, and nothing
