@@ -12,9 +12,10 @@ import pytest
 
 import brevact
 from brevact import heap
+from brevact.large_pages import VARIABLE
 from tests.forks import forks
 
-OURS = ("GLIBC_TUNABLES", "LD_PRELOAD")
+OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", VARIABLE)
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 #: Prints whether 9 MiB lie on the heap, and 33 and 20 once an activation is packed; glibc by itself learns of the 9.
 CODE = """
@@ -38,15 +39,10 @@ def environment_without_choices() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("MALLOC_")}
 
 
-def run(code: str = CODE, **environment: str) -> list[str]:
+def run(**environment: str) -> list[str]:
     variables = {**environment_without_choices(), **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", CODE], env=variables, capture_output=True, text=True, check=True)
     return done.stdout.split()
-
-
-@glibc
-def test_the_first_packed_tensor_lets_all_but_large_ones_lie_on_the_heap():
-    assert run() == ["False", "False", "True"]
 
 
 @glibc
@@ -91,6 +87,11 @@ def probe() -> Iterator[Callable[[str], list[str]]]:
             return done.stdout.split()
 
         yield words
+
+
+@glibc
+def test_the_first_packed_tensor_lets_all_but_large_ones_lie_on_the_heap(probe):
+    assert probe(CODE) == ["False", "False", "True"]
 
 
 #: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
@@ -138,8 +139,23 @@ def test_which_environments_decide(environment: dict[str, str], is_left_alone: b
 
 
 @glibc
-def test_one_call_leaves_the_heap_alone():
-    assert run("import brevact; brevact.set_heap_tuning(False)" + CODE) == ["False"] * 3
+def test_one_call_leaves_the_heap_alone(probe):
+    assert probe("brevact.set_heap_tuning(False)" + CODE) == ["False"] * 3
+
+
+#: Prints how the variable that asks for large pages is set, after the import and after each call.
+CALLS = f"""
+import os
+states = [os.environ.get({VARIABLE!r})]
+for enabled in (False, False, True):
+    brevact.set_heap_tuning(enabled)
+    states.append(os.environ.get({VARIABLE!r}))
+print(*states)
+"""
+
+
+def test_one_call_takes_the_tuning_of_memory_back(probe):
+    assert probe(CALLS) == ["1", "None", "None", "1"]
 
 
 def test_the_call_takes_a_bool():
@@ -152,11 +168,11 @@ def test_the_call_takes_a_bool():
 GAPS = """
 from torch import nn
 
-net, x = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward4bit), torch.randn(2048, 512)
+net, x = brevact.quantize_backward(nn.Linear(512, 8), brevact.StochBackward4bit), torch.randn(2048, 512)
 net(x).sum().backward()
 brevact.set_heap_tuning(TUNED)
 start = resident()
-between = gaps(160)
+between = gaps(100)
 freed = resident() - start
 for _ in range(heap.LOOKED_AFTER // x.numel() + 1):
     net(x * 1).sum().backward()
@@ -168,11 +184,11 @@ print(freed, resident() - start)
 def test_free_memory_inside_of_the_heap_is_returned(probe):
     kept = float(probe(GAPS.replace("TUNED", "True"))[1])
     left = float(probe(GAPS.replace("TUNED", "False"))[1])
-    # Of 640 MiB in the gaps. The small blocks stay, a step's tensors, and what may be free.
-    assert kept < 160 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 640 / 2 < left
+    # Of 400 MiB in the gaps. The small blocks stay, a step's tensors, and what may be free.
+    assert kept < 100 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 400 / 2 < left
 
 
-#: Prints the MiB that looks at the process return of gaps in the heap, while 400 MiB are resident that are not of the
+#: Prints the MiB that looks at the process return of gaps in the heap, while 200 MiB are resident that are not of the
 #: heap: of a file, of others; there the first look may return the gaps, since it cannot know.
 BESIDE = """
 import mmap, tempfile
@@ -186,12 +202,12 @@ def returned():
 heap.tune_heap()
 if OF_FILE:
     file = tempfile.TemporaryFile()
-    file.truncate(400 << 20)
+    file.truncate(200 << 20)
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sum(memory[place] for place in range(0, 400 << 20, 4096))
+    sum(memory[place] for place in range(0, 200 << 20, 4096))
 else:
-    memory = mmap.mmap(-1, 400 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for place in range(0, 400 << 20, 4096):
+    memory = mmap.mmap(-1, 200 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for place in range(0, 200 << 20, 4096):
         memory[place] = 1
     returned()
 print(returned())

@@ -115,18 +115,6 @@ def test_the_first_region_that_packs_replaces_forwards_of_brevitas(changed: list
     assert set(others) <= {"random"}
 
 
-def test_one_call_takes_the_tuning_of_memory_back():
-    code = f"""
-import os, brevact
-states = [os.environ.get({VARIABLE!r})]
-for enabled in (False, False, True):
-    brevact.set_heap_tuning(enabled)
-    states.append(os.environ.get({VARIABLE!r}))
-print(states)
-"""
-    assert _run(code) == "['1', None, None, '1']"
-
-
 @pytest.mark.parametrize(("chosen", "when"), [("1", "before"), ("0", "before"), ("0", "after")])
 def test_a_choice_of_the_program_stays(chosen: str, when: str):
     source = str(ROOT / "brevact" / "large_pages.py")
