@@ -116,6 +116,35 @@ def _all_of_nearest(g, x, scales, zero_points, count, lowest, highest, rectifies
 
 
 @inlined
+def _levels_of(numbers, levels, width, count, out):
+    """Residuals of their codes; of two bits by comparisons, which take less than to look them up."""
+    if width == 2:
+        clipped, first, second, third = load(levels, 0), load(levels, 1), load(levels, 2), load(levels, 3)
+        for e in range(count):
+            number = load(numbers, e)
+            below = clipped if number == np.uint32(0) else first
+            above = second if number == np.uint32(2) else third
+            store(out, e, below if number < np.uint32(2) else above)
+    else:
+        for e in range(count):
+            store(out, e, load(levels, np.int64(load(numbers, e))))
+
+
+@inlined
+def _all_of_residuals(g, codes, residuals, steps, scales, zero_points, count, lowest, spare, target, first, second):
+    """All in one loop, for float32, of codes and residuals, whose code 0 stands for a clipped element."""
+    for e in range(count):
+        s, code = load(scales, e), load(codes, e)
+        number = np.float32(np.int32(code)) + lowest
+        q = (np.float32(np.nan) if code == spare else number) - load(zero_points, e)
+        through = load(g, e) * s
+        through = np.float32(0.0) if load(residuals, e) == np.uint32(0) else through
+        store(target, e, through / s)
+        store(first, e, load(g, e) * q)
+        store(second, e, -through * ((load(steps, e) + q) / s))
+
+
+@inlined
 def _add_columns(terms, count, out):
     """Sums of the eight terms of each column of a block, 0 for columns that it lacks."""
     columns = (count + 7) // 8
@@ -173,7 +202,8 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     rounded, spent, staged, of_values = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     kind = load(words, KIND)
-    bits, codes, own = u8_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
+    bits, codes, numbers, own = u8_scratch(BLOCK), u32_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
+    spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(
         0.0
@@ -183,7 +213,9 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
     blocks = (numel + BLOCK - 1) // BLOCK
-    is_fused = again and kind == FLOAT32 and rounding == 0 and load(words, KINDS_OF_TERMS) != 4
+    is_float, learns = kind == FLOAT32, load(words, KINDS_OF_TERMS) == 4
+    is_fused = again and is_float and rounding == 0 and not learns
+    of_residuals = load(words, CODES) != 0 and load(words, RESIDUAL) != 0 and is_float and wants_terms and not learns
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
@@ -202,6 +234,16 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             )
             if wants_terms:
                 _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
+            continue
+        if of_residuals:
+            bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, numbers)
+            bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
+            _levels_of(numbers, f32_at(load(words, LEVELS)), width, count, steps)
+            _all_of_residuals(
+                *(g, codes, numbers, steps, scales, zero_points, count, lowest, spare, target),
+                *(first_terms, second_terms),
+            )
+            _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
             continue
         if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
