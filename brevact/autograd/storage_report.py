@@ -70,6 +70,10 @@ class Recorder:
         self._reported: dict[int, SavedTensor] = {}
         #: Addresses of storages that were kept at first, and given up for others.
         self.withdrawn: set[int] = set()
+        #: Addresses of storages that are kept in place of others, with the addresses of those others.
+        self.replaced: dict[int, int] = {}
+        #: The report's own saved-tensor hooks, which hand tensors on as they are.
+        self.hooks: tuple[Callable, Callable] | None = None
 
     def report_op(self, func: Callable, why: str) -> None:
         """Take note of the torch function that runs, and why it stores tensors that nobody reports."""
@@ -131,6 +135,18 @@ def withdraw(tensors: tuple[Tensor, ...]) -> None:
     """Tell the recorder of a report, if there is one, that tensors are not kept any more."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.withdrawn |= set(map(storage_address, tensors))
+
+
+def are_of_report(hooks: tuple[Callable, Callable]) -> bool:
+    """Return whether saved-tensor hooks are those of a report, which hand tensors on as they are."""
+    return _of_thread.recorder is not None and _of_thread.recorder.hooks == hooks
+
+
+def replace(tensors: tuple[Tensor, ...], new: Tensor) -> None:
+    """Tell the recorder of a report, if there is one, that an op keeps another tensor in place of one."""
+    if _of_thread.recorder is not None:
+        (old,) = tensors
+        _of_thread.recorder.replaced[storage_address(new)] = storage_address(old)
 
 
 @contextmanager

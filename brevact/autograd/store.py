@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import (
     AS_IT_IS,
     PackedOnBackward,
@@ -126,6 +127,7 @@ class Store(EagerKeeper):
         if may_be_known:
             known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
             if known is not None and (not normalizes or serves_norms(known[1])):
+                share_codes(known[0])
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
                 return known if norm is None else _beside(known, norm)

@@ -286,10 +286,9 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
             _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
             settle(q, kind, count)
-        if load(words, RESIDUAL):
+        if load(words, RESIDUAL):  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
             for e in range(count):
-                store(steps, e, load(steps, e) + load(q, e))
-            settle(steps, kind, count)
+                store(q, e, load(q, e) * np.float32(0.0) if load(bits, e) else load(q, e))
         elif not (again and has_zero):
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))

@@ -102,9 +102,10 @@ def fake_quantize_backward(
     """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
 
     With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
-    the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r; that of a zero point that
-    learns is the sum of -g s and of g', for which a ReLU in front sets nothing to 0. What was clipped, and q, are
-    recomputed from x where there are no codes; a ReLU in front of a zero point that learns demands that.
+    the sum of g q and of -g' ((x / s) / s). With residuals, x / s = q + r, and terms with q cancel where nothing was
+    clipped: there q counts as 0, or as NaN if it is, and x / s as r. The gradient of a zero point that learns is the
+    sum of -g s and of g', for which a ReLU in front sets nothing to 0. What was clipped, and q, are recomputed from x
+    where there are no codes; a ReLU in front of a zero point that learns demands that.
 
     Args:
         grad: Dense gradient of the result, in the memory order of the codes.
@@ -145,7 +146,10 @@ def fake_quantize_backward(
     found = []
     if codes is not None or values is not None:
         q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
-        steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
+        if left is None:
+            steps = flat_memory(values, n) / s  # type: ignore[arg-type]
+        else:
+            steps, q = left, torch.where(passes, q * 0.0, q)  # type: ignore[arg-type]
         found += [g * q, -clipped * (steps / s)]
     if len(wanted[0]) == 4:
         found += [-through, clipped if inside is None else torch.where(inside, through, 0.0)]

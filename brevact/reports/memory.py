@@ -232,7 +232,12 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
         place = _place_of(x)
-        if place not in weights:
+        old = recorder.replaced.pop(place, None)
+        if old is not None:
+            index = next(index for index, (other, _) in enumerate(rows) if other == old)
+            rows[index] = place, replace(rows[index][1], saved_bytes=x.untyped_storage().nbytes())
+            held[place] = x, rows[index][1].layer
+        elif place not in weights:
             nonlocal source
             stored = recorder.stored(x)
             layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
@@ -259,7 +264,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
 
     with uncompiled(), _running_module(model) as running:
         with torch.enable_grad(), recording() as recorder, region(None):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            recorder.hooks = pack, lambda x: x
+            with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
                 try:
                     output = run(model)
                     if isinstance(output, GeneratorType):

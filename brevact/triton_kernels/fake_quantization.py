@@ -216,9 +216,9 @@ def fake_quantize_backward_tile(
             r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
             clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
         elif residual_ptr is not None:
-            code = unpack_code(residuals, i, WIDTH).to(tl.int32)
-            left = settle(tl.load(levels_ptr + code), dtype)
-            clipped = tl.where(code != 0, clipped, 0.0)
+            code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
+            left = settle(tl.load(levels_ptr + code_of_residual), dtype)
+            clipped = tl.where(code_of_residual != 0, clipped, 0.0)
         elif mask_ptr is not None:
             clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
         tl.store(target_ptr + pointers, cast(tl.div_rn(clipped, tl.zeros_like(clipped) + scale), dtype), mask=valid)
@@ -231,8 +231,9 @@ def fake_quantize_backward_tile(
                 if HAS_SPARE:
                     q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
             q = settle(q - zero, dtype)
-            if residual_ptr is not None:
-                steps = settle(left + q, dtype)
+            if residual_ptr is not None:  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
+                q = tl.where(code_of_residual != 0, q * 0.0, q)
+                steps = left
             else:
                 x = widen(values[i])
                 steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)

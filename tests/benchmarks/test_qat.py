@@ -32,9 +32,9 @@ def test_two_bits_keep_a_third_of_float(net):
 
 def test_conv_net_keeps_a_sixteenth_of_stock_brevitas():
     images = torch.randn(4, 3, 32, 32)
-    made = variants("conv", [TWO_BITS], images)
+    made = variants("conv", [TWO_BITS, named_policy("DEFAULT")], images)
     kept = {name: kept_bytes(model, images) for name, model in made.items()}
-    assert 16 * kept["StochBackward2bit"] <= kept["Brevitas"]
+    assert 16 * kept["StochBackward2bit"] <= 16 * kept["DEFAULT"] <= kept["Brevitas"]
 
 
 @pytest.mark.exhaustive

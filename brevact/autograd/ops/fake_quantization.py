@@ -2,9 +2,11 @@
 
 y = clip(round(x / s + z)), out = (y - z) s, with straight-through rounding. With the output gradient g, and m = 1 where
 nothing was clipped: dL/dx = g m (in stock order: g s m / s), dL/ds = sum of g (y - z) - g s m (x / s) / s, and
-x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. Stored are the codes of y, exactly, which every op that
-reads ``out`` shares (``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded
-stochastically on fixed levels, so that dL/ds is unbiased; otherwise m in one bit. The gradients of x and z are exact.
+x / s = y + r - z with the rounding residual r in [-1/2, 1/2], so that dL/ds = sum of g (y - z) where something was
+clipped, and of -g r elsewhere. Stored are the codes of y, exactly, which every op that reads ``out`` shares
+(``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded stochastically on
+fixed levels, so that dL/ds is unbiased; otherwise m in one bit. While no op has saved ``out``, one bit of each code is
+enough (``brevact.autograd.clipped_ends``). The gradients of x and z are exact.
 
 A weight is there anyway: the tensors that its fake quantization needs are recomputed from the weight.
 
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, storage_report
+from brevact.autograd import clipped_ends, known_values, storage_report
 from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import SavedValue, Saving, load, save
@@ -31,7 +33,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, pack, reported
 from brevact.integers import IntegerRounding
-from brevact.private_names.of_torch import DisableTorchFunction
+from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill_, pack_mask
 
 
@@ -137,6 +139,10 @@ class _FakeQuantization(Saving):
         again = keeps_values and integers.repeats and region.settings.residual_bit_width > 8
         values = x if rectifier is None else rectifier.output
         one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
+        # Both parts of the scale's gradient go to one tensor, and terms with integers that were not clipped cancel.
+        is_joint = needs_scale and pre_scale is scale and pre_zero_point is zero_point
+        if residual_of is not None and not is_joint:
+            one_pass = None
         found = None
         if one_pass is not None:
             if values is None and keeps_values and one_pass.layout.dtype is not x.dtype:
@@ -156,8 +162,16 @@ class _FakeQuantization(Saving):
         elif values is None:
             values = unwritten
         known_values.register(found.out, *found.codes, is_new=one_pass is not None)
+        (packed, *numbers), code_decoder = found.codes
+        ctx.keeps_ends = one_pass is not None and residual_of is not None and _may_keep_ends(code_decoder)
+        codes: Saved | None = None
+        if ctx.keeps_ends:
+            ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True)
+            codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
+        elif (needs_scale or needs_pre_scale) and not again:
+            codes = reported(found.codes)
         kept: list[Saved | None] = [
-            reported(found.codes) if (needs_scale or needs_pre_scale) and not again else None,
+            codes,
             None if found.residual is None else reported(found.residual),
             None if found.mask is None or again else reported(found.mask),
             None,
@@ -167,6 +181,7 @@ class _FakeQuantization(Saving):
         shares = pre_zero_point is zero_point
         save(ctx, *kept, exact=(scale, pre_scale, None if shares else pre_zero_point, zero_point if again else None))
         ctx.residual_of, ctx.one_pass, ctx.rectifies = residual_of, one_pass, rectifier is not None
+        ctx.is_joint = is_joint
         ctx.integers = integers if again else None
         ctx.shapes = [each.shape for each in given]
         ctx.dtype = found.codes[1].layout.dtype
@@ -177,6 +192,9 @@ class _FakeQuantization(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, residual, mask, values, scale, pre_scale, pre_zero_point, zero_point = load(ctx)
         needs = ctx.needs_input_grad[3:]
+        if ctx.keeps_ends:
+            token, *numbers = codes.tensors
+            codes = codes._replace(tensors=(clipped_ends.load_ends(token), *numbers))
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
             found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
             return None, None, None, *found
@@ -192,9 +210,12 @@ class _FakeQuantization(Saving):
         elif residual is not None:
             shifted = residual.decode()
             blocked = shifted == ctx.residual_of.clipped
-            if pre_zero_point is not None:
-                shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
-            shifted.add_(q)  # clipped elements have some value here, their gradient is zero
+            if ctx.is_joint and q is not None:
+                q = torch.where(blocked, q, q * 0.0)
+            else:
+                if pre_zero_point is not None:
+                    shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
+                shifted.add_(q)  # clipped elements have some value here, their gradient is zero
         elif values is not None:
             shifted = values.decode() / pre_scale
         through = (grad * scale).to(ctx.dtype)
@@ -212,6 +233,17 @@ class _FakeQuantization(Saving):
             before = through if cut is None else torch.where(cut, 0.0, through)
             found = *found[:4], before.sum_to_size(ctx.shapes[3])
         return None, None, None, *found
+
+
+def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
+    """Return whether one bit can stand for an integer until an op saves the output; not where one code is a NaN."""
+    hooks = top_hooks(True)
+    return (
+        codes.bit_width in clipped_ends.BIT_WIDTHS
+        and not codes.has_spare
+        and codes.layout.numel >= clipped_ends.MIN_NUMEL
+        and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
+    )
 
 
 def _may_be_nan(x: Tensor) -> bool:

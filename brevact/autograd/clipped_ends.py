@@ -1,0 +1,108 @@
+"""One bit for each integer of a fake quantizer, until another op saves the integers.
+
+Where residuals are stored, the gradient of a scale depends on an element's integer only if that was clipped, to the
+lowest integer or the highest (``integer_passes.fake_quantize_backward``): the first bit of its code tells which. An op
+that saves the quantizer's output saves its codes, which the quantizer then saves as well, in place of the bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.decoders import SavedByHook
+from brevact.autograd.saved import Decoder
+
+#: Widths of codes that do not cross bytes.
+BIT_WIDTHS = (2, 4, 8)
+#: Fewer elements are not worth the calls.
+MIN_NUMEL = 1 << 15
+#: Attribute of the storage of codes: a weak reference to the holder of their first bits, its decoder, and its hooks.
+_OFFERED = "_brevact_offered"
+#: Attribute of the storage of a token, which autograd saves, that carries the holder.
+_HOLDER = "_brevact_holder"
+
+
+def first_bits(codes: Tensor, bit_width: int) -> Tensor:
+    """Return the first bit of each packed code, (n / 8,) uint8 of (n * bit_width / 8,), in an order of their own."""
+    rows = codes.view(bit_width, -1) & _mask_of(bit_width)
+    return rows.bitwise_right_shift_(_shifts(bit_width, codes.device)).sum(0, dtype=torch.uint8)
+
+
+def codes_of_ends(bits: Tensor, bit_width: int) -> Tensor:
+    """Return packed codes, of ones where the first bit is set and of zeros elsewhere."""
+    rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
+    return rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
+
+
+def _mask_of(bit_width: int) -> int:
+    """Return the first bits of the codes of a byte."""
+    return 255 // (2**bit_width - 1) << (bit_width - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _shifts(bit_width: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(bit_width, dtype=torch.uint8, device="cpu")[:, None].to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes(Decoder):
+    """Decoder of packed codes, whole ones or their first bits; of these, the codes of clipped elements are right."""
+
+    bit_width: int
+    nbytes: int
+    is_whole: bool = False
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0] if self.is_whole else codes_of_ends(tensors[0], self.bit_width)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, self.nbytes
+
+
+def keep_ends(codes: Tensor, bit_width: int, nbytes: int, outer: tuple[Callable, Callable] | None) -> Tensor:
+    """Keep the first bits of packed codes until another op saves the codes; return the token for autograd to save.
+
+    Args:
+        codes: packed codes, (n * bit_width / 8,) uint8, which an op that saves the quantizer's output saves.
+        bit_width: one of ``BIT_WIDTHS``.
+        nbytes: bytes of that output.
+        outer: the saved-tensor hooks in force, None for none.
+    """
+    stored, decoder = SavedByHook(), _Codes(bit_width, nbytes)
+    kept = (first_bits(codes, bit_width),), decoder
+    if storage_report.recorders:
+        storage_report.report_saved(kept, "")
+    stored.fill(kept, outer)
+    codes.untyped_storage().__dict__[_OFFERED] = weakref.ref(stored), decoder, outer
+    token = codes.new_empty(0)
+    token.untyped_storage().__dict__[_HOLDER] = stored
+    return token
+
+
+def load_ends(token: Tensor) -> Tensor:
+    """Return packed codes, of which those of clipped elements are right."""
+    stored: SavedByHook = token.untyped_storage().__dict__[_HOLDER]
+    return stored.tensor()
+
+
+def share_codes(tensors: tuple[Tensor, ...]) -> None:
+    """Let quantizers whose codes are among the tensors that an op saves keep these in place of their first bits."""
+    for x in tensors:
+        known = x.untyped_storage().__dict__
+        entry = known.pop(_OFFERED, None) if known else None
+        if entry is None:
+            continue
+        reference, decoder, outer = entry
+        stored: SavedByHook | None = reference()
+        if stored is not None:
+            if storage_report.recorders:
+                storage_report.replace(stored.handles, x)
+            stored.fill(((x,), _Codes(decoder.bit_width, decoder.nbytes, is_whole=True)), outer)

@@ -1,0 +1,172 @@
+"""Integers that no op saves: the quantizer keeps one bit of each, and the gradients are the same, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from brevact import LosslessBackward, StochBackward2bit
+from brevact.autograd import clipped_ends
+from brevact.autograd.clipped_ends import BIT_WIDTHS, MIN_NUMEL, codes_of_ends, first_bits
+from brevact.quantizers import pack_codes, unpack_codes
+
+SHAPE = (4, 32, 16, 24)
+NUMEL = 4 * 32 * 16 * 24
+
+
+def quantizer(bit_width: int = 4, signed: bool = False, **options: object) -> nn.Module:
+    kind, act_quant = (qnn.QuantIdentity, Int8ActPerTensorFloat) if signed else (qnn.QuantReLU, Uint8ActPerTensorFloat)
+    layer = kind(act_quant=act_quant, bit_width=bit_width, collect_stats_steps=1, **options)
+    with torch.no_grad():
+        for _ in range(2):
+            layer(0.8 * torch.ones(SHAPE))  # the scale: elements of a normal distribution beyond are clipped
+    return layer
+
+
+def scale_gradient(model: nn.Module, loss: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the input and of the scale, by the same random numbers each time."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)
+    loss(model(x)).backward()
+    (scale,) = (p.grad for name, p in model.named_parameters() if "scaling" in name)
+    return x.grad, scale.clone()
+
+
+def weighted(out: Tensor) -> Tensor:
+    """A loss that saves nothing of the output, whose gradient differs by element and sign."""
+    pooled = torch.nn.functional.adaptive_avg_pool2d(out, (4, 4))
+    return (pooled * torch.linspace(-1.0, 2.0, pooled.numel()).view(pooled.shape)).sum() + out[..., ::3].sum()
+
+
+@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+@pytest.mark.parametrize("numel", [512, 4096, 40007])
+def test_first_bits_are_those_of_the_codes(bit_width: int, numel: int):
+    codes = torch.randint(0, 2**bit_width, (numel,))
+    packed = pack_codes(codes, bit_width)
+    bits = first_bits(packed, bit_width)
+    assert bits.numel() == -(-numel // 8)
+    ends = unpack_codes(codes_of_ends(bits, bit_width), bit_width, numel)
+    assert torch.equal(ends.long(), (codes >= 2 ** (bit_width - 1)).long() * (2**bit_width - 1))
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    return brevact.memory_report(model, x).saved_bytes
+
+
+@pytest.mark.parametrize(("bit_width", "signed"), [(4, False), (4, True), (8, True), (2, False)])
+def test_integers_that_no_op_saves_take_one_bit(bit_width: int, signed: bool):
+    x = torch.randn(SHAPE, requires_grad=True)
+    model = nn.Sequential(quantizer(bit_width, signed), nn.AdaptiveAvgPool2d(1))
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+    assert NUMEL * 3 // 8 <= kept_bytes(model, x) <= NUMEL * 3 // 8 + 64  # and a few numbers
+
+
+def test_integers_that_an_op_saves_are_there_once():
+    x = torch.randn(SHAPE, requires_grad=True)
+    conv = qnn.QuantConv2d(32, 8, 1, bias=False, weight_quant=Int8WeightPerTensorFloat)
+    model = nn.Sequential(quantizer(), conv)
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+    weights = 3 * conv.weight.nbytes + 64
+    assert NUMEL * 6 // 8 <= kept_bytes(model, x) <= NUMEL * 6 // 8 + weights
+    report = brevact.memory_report(model, x)
+    (row,) = (row for row in report.ops if row.saved_bytes == NUMEL // 2)  # of the quantizer, as its op
+    assert (row.layer, row.op, row.how, row.tensor_bytes) == ("0", "fake_quantize", "exact", NUMEL * 4)
+
+
+@pytest.mark.parametrize("options", [{"narrow_range": True}, {"bit_width": 3}])
+def test_integers_with_a_spare_code_or_across_bytes_are_kept(options: dict):
+    x = torch.randn(SHAPE, requires_grad=True)
+    model = nn.Sequential(quantizer(signed=True, **options), nn.AdaptiveAvgPool2d(1))
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+    bits = options.get("bit_width", 4) + 2
+    assert NUMEL * bits // 8 <= kept_bytes(model, x) <= NUMEL * bits // 8 + 64
+
+
+def test_small_tensors_keep_their_integers():
+    x = torch.randn(MIN_NUMEL // 2 // 32, 32, 1, 1, requires_grad=True)
+    model = nn.Sequential(quantizer(), nn.AdaptiveAvgPool2d(1))
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+    assert x.numel() * 6 // 8 <= kept_bytes(model, x)
+
+
+class Surrounded(nn.Module):
+    """A quantizer whose saved tensors somebody else handles."""
+
+    def __init__(self, quantizer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.quantizer, self.how = quantizer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "checkpoint":
+            return checkpoint(self.quantizer, x, use_reentrant=False)
+        if self.how == "inside":
+            with torch.autograd.graph.save_on_cpu():
+                return self.quantizer(x)
+        return self.quantizer(x)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("how", ["alone", "checkpoint", "inside", "around", "reader"])
+def test_gradients_are_those_of_whole_integers(how: str, signed: bool, monkeypatch: pytest.MonkeyPatch):
+    x = torch.randn(SHAPE)
+    model = Surrounded(quantizer(4, signed), how)
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+
+    def loss(out: Tensor) -> Tensor:
+        if how == "reader":
+            with brevact.backward_quant(StochBackward2bit):
+                weight = torch.zeros(8, 32, 1, 1, requires_grad=True)
+                return weighted(out) + torch.nn.functional.conv2d(out, weight).sum()
+        return weighted(out)
+
+    def gradients() -> tuple[Tensor, ...]:
+        with torch.autograd.graph.save_on_cpu() if how == "around" else nullcontext():
+            return scale_gradient(model, loss, x)
+
+    found = gradients()
+    monkeypatch.setattr(clipped_ends, "MIN_NUMEL", sys.maxsize)
+    for one, other in zip(found, gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_runs_twice_and_frees_the_bits():
+    x = torch.randn(SHAPE, requires_grad=True)
+    model = brevact.quantize_backward(quantizer(), LosslessBackward, residual_bit_width=2)
+    loss = weighted(model(x))
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * first)
+    kept = [each for each in gc.get_objects() if type(each).__name__ == "SavedByHook"]
+    assert not kept  # although the loss is still there
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_scale_gradient_is_that_of_float64_but_for_its_residuals(signed: bool):
+    """Unbiased: the mean over seeds is the gradient of `LosslessBackward` within five standard errors."""
+    x = torch.randn(SHAPE)
+    model = brevact.quantize_backward(quantizer(4, signed), LosslessBackward)
+    exact = scale_gradient(model, weighted, x)
+    brevact.quantize_backward(brevact.restore_backward(model), LosslessBackward, residual_bit_width=2)
+    found = []
+    for seed in range(64):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        leaf = x.detach().requires_grad_()
+        weighted(model(leaf)).backward()
+        assert torch.equal(leaf.grad, exact[0])
+        (scale,) = (p.grad for name, p in model.named_parameters() if "scaling" in name)
+        found.append(scale.double())
+    sample = torch.stack(found)
+    assert (sample.mean() - exact[1]).abs() <= 5 * sample.std() / 8
