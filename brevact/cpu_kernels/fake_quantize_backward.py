@@ -132,16 +132,19 @@ def _levels_of(numbers, levels, width, count, out):
 
 @inlined
 def _all_of_residuals(g, codes, residuals, steps, scales, zero_points, count, lowest, spare, target, first, second):
-    """All in one loop, for float32, of codes and residuals, whose code 0 stands for a clipped element."""
+    """All in one loop, for float32, of codes and residuals, whose code 0 stands for a clipped element.
+
+    What is not clipped has x / s - q for x / s, and NaN or 0 for q.
+    """
     for e in range(count):
         s, code = load(scales, e), load(codes, e)
         number = np.float32(np.int32(code)) + lowest
         q = (np.float32(np.nan) if code == spare else number) - load(zero_points, e)
-        through = load(g, e) * s
-        through = np.float32(0.0) if load(residuals, e) == np.uint32(0) else through
+        through, is_clipped = load(g, e) * s, load(residuals, e) == np.uint32(0)
+        through = np.float32(0.0) if is_clipped else through
         store(target, e, through / s)
-        store(first, e, load(g, e) * q)
-        store(second, e, -through * ((load(steps, e) + q) / s))
+        store(first, e, load(g, e) * (q if is_clipped else q * np.float32(0.0)))
+        store(second, e, -through * (load(steps, e) / s))
 
 
 @inlined
