@@ -50,7 +50,7 @@ MEMORY_BUDGET = 0.2
 """Of what the compiler would keep for backward: the part that it may keep."""
 COMPILED = f"compiled, memory budget {MEMORY_BUDGET}"
 FIT = "fit "
-FITS = tuple(f"{FIT}{ratio}x" for ratio in (15, 30, 60))
+FITS = tuple(f"{FIT}{ratio}x" for ratio in (15, 30, 60, 80))
 WAYS = (CHECKPOINT, COMPILED, *POLICIES, *FITS)
 BATCHES = 4
 """Of which the variance of gradients between batches is the unit of noise."""

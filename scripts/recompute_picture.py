@@ -59,7 +59,7 @@ def _draw_model(panel: Axes, model: str, rows: Sequence[Row]) -> None:
             panel.plot(*points[way], style, markersize=10 if style.endswith("*") else 6, label=_plain(way))
     fits = [way for way in FITS_OF_RECOMPUTE if way in points]
     if fits:
-        panel.plot(*zip(*(points[way] for way in fits), strict=True), "C2x:", label="brevact.fit, 15, 30 and 60 times")
+        panel.plot(*zip(*(points[way] for way in fits), strict=True), "C2x:", label="brevact.fit, 15 to 80 times")
     for index, way in enumerate(way for way in WAYS_OF_RECOMPUTE if way in points):
         place = (5, 5 if index % 2 else -11)
         panel.annotate(steps[way], points[way], place, textcoords="offset points", fontsize=8)
