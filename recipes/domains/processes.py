@@ -25,7 +25,7 @@ import torch
 
 from recipes.bisection import largest
 from recipes.domains.domain import Domain, Size, Task
-from recipes.domains.variants import PLAIN, prepare
+from recipes.domains.variants import PLAIN, is_packed, prepare
 from recipes.errors import RecipeError
 from recipes.options import option
 
@@ -103,6 +103,8 @@ def measure(case: Case) -> dict[str, Any]:
         step; `step_s`, and `cpu_s`, processor time of a step, all threads: medians. With a limit the peak alone, after
         the steps, or after the first that has crossed the limit, unless the process ended before.
     """
+    if is_packed(case.variant):
+        import brevact  # noqa: F401  as scripts do at their top: PyTorch's first tensor decides on large pages
     torch.set_num_threads(case.threads)
     device = torch.device(case.device)
     domain: Domain = importlib.import_module(case.module).DOMAIN

@@ -31,10 +31,10 @@ from brevact.quantizers import is_traced
 _SUMMED = torch.float32, torch.float64
 
 #: Channels of a block of oneDNN, which pads fewer ones; elements of a padded tensor that are many, and those of a part.
-_BLOCK, _MANY_PADDED, _PADDED_OF_PART = 16, 1 << 23, 1 << 22
+_BLOCK, _MANY_PADDED, _PADDED_OF_PART = 16, 1 << 23, 1 << 20
 
 #: A part of a sample has at least so many times the rows that its neighbours read of it.
-_HALOS = 8
+_HALOS = 4
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 _pad = torch.ops.aten.constant_pad_nd.default
