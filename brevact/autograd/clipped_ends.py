@@ -1,8 +1,10 @@
 """One bit for each integer of a fake quantizer, until another op saves the integers.
 
 Where residuals are stored, the gradient of a scale depends on an element's integer only if that was clipped, to the
-lowest integer or the highest (``integer_passes.fake_quantize_backward``): the first bit of its code tells which. An op
-that saves the quantizer's output saves its codes, which the quantizer then saves as well, in place of the bits.
+lowest integer or the highest (``integer_passes.fake_quantize_backward``): the first bit of its code tells which. Of a
+ReLU's output, what was set to zero counts as clipped, and has the zero point's integer, anywhere in the range: there the
+bit tells whether the code is the last one. An op that saves the quantizer's output saves its codes, which the quantizer
+then saves as well, in place of the bits.
 """
 
 from __future__ import annotations
@@ -35,6 +37,20 @@ def first_bits(codes: Tensor, bit_width: int) -> Tensor:
     return rows.bitwise_right_shift_(_shifts(bit_width, codes.device)).sum(0, dtype=torch.uint8)
 
 
+def bits_of_last(codes: Tensor, bit_width: int) -> Tensor:
+    """Return one bit of each packed code, set where all of its bits are, (n / 8,) uint8 in the order of first bits."""
+    places = 1
+    while places < bit_width:
+        codes = codes & codes.bitwise_left_shift(places)
+        places *= 2
+    return first_bits(codes, bit_width)
+
+
+def with_code(ends: Tensor, code: Tensor, bit_width: int) -> Tensor:
+    """Return packed codes of ones where these are, and one code, a 0-d tensor, in place of zeros."""
+    return ends | (code.to(torch.uint8) * (255 // (2**bit_width - 1)))
+
+
 def codes_of_ends(bits: Tensor, bit_width: int) -> Tensor:
     """Return packed codes, of ones where the first bit is set and of zeros elsewhere."""
     rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
@@ -52,22 +68,28 @@ def _shifts(bit_width: int, device: torch.device) -> Tensor:
         return torch.arange(bit_width, dtype=torch.uint8, device="cpu")[:, None].to(device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Codes(Decoder):
-    """Decoder of packed codes, whole ones or their first bits; of these, the codes of clipped elements are right."""
+    """Decoder of packed codes, whole ones or one bit of each; of these, the codes of clipped elements are right."""
 
     bit_width: int
     nbytes: int
+    floor: Tensor | None = None
     is_whole: bool = False
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return tensors[0] if self.is_whole else codes_of_ends(tensors[0], self.bit_width)
+        if self.is_whole:
+            return tensors[0]
+        ends = codes_of_ends(tensors[0], self.bit_width)
+        return ends if self.floor is None else with_code(ends, self.floor, self.bit_width)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes
 
 
-def keep_ends(codes: Tensor, bit_width: int, nbytes: int, outer: tuple[Callable, Callable] | None) -> Tensor:
+def keep_ends(
+    codes: Tensor, bit_width: int, nbytes: int, outer: tuple[Callable, Callable] | None, floor: Tensor | None = None
+) -> Tensor:
     """Keep the first bits of packed codes until another op saves the codes; return the token for autograd to save.
 
     Args:
@@ -75,9 +97,10 @@ def keep_ends(codes: Tensor, bit_width: int, nbytes: int, outer: tuple[Callable,
         bit_width: one of ``BIT_WIDTHS``.
         nbytes: bytes of that output.
         outer: the saved-tensor hooks in force, None for none.
+        floor: the lowest code there is, 0-d, that of what a ReLU in front has set to zero; None for 0.
     """
-    stored, decoder = SavedByHook(), _Codes(bit_width, nbytes)
-    kept = (first_bits(codes, bit_width),), decoder
+    stored, decoder = SavedByHook(), _Codes(bit_width, nbytes, floor)
+    kept = ((first_bits if floor is None else bits_of_last)(codes, bit_width),), decoder
     if storage_report.recorders:
         storage_report.report_saved(kept, "")
     stored.fill(kept, outer)

@@ -10,7 +10,12 @@ from contextlib import nullcontext
 import brevitas.nn as qnn
 import pytest
 import torch
-from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import (
+    Int8ActPerTensorFloat,
+    Int8WeightPerTensorFloat,
+    ShiftedUint8ActPerTensorFloat,
+    Uint8ActPerTensorFloat,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -137,6 +142,27 @@ def test_gradients_are_those_of_whole_integers(how: str, signed: bool, monkeypat
     found = gradients()
     monkeypatch.setattr(clipped_ends, "MIN_NUMEL", sys.maxsize)
     for one, other in zip(found, gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("act_quant", [Int8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat])
+@pytest.mark.parametrize(("bit_width", "zero_point"), [(2, 1.0), (4, 5.0), (4, 11.0), (4, 15.0), (8, 0.0)])
+def test_what_a_relu_set_to_zero_has_the_integer_of_the_zero_point(
+    act_quant: type, bit_width: int, zero_point: float, monkeypatch: pytest.MonkeyPatch
+):
+    model = qnn.QuantReLU(act_quant=act_quant, bit_width=bit_width, collect_stats_steps=1)
+    with torch.no_grad():
+        for _ in range(2):
+            model(0.8 * torch.rand(SHAPE))
+    for name, value in model.named_parameters():
+        if "zero_point" in name:
+            value.requires_grad_(False).fill_(zero_point)  # that of a tensor with a range below zero
+    brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
+    x = torch.randn(SHAPE, requires_grad=True)
+    assert kept_bytes(model, x) <= NUMEL * 4 // 8 + 64  # of some, a mask of the ReLU, too
+    found = scale_gradient(model, weighted, x)
+    monkeypatch.setattr(clipped_ends, "MIN_NUMEL", sys.maxsize)
+    for one, other in zip(found, scale_gradient(model, weighted, x), strict=True):
         assert torch.equal(one, other)
 
 

@@ -163,10 +163,13 @@ class _FakeQuantization(Saving):
             values = unwritten
         known_values.register(found.out, *found.codes, is_new=one_pass is not None)
         (packed, *numbers), code_decoder = found.codes
-        ctx.keeps_ends = one_pass is not None and residual_of is not None and _may_keep_ends(code_decoder)
+        may_keep_ends = rectifier is None or zero_point.numel() == 1
+        may_keep_ends = may_keep_ends and one_pass is not None and residual_of is not None
+        ctx.keeps_ends = may_keep_ends and _may_keep_ends(code_decoder)
         codes: Saved | None = None
         if ctx.keeps_ends:
-            ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True)
+            floor = None if rectifier is None else _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
+            ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
             codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
         elif (needs_scale or needs_pre_scale) and not again:
             codes = reported(found.codes)
@@ -244,6 +247,12 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
         and codes.layout.numel >= clipped_ends.MIN_NUMEL
         and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
     )
+
+
+def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the code of 0, 0-d, for one zero point."""
+    rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
+    return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
 
 def _may_be_nan(x: Tensor) -> bool:
