@@ -2,9 +2,9 @@
 
 Where residuals are stored, the gradient of a scale depends on an element's integer only if that was clipped, to the
 lowest integer or the highest (``integer_passes.fake_quantize_backward``): the first bit of its code tells which. Of a
-ReLU's output, what was set to zero counts as clipped, and has the zero point's integer, anywhere in the range: there the
-bit tells whether the code is the last one. An op that saves the quantizer's output saves its codes, which the quantizer
-then saves as well, in place of the bits.
+ReLU's output, what was set to zero counts as clipped, and has the zero point's integer, anywhere in the range: there
+the bit tells whether the code is the last one. An op that saves the quantizer's output saves its codes, which the
+quantizer then saves as well, in place of the bits.
 """
 
 from __future__ import annotations

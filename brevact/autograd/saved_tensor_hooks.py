@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
+from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
@@ -251,6 +252,8 @@ class SavedTensorHooks(HookStack):
             if self._outer is None:
                 return x, x._version
             kept = (x,), AS_IT_IS
+        elif len(kept[0]) > 2:  # perhaps codes, a scale and a zero point
+            share_codes(kept[0])
         stored = SavedByHook()
         stored.fill(kept, self._outer)
         return stored

@@ -235,8 +235,9 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
         old = recorder.replaced.pop(place, None)
         if old is not None:
             index = next(index for index, (other, _) in enumerate(rows) if other == old)
-            rows[index] = place, replace(rows[index][1], saved_bytes=x.untyped_storage().nbytes())
-            held[place] = x, rows[index][1].layer
+            size = 0 if place in held else x.untyped_storage().nbytes()
+            rows[index] = place, replace(rows[index][1], saved_bytes=size)
+            held.setdefault(place, (x, rows[index][1].layer))
         elif place not in weights:
             nonlocal source
             stored = recorder.stored(x)

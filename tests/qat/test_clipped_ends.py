@@ -89,6 +89,19 @@ def test_integers_that_an_op_saves_are_there_once():
     assert (row.layer, row.op, row.how, row.tensor_bytes) == ("0", "fake_quantize", "exact", NUMEL * 4)
 
 
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_integers_that_an_op_saves_as_those_of_its_source_are_there_once(reads_again: bool):
+    class Reader(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            curved = nn.functional.gelu(x)
+            return curved + x * x if reads_again else curved
+
+    x = torch.randn(SHAPE, requires_grad=True)
+    model = nn.Sequential(quantizer(), Reader())
+    brevact.quantize_backward(model, StochBackward2bit, residual_bit_width=2)
+    assert NUMEL * 6 // 8 <= kept_bytes(model, x) <= NUMEL * 6 // 8 + 64
+
+
 @pytest.mark.parametrize("options", [{"narrow_range": True}, {"bit_width": 3}])
 def test_integers_with_a_spare_code_or_across_bytes_are_kept(options: dict):
     x = torch.randn(SHAPE, requires_grad=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
@@ -49,6 +50,8 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
             recipe.append(None)
         else:
             kept, decoder = item
+            if len(kept) > 2:  # perhaps codes, a scale and a zero point, also of what is derived from them
+                share_codes(kept)
             start, stop = stop, stop + len(kept)
             tensors += kept
             recipe.append((start, stop, decoder))
