@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import region
+from brevact.autograd.ops import convolution
 from brevact.quantizers import Rounding
 from tests.autograd import ops
 from tests.autograd.measuring import EXACT_VALUES, NEAREST, decoded, layer_gradients, run_op, settings, watch_saved
@@ -100,6 +101,24 @@ def test_gradients_of_few_channels_are_those_of_all_rows_at_once(case, order):
     if order == "channels_last":
         order = {5: torch.channels_last_3d, 4: torch.channels_last}.get(len(shape), torch.contiguous_format)
     check_gradients_of_integers(layer, shape, order)
+
+
+def test_dilated_layers_in_groups_are_computed_of_all_rows_at_once(monkeypatch):
+    """Of some rows, oneDNN's gradient of such a bfloat16 weight is NaN, or the process ends by a segmentation fault."""
+    layer = nn.Conv2d(2, 2, 3, padding=2, dilation=2, groups=2).to(torch.bfloat16)
+    x = torch.randn(2, 2, 600, 512, dtype=torch.bfloat16, requires_grad=True)
+    rows, original = set(), convolution._convolution_backward
+
+    def watch(grad: Tensor, *args: object) -> object:
+        rows.add(grad.shape[2])
+        return original(grad, *args)
+
+    monkeypatch.setattr(convolution, "_convolution_backward", watch)
+    monkeypatch.setattr(convolution, "_PADDED_OF_PART", 1 << 20)
+    with region(settings(bit_width=2)):
+        out = layer(x)
+    out.backward(torch.ones_like(out))
+    assert rows == {600}
 
 
 @pytest.mark.parametrize("trained", [("weight",), ("bias",), (), ("weight", "bias")])

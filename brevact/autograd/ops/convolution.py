@@ -173,9 +173,12 @@ def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
 
 
 def _has_parts(geometry: _Geometry) -> bool:
-    """Return whether gradients can be computed for some rows at a time: each output row begins one input row later."""
-    steps, _, _, is_transposed, *_ = geometry
-    return steps[0] == 1 and not is_transposed
+    """Return whether gradients can be computed for some rows at a time: each output row begins one input row later.
+
+    Of dilated layers in groups, oneDNN's gradient of a bfloat16 weight reads memory beyond its operands.
+    """
+    steps, _, dilation, is_transposed, _, groups = geometry
+    return steps[0] == 1 and not is_transposed and (groups == 1 or dilation[0] == 1)
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
