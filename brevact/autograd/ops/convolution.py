@@ -178,7 +178,7 @@ def _has_parts(geometry: _Geometry) -> bool:
     Of dilated layers in groups, oneDNN's gradient of a bfloat16 weight reads memory beyond its operands.
     """
     steps, _, dilation, is_transposed, _, groups = geometry
-    return steps[0] == 1 and not is_transposed and (groups == 1 or dilation[0] == 1)
+    return steps[0] == 1 and not is_transposed and (groups == 1 or max(dilation) == 1)
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
