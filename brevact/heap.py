@@ -240,12 +240,16 @@ def _tune() -> bool:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return glibc if this process allocates by its malloc; None for another C library or a preloaded allocator."""
+    """Return glibc if this process allocates by it; None for another C library or a preloaded allocator.
+
+    PyTorch asks posix_memalign. The address of malloc is that of a stub in executables at fixed addresses, such as
+    Debian's and Ubuntu's Python, whichever allocator there is.
+    """
     if platform.libc_ver()[0] != "glibc":
         return None
     try:
         process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
-        return libc if _address(process.malloc) == _address(libc.malloc) else None
+        return libc if _address(process.posix_memalign) == _address(libc.posix_memalign) else None
     except (AttributeError, OSError):
         return None
 

@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, checkout, ignore=_beside_the_package)
     sdist = folder / _run("-c", BUILD.format(kind="sdist"), folder, cwd=checkout)
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     source = folder / sdist.name.removesuffix(".tar.gz")
     return folder / _run("-c", BUILD.format(kind="wheel"), folder, cwd=source)
 
