@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import cProfile
-import ctypes
 import dataclasses
+import gc
+import os
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -19,11 +20,13 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import brevact
 from brevact import NearestBackward4bit, heap, loaded
+from brevact.large_pages import VARIABLE
 from brevact.reports.in_place import in_place
 from brevact.reports.peak import PeakMemory, ProcessMemory, peak_tables
 from brevact.reports.peak_probe import peak_memory_of
 from brevact.reports.process_probe import ProcessProbe
 from brevact.reports.step import peak_of, step_of
+from tests.forks import forks
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -87,6 +90,16 @@ def checkpoints():
     return nn.Sequential(model), x
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Runs a test without the garbage collector, which frees tensors whenever it likes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("make", [conv_net, transformer, checkpoints])
 @pytest.mark.parametrize(
     "policy", [brevact.DEFAULT, brevact.RECOMPUTE, brevact.LosslessBackward], ids=["DEFAULT", "RECOMPUTE", "lossless"]
@@ -184,93 +197,118 @@ def test_a_profiler_of_python_goes_on():
     assert heap.is_left_alone.__code__ in [entry.code for entry in profiler.getstats()]
 
 
-@pytest.fixture
-def libc():
-    found = ctypes.CDLL("libc.so.6")
-    found.malloc.argtypes, found.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-    found.free.argtypes, found.free.restype = (ctypes.c_void_p,), None
-    return found
+#: What the codes below call. Each runs in a fork of a fresh process: what tests have left on the heap of this one,
+#: large pages of freed tensors above all, becomes resident where a part of it is used.
+BLOCKS = """
+import ctypes, threading, time
+import torch
+from torch import nn
+from brevact.reports.in_place import in_place
+from brevact.reports.peak_probe import peak_memory_of
+from brevact.reports.process_probe import ProcessProbe
+from brevact.reports.step import step_of
 
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+libc.free.argtypes, libc.free.restype = (ctypes.c_void_p,), None
 
-@pytest.fixture
-def until_looked(monkeypatch):
-    """A function that returns when the process has been looked at after its call, or at once where nobody looks."""
-    looks, look = [], ProcessProbe._look
-
-    def counted(probe):
-        found = look(probe)
-        looks.append(found)
-        return found
-
-    def wait():
-        before = len(looks)
-        watcher = next((each for each in threading.enumerate() if each.name == "brevact report"), None)
-        while watcher is not None and watcher.is_alive() and len(looks) < before + 2:  # one may have begun before
-            time.sleep(0.001)
-
-    monkeypatch.setattr(ProcessProbe, "_look", counted)
-    return wait
-
-
-class UsesMemory(nn.Module):
-    """A layer that calls functions in its forward pass."""
-
-    def __init__(self, *calls):
-        super().__init__()
-        self.weight, self.calls = nn.Parameter(torch.ones(512)), calls
-
-    def forward(self, x):
-        for call in self.calls:
-            call()
-        return x * self.weight
-
-
-def allocate(libc, count, size):
+def allocate(count, size):
     blocks = [libc.malloc(size) for _ in range(count)]
     for block in blocks:
         ctypes.memset(block, 1, size)
     return blocks
 
+def free(blocks):
+    while blocks:
+        libc.free(blocks.pop())
+
+looks, look = [], ProcessProbe._look
+
+def counted(probe):
+    found = look(probe)
+    looks.append(found)
+    return found
+
+ProcessProbe._look = counted
+
+def until_looked():
+    before = len(looks)
+    watcher = next((each for each in threading.enumerate() if each.name == "brevact report"), None)
+    while watcher is not None and watcher.is_alive() and len(looks) < before + 2:  # one may have begun before
+        time.sleep(0.001)
+
+class UsesMemory(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.weight, self.use = nn.Parameter(torch.ones(512)), use
+
+    def forward(self, x):
+        self.use()
+        return x * self.weight
+
+def show_parts(use):
+    model = UsesMemory(use)
+    with in_place(model):
+        run = step_of(model, torch.randn(512, 512), lambda model, x: model(x).square().sum(), packs=False)
+        process = peak_memory_of(run).process
+    print(process.workspaces, process.gaps, process.growth, process.peak - process.before)
+"""
+
+
+@pytest.fixture(scope="module")
+def parts_of_process() -> Iterator[Callable[[str], list[int]]]:
+    """Runs code that shows workspaces, gaps, growth, and peak less what was there before, in bytes."""
+    with forks(BLOCKS, {**os.environ, VARIABLE: "0"}) as process:
+
+        def parts(code: str) -> list[int]:
+            done = process.run(code)
+            assert done.returncode == 0, done.stderr
+            return [int(word) for word in done.stdout.split()]
+
+        yield parts
+
+
+WORKSPACES = """
+def use():
+    blocks = allocate(1, 64 << 20)
+    until_looked()
+    free(blocks)
+
+show_parts(use)
+"""
+
 
 @glibc
-def test_workspaces_are_blocks_that_are_no_tensors(libc, until_looked):
-    blocks = []
-    model = UsesMemory(
-        lambda: blocks.extend(allocate(libc, 1, 64 * MIB)),
-        until_looked,
-        lambda: libc.free(blocks.pop()),
-    )
-    process = parts_of(model, torch.randn(512, 512), packs=False).process
+def test_workspaces_are_blocks_that_are_no_tensors(parts_of_process):
+    workspaces, _, growth, above = parts_of_process(WORKSPACES)
     # Beside it there are nodes of the graph, and records of torch's profiler, of a few ops.
-    assert 64 * MIB <= process.workspaces < 80 * MIB
-    assert process.growth >= 64 * MIB
-    assert process.peak == process.before + process.growth
+    assert 64 * MIB <= workspaces < 80 * MIB
+    assert growth >= 64 * MIB
+    assert above == growth
+
+
+GAPS = """
+def use():
+    blocks = sorted(allocate(1280, 100 << 10))
+    free(blocks[::2])
+    held = blocks[1::2] + allocate(1, 32 << 20)  # so that most is resident after the blocks were freed
+    until_looked()
+    free(held)
+
+show_parts(use)
+"""
 
 
 @glibc
-def test_gaps_are_freed_blocks_between_others(libc, until_looked):
+def test_gaps_are_freed_blocks_between_others(parts_of_process):
     """Of 1280 blocks of 100 KiB, which glibc never maps by themselves, every other one by address is freed.
 
     Up to 8 MiB of them may lie in free memory that was resident before, in pieces that malloc_trim cannot return.
     """
-    held = []
-
-    def leave_gaps():
-        blocks = sorted(allocate(libc, 1280, 100 << 10))
-        for block in blocks[::2]:
-            libc.free(block)
-        held.extend(blocks[1::2])
-        held.extend(allocate(libc, 1, 32 * MIB))  # so that most is resident after the blocks were freed
-
-    def release():
-        while held:
-            libc.free(held.pop())
-
-    model = UsesMemory(leave_gaps, until_looked, release)
-    process = parts_of(model, torch.randn(512, 512), packs=False).process
+    workspaces, gaps, _, _ = parts_of_process(GAPS)
     freed = 640 * 100 << 10
-    assert freed - 8 * MIB < process.gaps < freed + 16 * MIB
-    assert freed + 32 * MIB < process.workspaces < freed + 48 * MIB
+    assert freed - 8 * MIB < gaps < freed + 16 * MIB
+    assert freed + 32 * MIB < workspaces < freed + 48 * MIB
 
 
 @glibc
