@@ -104,7 +104,7 @@ def measure(case: Case) -> dict[str, Any]:
         the steps, or after the first that has crossed the limit, unless the process ended before.
     """
     if is_packed(case.variant):
-        import brevact  # noqa: F401  as scripts do at their top: PyTorch's first tensor decides on large pages
+        importlib.import_module("brevact")  # as scripts do at their top: PyTorch's first tensor decides on large pages
     torch.set_num_threads(case.threads)
     device = torch.device(case.device)
     domain: Domain = importlib.import_module(case.module).DOMAIN

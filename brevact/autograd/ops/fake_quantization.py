@@ -163,9 +163,10 @@ class _FakeQuantization(Saving):
             values = unwritten
         known_values.register(found.out, *found.codes, is_new=one_pass is not None)
         (packed, *numbers), code_decoder = found.codes
-        may_keep_ends = rectifier is None or zero_point.numel() == 1
-        may_keep_ends = may_keep_ends and one_pass is not None and residual_of is not None
-        ctx.keeps_ends = may_keep_ends and _may_keep_ends(code_decoder)
+        has_one_zero = rectifier is None or zero_point.numel() == 1
+        ctx.keeps_ends = (
+            one_pass is not None and residual_of is not None and has_one_zero and _may_keep_ends(code_decoder)
+        )
         codes: Saved | None = None
         if ctx.keeps_ends:
             floor = None if rectifier is None else _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
