@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.forward_statistics import largest_magnitude, weight_statistics
-from brevact.autograd.ops.learned_scale import learned_scale
+from brevact.autograd.ops.learned_scale import learned_scale, scale_of_magnitudes
 from brevact.injectors.integer_kinds import delays, integers_of
 from brevact.private_names.of_brevitas import (
     Abs,
@@ -80,6 +80,7 @@ STATISTICS_OF_WEIGHTS = (
     PercentileInterval,
     SignedAbsMax,
 )
+_MAGNITUDES = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile)
 _ZERO_POINTS = (
     ZeroZeroPoint,
     ParameterZeroPoint,
@@ -214,9 +215,13 @@ class _Learned(NamedTuple):
 
 
 class _OfStatistics(NamedTuple):
-    """The modules that clamp magnitudes between statistics of a weight and its scale; the others change none."""
+    """The modules that clamp magnitudes between statistics of a weight and its scale; the others change none.
+
+    Statistics are magnitudes if none can be negative.
+    """
 
     clamps: tuple[Any, ...]
+    are_magnitudes: bool
 
     @staticmethod
     def of(scaling: Any) -> _OfStatistics | None:
@@ -238,19 +243,23 @@ class _OfStatistics(NamedTuple):
         ):
             if any(type(module) not in kinds for module in modules):
                 return None
-        return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not Identity))
+        are_magnitudes = type(scaling.parameter_list_stats.stats.stats_impl) in _MAGNITUDES
+        return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not Identity), are_magnitudes)
 
     def scale(self, stats: Tensor, threshold: Tensor) -> Tensor | None:
-        """Return the scale of statistics that are larger than all bounds, whose gradient is that of the modules.
+        """Return the scale of magnitudes, or of statistics that are larger than all bounds; None for others.
 
-        None for others, and on a GPU, for which nothing waits.
+        Its gradient is that of the modules. Nothing waits for a GPU, where the statistics are not read.
         """
-        if type(stats) is not Tensor or not stats.is_cpu or not stats.numel():
+        if type(stats) is not Tensor or not stats.numel() or threshold.dim() or threshold.requires_grad:
             return None
-        if threshold.dim() or threshold.requires_grad:
+        least = max((clamp.min_val for clamp in self.clamps), default=0.0)
+        if stats.is_cpu:
+            smallest = stats.detach().amin().item() if stats.dim() else stats.item()  # NaN if there is one
+            return stats / threshold if smallest > least else None
+        if not self.are_magnitudes or stats.dtype is not threshold.dtype or least < 0.0:
             return None
-        smallest = stats.detach().amin().item() if stats.dim() else stats.item()  # NaN if there is one
-        return stats / threshold if smallest > max((clamp.min_val for clamp in self.clamps), default=0.0) else None
+        return scale_of_magnitudes(stats, threshold, least)
 
 
 class KnownQuantizer:

@@ -11,6 +11,7 @@ import torch
 from brevitas.core.quant import IntQuant
 from brevitas.quant import (
     Int8ActPerTensorFloat,
+    Int8WeightPerChannelFloat,
     Int8WeightPerTensorFloat,
     ShiftedUint8ActPerTensorFloat,
     Uint8ActPerTensorFloat,
@@ -19,6 +20,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
+from brevact.autograd.ops.learned_scale import scale_of_magnitudes
 from brevact.injectors.known_quantizers import known_quantizer
 from tests.qat.cases import CHANNELS, activation, gradients
 
@@ -373,3 +375,20 @@ def test_a_quantizer_that_changes_between_two_calls_of_a_forward_pass_runs_by_it
     (out, grad, grads), (packed_out, packed_grad, packed_grads) = found
     assert torch.equal(out, packed_out) and torch.equal(grad, packed_grad)
     assert all(torch.equal(grads[name], packed_grads[name]) for name in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("least", [None, 1e-3])
+def test_scales_of_magnitudes_are_those_of_brevitas(least, dtype):
+    """Below the bound, zero, and not finite: no condition reads the elements, so that nothing waits for a GPU."""
+    layer = qnn.QuantConv2d(3, 8, 1, weight_quant=Int8WeightPerChannelFloat, weight_scaling_min_val=least)
+    scaling = layer.weight_quant.tensor_quant.scaling_impl
+    magnitudes = torch.tensor([0.7, 1e-12, 0.0, 5e-4, torch.inf, torch.nan, 1e30, 1e-3], dtype=dtype).requires_grad_()
+    threshold, grad = torch.tensor(127.0, dtype=dtype), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    stock = scaling.stats_scaling_impl(magnitudes, threshold)
+    own = scale_of_magnitudes(magnitudes, threshold, least or 0.0)
+    for one, other in (
+        (stock, own),
+        *zip(*(torch.autograd.grad(each, magnitudes, grad.to(dtype)) for each in (stock, own)), strict=True),
+    ):
+        assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))

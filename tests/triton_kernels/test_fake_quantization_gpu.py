@@ -183,7 +183,8 @@ def test_a_captured_step_quantizes_by_the_scale_of_the_replay(policy):
             scale.mul_(factor)
         graph.replay()
         stock = layer("uint4", relu=True).cuda()
-        stock.load_state_dict(made.state_dict())
+        with torch.no_grad():
+            next(stock.parameters()).copy_(scale)  # Brevitas' loading would leave it on the CPU
         expected_out, of_x, of_scale = gradients(stock, x, grad)
         assert torch.equal(out, expected_out) and torch.equal(x.grad, of_x)
         if policy is LosslessBackward:
@@ -200,3 +201,22 @@ def test_missing_elements_are_where_stock_ops_have_them(name):
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))
     assert found[0].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-12, torch.nan])
+def test_scales_of_weights_are_those_of_stock_ops(value, ran):
+    """A channel below the smallest scale, or missing, of a weight whose statistics nothing reads."""
+    found = []
+    for policy in (None, LosslessBackward):
+        torch.manual_seed(0)
+        layer = qnn.QuantConv2d(CHANNELS, 8, 3, weight_quant=Int8WeightPerChannelFloat, weight_scaling_min_val=1e-3)
+        with torch.no_grad():
+            layer.weight[3].fill_(value)
+        layer.cuda()
+        if policy is not None:
+            brevact.quantize_backward(layer, policy, min_numel=0)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            out = layer(activation(SHAPES["runs"]).cuda())
+            found.append((out.detach(), *torch.autograd.grad(out.sum(), tuple(layer.parameters()))))
+    assert all(name in ran for name in KERNELS)
+    assert all(torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7)) for one, other in zip(*found, strict=True))

@@ -1,7 +1,9 @@
-"""Learned scales of fake quantizers in few calls: s = max(|v|, least) / t, without the modules that make it.
+"""Scales of fake quantizers in few calls: s = max(|v|, least) / t, without the modules that make it.
 
-Source: brevitas.core.scaling.ParameterScaling and ParameterFromRuntimeStatsScaling (behind the steps that collect
-statistics), whose gradient this is to the last bit: dL/dv = sgn(v) (dL/ds / t).
+Gradients are those of the modules to the last bit. Of a learned scale (brevitas.core.scaling.ParameterScaling, and
+ParameterFromRuntimeStatsScaling behind the steps that collect statistics): dL/dv = sgn(v) (dL/ds / t). Of statistics
+that are magnitudes (StatsFromParameterScaling), through whose bound gradients pass straight:
+dL/dv = sgn(max(v, least)) (dL/ds / t), which is 0 for NaN.
 """
 
 from __future__ import annotations
@@ -40,4 +42,32 @@ def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tens
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
         return value.abs() / threshold  # whose gradient in C++ is the same one
     found: Tensor = _LearnedScale.record(value, threshold, least)
+    return found
+
+
+class _ScaleOfMagnitudes(Saving):
+    is_brevact = False  # its result is computed from weights
+    returns_new = True
+
+    @staticmethod
+    def forward(ctx: Any, magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
+        bounded = magnitudes.clamp_min(least)
+        save(ctx, exact=(bounded, threshold))
+        return bounded / threshold
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        bounded, threshold = load(ctx)
+        return (grad / threshold).mul_(bounded.sgn()), None, None
+
+
+def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
+    """Return scales of magnitudes, some of which may be below the bound: their gradient passes it.
+
+    Args:
+        magnitudes: statistics, none of them negative; NaN stays NaN.
+        threshold: positive number of the same dtype without a gradient, of no dimensions.
+        least: smallest magnitude.
+    """
+    found: Tensor = _ScaleOfMagnitudes.record(magnitudes, threshold, least)
     return found
