@@ -77,6 +77,7 @@ def measured(dtype: torch.dtype, numel: int, device: torch.device, rounds: int) 
     for name, policy in POLICIES.items():
         made = quant_relu(x)
         made.load_state_dict(stock.state_dict())
+        made.to(device)  # loading makes Brevitas' quantizers anew, on the CPU
         layers[name] = made if policy is None else brevact.quantize_backward(made, policy)
     x.requires_grad_()
     expected, found = (step(layers[name], x, grad) for name in ("stock", "LosslessBackward"))

@@ -184,7 +184,7 @@ def test_a_captured_step_quantizes_by_the_scale_of_the_replay(policy):
         graph.replay()
         stock = layer("uint4", relu=True).cuda()
         with torch.no_grad():
-            next(stock.parameters()).copy_(scale)  # Brevitas' loading would leave it on the CPU
+            next(stock.parameters()).copy_(scale)  # loading would make Brevitas' quantizer anew, on the CPU
         expected_out, of_x, of_scale = gradients(stock, x, grad)
         assert torch.equal(out, expected_out) and torch.equal(x.grad, of_x)
         if policy is LosslessBackward:
