@@ -324,7 +324,8 @@ class KnownQuantizer:
             scale = self._scale_of(region, x, threshold)
         if zero_point is None:
             zero_point = self._zero_point_of(region, x, scale, bit_width)
-        rectifier = Rectifier(None) if self.rectifies else None
+        zero_is_lowest = self._zero is not None and integers.lowest == 0
+        rectifier = Rectifier(None, zero_is_lowest) if self.rectifies else None
         out = fake_quantize(region, integers, x, scale, zero_point, scale, zero_point, rectifier)
         if out is NotImplemented and x.numel() < region.settings.min_numel:  # autograd keeps small tensors as they are
             with region.hooks.suspended, DisableTorchFunction():

@@ -107,9 +107,13 @@ class Integers:
 
 
 class Rectifier(NamedTuple):
-    """A ReLU in front: its output, without a graph, or None where it is not computed yet."""
+    """A ReLU in front: its output, without a graph, or None where it is not computed yet.
+
+    ``zero_is_lowest`` says that the zero point is known to be the lowest integer.
+    """
 
     output: Tensor | None
+    zero_is_lowest: bool = False
 
 
 class _FakeQuantization(Saving):
@@ -169,7 +173,9 @@ class _FakeQuantization(Saving):
         )
         codes: Saved | None = None
         if ctx.keeps_ends:
-            floor = None if rectifier is None else _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
+            floor = None
+            if rectifier is not None and not rectifier.zero_is_lowest:
+                floor = _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
             ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
             codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
         elif (needs_scale or needs_pre_scale) and not again:
