@@ -150,7 +150,7 @@ class MapBlocks:
 
 @dataclass(frozen=True, eq=False)
 class UniformPlan:
-    """What the passes of a uniform quantizer know of a tensor: its groups, and the bytes of their metadata.
+    """A tensor as the kernel ops of a uniform quantizer see it: its groups, and the bytes of their metadata.
 
     A spec keeps its plan: plans are equal if they are one.
 
@@ -160,7 +160,7 @@ class UniformPlan:
         minimum_dtype: bfloat16 or float32.
         minimum_at: First byte of the minima; codes come first.
         scale_at: First byte of the scales.
-        dithered: Whether groups, which then lie in blocks, may shift their levels; see `passes.quantize_uniform`.
+        dithered: Whether groups, which then lie in blocks, may shift their levels; see `kernel_ops.quantize_uniform`.
     """
 
     geometry: Geometry
@@ -232,7 +232,7 @@ class Segments(NamedTuple):
 
 
 def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Join the ranges of parts; see `quantizers.passes.ranges`.
+    """Join the ranges of parts; see `quantizers.kernel_ops.ranges`.
 
     Args:
         keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, numbers of the other elements, and

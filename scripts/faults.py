@@ -60,7 +60,7 @@ BIT_WIDTHS = ("bit_widths/test_allocation.py", "bit_widths/test_fit.py", "bit_wi
 SAMPLES = ("quantizers/test_sample.py",)
 COMPILED = ("autograd/test_compile.py",)
 
-#: Faults of the laws, of kernels, of formats, of seeds and sharing, of regions, of handlers, of reports and policies.
+#: Faults of references, of kernels, of formats, of seeds and sharing, of regions, of handlers, of reports and policies.
 FAULTS = (
     Fault(
         "dithered levels are stored unshifted",
@@ -119,7 +119,7 @@ FAULTS = (
         KERNELS,
     ),
     Fault(
-        "the law rounds up one time in 65536 too many",
+        "the reference rounds up one time in 65536 too many",
         "quantizers/reference.py",
         "round_codes",
         "threshold + random_bits",
@@ -144,7 +144,7 @@ FAULTS = (
     ),
     Fault(
         "every group has its last code for NaN",
-        "quantizers/passes.py",
+        "quantizers/kernel_ops.py",
         "_decoded",
         "flagged & (q == top)",
         "q == top",
@@ -152,7 +152,7 @@ FAULTS = (
     ),
     Fault(
         "decoded values leave the range of float16",
-        "quantizers/passes.py",
+        "quantizers/kernel_ops.py",
         "_decoded",
         "(base + step * q.float()).clamp(-limit, limit)",
         "(base + step * q.float()).clamp(-3e+38, 3e+38)",
@@ -750,7 +750,7 @@ FAULTS = (
         "dequantize_blocks",
         "load(values, e) if load(bits, e) else np.float32(0.0)",
         "load(values, e)",
-        ("cpu_kernels/test_passes.py",),
+        ("cpu_kernels/test_kernel_ops.py",),
     ),
     Fault(
         "a planned batch norm is decoded without its bias",

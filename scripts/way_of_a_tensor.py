@@ -37,7 +37,7 @@ ROLES = {
     "quantizers/packed.py": "bytes with their format and layout",
     "quantizers/quantizer.py": "checks, seed and memory, of all formats",
     "quantizers/formats/uniform/quantizer.py": "the format: names the pass",
-    "quantizers/backends.py": "kernels, or the law in passes.py",
+    "quantizers/backends.py": "kernels, or the reference in kernel_ops.py",
     "cpu_kernels/quantize.py": "the compiled kernel, and what starts it",
     "cpu_kernels/dequantize.py": "the compiled kernel, and what starts it",
     "cpu_kernels/teams.py": "shares it among PyTorch's threads",

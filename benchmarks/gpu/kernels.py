@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.processes import Row, message_of
 from benchmarks.gpu.timing import alternating_times, l2_bytes, limit_threads
-from brevact.quantizers import Layout, PackedActivation, PackedSpec, Rounding, UniformQuantizer, passes
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, Rounding, UniformQuantizer, kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 
 OPERATIONS = ("nearest", "stochastic", "dequantize into a buffer", "dequantize * other")
@@ -148,8 +148,8 @@ def _expected(quantizer: UniformQuantizer, head: Tensor) -> tuple[tuple[Tensor, 
     """What the plain-torch reference makes of the first elements on the CPU: the stored arrays, and their values."""
     spec = PackedSpec.of(quantizer, Layout.of(head))
     plan, buffer, values = plan_of(spec), spec.empty(head), torch.empty_like(head)
-    passes.quantize_uniform.law(head, plan, 0 if quantizer.is_stochastic else None, buffer)
-    passes.dequantize_uniform.law(buffer, plan, None, values)
+    kernel_ops.quantize_uniform.reference(head, plan, 0 if quantizer.is_stochastic else None, buffer)
+    kernel_ops.dequantize_uniform.reference(buffer, plan, None, values)
     return plan.split(buffer), values
 
 

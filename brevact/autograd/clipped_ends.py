@@ -1,7 +1,7 @@
 """One bit for each integer of a fake quantizer, until another op saves the integers.
 
 Where residuals are stored, the gradient of a scale depends on an element's integer only if that was clipped, to the
-lowest integer or the highest (``integer_passes.fake_quantize_backward``): the first bit of its code tells which. Of a
+lowest integer or the highest (``integer_ops.fake_quantize_backward``): the first bit of its code tells which. Of a
 ReLU's output, what was set to zero counts as clipped, and has the zero point's integer, anywhere in the range: there
 the bit tells whether the code is the last one. An op that saves the quantizer's output saves its codes, which the
 quantizer then saves as well, in place of the bits.

@@ -31,7 +31,7 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
-from brevact.quantizers.integer_passes import decode_integers
+from brevact.quantizers.integer_ops import decode_integers
 from brevact.quantizers.tracing import is_traced
 
 

@@ -1,4 +1,4 @@
-"""Kernels against the laws in plain torch: the same bytes for the same seed."""
+"""Kernels against the references in plain torch: the same bytes for the same seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brevact import injectors
 from brevact.policy.attach import quantizer
-from brevact.quantizers.backends import kernels_for, laws_alone
+from brevact.quantizers.backends import kernels_for, without_kernels
 
 #: Quantizers whose kernels differ, by name.
 _NAMES = (
@@ -35,7 +35,7 @@ def kernels_of(device: torch.device) -> str | None:
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:
-    """Return the cases in which kernels write other bytes, or other values, than the laws, and how many were tried."""
+    """Return the cases in which kernels and references differ in bytes or values, and how many were tried."""
     wrong, count = [], 0
     for name in _NAMES:
         for dtype in _DTYPES:
@@ -54,7 +54,7 @@ def _written(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 def same_without_kernels(run: Callable[[], tuple[Tensor, ...]]) -> bool:
     """Return whether a function returns the same bytes with kernels and without."""
     found = run()
-    with laws_alone():
+    with without_kernels():
         expected = run()
     return all(
         torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -83,7 +83,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Run kernels of each kind, and compare what they write with the laws in plain torch, byte by byte."""
+    """Run kernels of each kind, and compare what they write with the references in plain torch, byte by byte."""
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         where = device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
         name = kernels_of(torch.device(device))

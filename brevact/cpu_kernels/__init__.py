@@ -1,1 +1,1 @@
-"""The passes on CPU tensors, compiled by Numba: the bytes of the laws in plain torch. `launch` has them."""
+"""Kernels for CPU tensors, compiled by Numba, with the bytes of the references in plain torch. `launch` has them."""

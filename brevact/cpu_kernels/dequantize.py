@@ -1,4 +1,4 @@
-"""Kernel that decodes, and multiplies by the way; `passes.dequantize_uniform`'s values."""
+"""Kernel that decodes, and multiplies by the way; `kernel_ops.dequantize_uniform`'s values."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, other, target)
 
 

@@ -1,4 +1,4 @@
-"""Kernel that decodes from the levels of a grid; `passes.dequantize_grid`'s values. Offsets and scales may lack."""
+"""Kernel that decodes from the levels of a grid; `kernel_ops.dequantize_grid`'s values. Offsets and scales may lack."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, ot
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     levels = grid.levels.contiguous()
     affine = affine_rows(grid.offset, grid.scale)
     addresses = (0, 0) if affine is None else (affine[0].data_ptr(), affine[1].data_ptr())

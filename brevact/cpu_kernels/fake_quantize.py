@@ -1,4 +1,4 @@
-"""Kernel of fake quantization to integers: `integer_passes.fake_quantize`'s bytes, in one pass over the elements."""
+"""Kernel of fake quantization to integers: `integer_ops.fake_quantize`'s bytes, in one pass over the elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel of the gradient of fake quantization: `integer_passes.fake_quantize_backward`'s bytes, in one pass."""
+"""Kernel of the gradient of fake quantization: `integer_ops.fake_quantize_backward`'s bytes, in one pass."""
 
 from __future__ import annotations
 

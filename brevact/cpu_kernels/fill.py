@@ -36,7 +36,7 @@ def fill_blocks(target, mask, itemsize, value, numel, start, stop):
 
 
 def fill(x: Tensor, mask: Tensor, value: float) -> None:
-    """See the law."""
+    """See the reference."""
     numel, integers = x.numel(), _INTEGERS.get(x.itemsize)
     if integers is None:
         return NotImplemented

@@ -192,7 +192,7 @@ def calibrate(low, high, flagged, zero, group, scale, minimum, table):
 
 @inlined
 def store_shifted(m, s, shift, group, minimum, table):
-    """Store the minimum of a group whose levels are shifted by a part of a step; see `passes.quantize_uniform`."""
+    """Store the minimum of a group whose levels are shifted by a part of a step; see `kernel_ops.quantize_uniform`."""
     _write(minimum, load(table, MINIMUM_KIND), group, max(m - shift * s, _LOWEST))
 
 

@@ -1,6 +1,6 @@
-"""The passes of `quantizers.passes`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
+"""The ops of `quantizers.kernel_ops`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
-They have the names, the parameters and the bytes of the laws, take tensors that :func:`arrays.takes` accepts, and
+They have the names, the parameters and the bytes of the references, take tensors that :func:`arrays.takes` accepts, and
 return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays.
 Those of some groups of a tensor, `quantize_rows` and `dequantize_rows`, have the bytes of gathering the groups first.
 """

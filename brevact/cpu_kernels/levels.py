@@ -1,4 +1,4 @@
-"""Where values lie among levels of any spacing, see `quantizers.passes.positions`."""
+"""Where values lie among levels of any spacing, see `quantizers.kernel_ops.positions`."""
 
 from __future__ import annotations
 

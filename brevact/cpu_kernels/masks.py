@@ -180,7 +180,7 @@ def pack_mask(x: Tensor, packed: Tensor) -> None:
 
 
 def unpack_mask(packed: Tensor, mask: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     numel = mask.numel()
     arguments = (packed.data_ptr(), mask.data_ptr(), numel)
     share(unpack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())

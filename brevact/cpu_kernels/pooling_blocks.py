@@ -1,4 +1,4 @@
-"""Kernels of block means and residuals: `passes.split_maps` and `passes.join_maps`, to the same bits.
+"""Kernels of block means and residuals: `kernel_ops.split_maps` and `kernel_ops.join_maps`, to the same bits.
 
 The work is cut into tiles: the rows of one line of blocks, over so many columns that their sums fit into scratch.
 """

@@ -1,4 +1,4 @@
-"""Kernel that quantizes: positions on each group's grid, rounding, packing; `passes.quantize_uniform`'s bytes."""
+"""Kernel that quantizes: positions on each group's grid, rounding, packing; `kernel_ops.quantize_uniform`'s bytes."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    """Where groups lie in blocks; elsewhere NotImplemented: the law normalizes, then quantizes."""
+    """Where groups lie in blocks; elsewhere NotImplemented: the reference normalizes, then quantizes."""
     table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
     if not table.fused:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Kernel that quantizes to the levels of a grid; `passes.quantize_grid`'s bytes. Offsets and factors may be missing."""
+"""Kernel that quantizes to the levels of a grid; `kernel_ops.quantize_grid`'s bytes. Offsets and factors may lack."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     stochastic = seed is not None
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
     affine = affine_rows(grid.offset, grid.inverse)  # in a name, so that its memory lives on

@@ -30,7 +30,7 @@ def random_word_blocks(seed, words_at, count, start, stop):
 
 
 def random_words(seed: int | Tensor, words: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     block, count = BLOCK, words.numel()
     arguments = (int(seed), words.data_ptr(), count)
     share(random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Ranges of groups that lie in many blocks: `passes.ranges`, and what precedes such groups' quantization."""
+"""Ranges of groups that lie in many blocks: `kernel_ops.ranges`, and what precedes such groups' quantization."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop)
 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the law."""
+    """See the reference."""
     table = grid_table(geometry, flat.dtype, NEAREST)
     keys = range_keys(flat.data_ptr(), table, torch.get_num_threads())
     return ranges_of_keys(torch.from_numpy(keys))

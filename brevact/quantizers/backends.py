@@ -1,7 +1,8 @@
-"""The one place that chooses who runs a pass: Numba's kernels, Triton's, or the law itself in plain torch.
+"""The one place that chooses what runs a kernel op: Numba's kernels, Triton's, or its reference in plain torch.
 
-`brevact.cpu_kernels.launch` and `brevact.triton_kernels` define functions of the names and parameters of the laws in
-`passes`. Where one is missing, or returns `NotImplemented` because it cannot take its arguments, the law runs.
+`brevact.cpu_kernels.launch` and `brevact.triton_kernels` define launchers, functions of the names and parameters of the
+references in `kernel_ops`. Where one is missing, or returns `NotImplemented` because it cannot take its arguments, the
+reference runs.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ from brevact.user_lines import warn
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-_without_kernels: list[bool] = []
+_disabled: list[bool] = []
 
 
-class Pass(Protocol, Generic[P, R]):
-    """A pass over arrays, run by kernels where there are some for it; `law` is its definition in plain torch."""
+class KernelOp(Protocol, Generic[P, R]):
+    """An op on arrays, run by kernels where there are some for it; `reference` is its definition in plain torch."""
 
-    law: Callable[P, R]
+    reference: Callable[P, R]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the pass."""
+        """Run the op."""
 
 
-def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
-    """Let the kernels of its name, if they take its arrays, stand for a law. Arguments are given by position.
+def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
+    """Let the kernels of its name, if they take its arrays, stand for a reference. Arguments are given by position.
 
     Args:
-        law: Function of plain torch. Its arrays are the parameters annotated `Tensor` or `Tensor | None`, the first of
-            which is never None.
+        reference: Function of plain torch. Its arrays are the parameters annotated `Tensor` or `Tensor | None`, the
+            first of which is never None.
 
     Returns:
-        The pass.
+        The op.
     """
-    name = law.__name__
-    kinds = [parameter.annotation for parameter in inspect.signature(law).parameters.values()]
+    name = reference.__name__
+    kinds = [parameter.annotation for parameter in inspect.signature(reference).parameters.values()]
     places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor | None")]
     if len(places) == 1:
         places *= 2  # a tuple, then, too
     arrays_of: Any = operator.itemgetter(*places)
 
-    @functools.wraps(law)
+    @functools.wraps(reference)
     def run(*args: Any) -> Any:
         arrays = arrays_of(args)
         first, last = arrays[0], arrays[-1]
-        kernels = None if _without_kernels else _launchers(first.is_cuda)
+        kernels = None if _disabled else _launchers(first.is_cuda)
         if kernels is not None and kernels.takes(arrays):
             launch = getattr(kernels, name, None)
             if launch is not None and (result := launch(*args)) is not NotImplemented:
@@ -69,10 +70,10 @@ def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
                 return result
         _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():
-            return cast(Any, law)(*args)
+            return cast(Any, reference)(*args)
 
-    run.law = law  # type: ignore[attr-defined]
-    return cast("Pass[P, R]", run)
+    run.reference = reference  # type: ignore[attr-defined]
+    return cast("KernelOp[P, R]", run)
 
 
 def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
@@ -81,23 +82,23 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
     a plain tensor may have no memory.
     """
-    kernels = None if _without_kernels else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
+    kernels = None if _disabled else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
     return kernels if kernels is not None and kernels.takes(arrays) else None
 
 
 def cpu_kernels() -> ModuleType | None:
-    """Launchers of the CPU kernels, for tensors of which is known that they take them; None where laws run alone."""
-    return None if _without_kernels else _launchers(False)
+    """Launchers of the CPU kernels, for tensors that they are known to take; None where references run alone."""
+    return None if _disabled else _launchers(False)
 
 
 @contextmanager
-def laws_alone() -> Iterator[None]:
-    """Run a block without kernels, in all threads: to compare what they write with what the laws do."""
-    _without_kernels.append(True)
+def without_kernels() -> Iterator[None]:
+    """Run a block without kernels, in all threads: to compare their results with the references'."""
+    _disabled.append(True)
     try:
         yield
     finally:
-        _without_kernels.pop()
+        _disabled.pop()
 
 
 @functools.cache

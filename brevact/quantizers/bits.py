@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.tracing import is_traced
@@ -41,7 +41,7 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
     if is_traced(codes):
         return torch.ops.brevact.pack_codes(codes, bit_width, block_size)
     packed = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
-    passes.pack_codes(codes.contiguous(), bit_width, block_size, packed)
+    kernel_ops.pack_codes(codes.contiguous(), bit_width, block_size, packed)
     return packed
 
 
@@ -65,7 +65,7 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
     if is_traced(packed):
         return torch.ops.brevact.unpack_codes(packed, bit_width, numel, block_size)
     codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
-    passes.unpack_codes(packed.contiguous(), bit_width, block_size, codes)
+    kernel_ops.unpack_codes(packed.contiguous(), bit_width, block_size, codes)
     return codes
 
 
@@ -89,7 +89,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     layout = Layout.of(mask)
     is_flat = layout.is_dense and layout.numel == mask.numel() and not mask.is_neg()  # nothing to repeat or to turn
     packed = mask.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
-    passes.pack_mask(mask if is_flat else layout.flatten(mask.detach()), packed)
+    kernel_ops.pack_mask(mask if is_flat else layout.flatten(mask.detach()), packed)
     return packed
 
 
@@ -110,7 +110,7 @@ def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
     if is_traced(packed):
         return torch.ops.brevact.unpack_mask(packed, layout.shape, layout.stride)
     mask = packed.new_empty(layout.numel, dtype=torch.bool)
-    passes.unpack_mask(packed.contiguous(), mask)
+    kernel_ops.unpack_mask(packed.contiguous(), mask)
     return layout.restore(mask)
 
 
@@ -147,7 +147,7 @@ def mask_multiply(
     if is_traced(grad) and out is None:
         return torch.ops.brevact.mask_multiply(packed, grad, layout.shape, layout.stride, negative_slope)
     target = Layout.of(grad).empty(grad.device) if out is None else out
-    passes.mask_multiply(packed.contiguous(), layout.numel, grad, negative_slope, target)
+    kernel_ops.mask_multiply(packed.contiguous(), layout.numel, grad, negative_slope, target)
     if out is not None and not out.is_inference():
         increment_version(out)
     return target
@@ -167,7 +167,7 @@ def masked_fill_(x: Tensor, mask: Tensor, value: float) -> Tensor:
     is_flat = x.shape == mask.shape and x.stride() == mask.stride() and Layout.of(x).is_dense
     if not is_flat or is_traced(x):
         return x.masked_fill_(mask, value)
-    passes.fill(x, mask, value)
+    kernel_ops.fill(x, mask, value)
     increment_version(x)
     return x
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
@@ -19,7 +19,7 @@ class GridQuantizer(Quantizer):
     """Quantizer whose codes name levels; a format says which metadata groups store, and the levels they give.
 
     Metadata are rounded to the types they are stored in before codes are computed from them, in plain torch on the
-    tensor's device: one number a group. The passes over the elements are those of `passes`.
+    tensor's device: one number a group. The ops on the elements are those of `kernel_ops`.
     """
 
     __slots__ = ()
@@ -49,11 +49,11 @@ class GridQuantizer(Quantizer):
         """Fit metadata, write them, and the codes of the levels that they give."""
         codes, *stored = spec.split(buffer)
         with torch.no_grad():
-            flat, geometry = passes.flat_memory(dense.detach(), spec.layout.numel), self.geometry(spec.layout)
+            flat, geometry = kernel_ops.flat_memory(dense.detach(), spec.layout.numel), self.geometry(spec.layout)
             metadata = self.fit(flat, geometry)
             for part, values in zip(stored, metadata, strict=True):
                 part.copy_(values.reshape(-1))
-            passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
+            kernel_ops.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode through the levels, multiply by `other` unless it is None, and write to `target`."""
@@ -63,4 +63,4 @@ class GridQuantizer(Quantizer):
             codes, *metadata = spec.split(buffer)
             geometry = self.geometry(spec.layout)
             grid = self.grid(geometry, tuple(metadata), buffer.device)
-            passes.dequantize_grid(codes, geometry, grid, other, target)
+            kernel_ops.dequantize_grid(codes, geometry, grid, other, target)

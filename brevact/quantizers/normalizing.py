@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Place, UniformPlan
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
@@ -70,7 +70,7 @@ def quantize_normalized(
             if found is not None and invstd.dtype is not torch.float64:
                 buffer = found.spec.empty(x)
                 own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
-                passes.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
+                kernel_ops.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
                 return PackedActivation(found.spec, buffer)
         elif is_traced(x) and x.dtype in FUSED and (layout := Layout.of(x)).is_dense:
             values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
@@ -171,7 +171,7 @@ def decode_in_one_pass(
     if addend is not None and not (addend.dtype is dtype is torch.float32 and found.layout.matches(addend)):
         return None
     x = addend if addend is not None and overwrites else found.layout.empty(buffer.device)
-    passes.denormalize(buffer, found.plan, *found.groups(shift, scale), addend, mask, x)
+    kernel_ops.denormalize(buffer, found.plan, *found.groups(shift, scale), addend, mask, x)
     return x
 
 
@@ -181,7 +181,7 @@ def is_uniform(packed: PackedActivation, dtype: torch.dtype) -> bool:
     return getattr(spec.quantizer, "has_uniform_codes", False) and spec.layout.dtype in FUSED and dtype in FUSED
 
 
-#: Types that kernels normalize on the way; of float64 the law is in float64.
+#: Types that kernels normalize on the way; of float64 the reference is in float64.
 FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -198,7 +198,7 @@ class StatisticsPlan(NamedTuple):
 
     Args:
         spec: Of the packed normalized values, in float32.
-        plan: The same for the passes.
+        plan: The same for the kernel ops.
         layout: Of the tensors.
         place: Which statistics are whose.
         order: Of the dimensions of the statistics in the tensors' memory order; None where they lie in it.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Place
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
+from brevact.quantizers.kernel_ops import UniformPlan
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedSpec
-from brevact.quantizers.passes import UniformPlan
 
 
 class NormalizedPlan(NamedTuple):
@@ -24,13 +24,13 @@ class NormalizedPlan(NamedTuple):
     >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
     >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
     >>> buffer = plan.spec.empty(x)
-    >>> passes.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
+    >>> kernel_ops.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
     >>> bool((plan.dequantize_centred(buffer, invstd) - x).abs().max() < 0.05)
     True
 
     Args:
         spec: Of the packed normalized values, in float32.
-        plan: The same for the passes.
+        plan: The same for the kernel ops.
         place: Which statistics are whose.
         layout: Of the tensors.
     """
@@ -84,7 +84,7 @@ class NormalizedPlan(NamedTuple):
         is_plain = type(buffer) is type(scale) is type(target) is Tensor and (shift is None or type(shift) is Tensor)
         kernels = cpu_kernels() if is_plain and addend is None and buffer.is_cpu else None
         arguments = buffer, self.plan, shift, scale, self.place, addend, mask, target
-        (passes if kernels is None else kernels).denormalize(*arguments)
+        (kernel_ops if kernels is None else kernels).denormalize(*arguments)
         return target
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.private_names.of_torch import is_batched, is_functorch_tensor
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import FUSED, Groups, decode_affine, groups_of, is_uniform
@@ -152,7 +152,7 @@ def _looked_up(
     if segments is None:
         return None
     levels = torch.empty(segments.rows, 1 << plan.geometry.bit_width, dtype=dtype, device=buffer.device)
-    passes.map_levels(buffer, plan, spec.layout.dtype, mean, factor, place, segments, levels)
+    kernel_ops.map_levels(buffer, plan, spec.layout.dtype, mean, factor, place, segments, levels)
     table = function(levels)
     del levels
     if table.dtype not in FUSED:
@@ -160,7 +160,7 @@ def _looked_up(
     target = spec.layout if other is None else Layout.of(other)
     wanted = table.dtype if other is None else torch.promote_types(table.dtype, other.dtype)
     values = target.empty(buffer.device, wanted)
-    passes.look_up(buffer, plan, segments, table.float().contiguous(), other, values)
+    kernel_ops.look_up(buffer, plan, segments, table.float().contiguous(), other, values)
     return values
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the laws in plain torch: calibration, rounding, and packing in eight planes.
+"""The arithmetic of the references in plain torch: calibration, rounding, and packing in eight planes.
 
 Shapes: n elements, G groups, K blocks of 8 planes by W columns, b bits a code. Every tensor here is flat (memory
 order) and float arithmetic is float32 with one rounding an operation.

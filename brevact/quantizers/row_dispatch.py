@@ -1,4 +1,4 @@
-"""The passes of quantizers over some buckets of a tensor: by compiled kernels that find them, or on copies of them.
+"""Kernel ops of quantizers on some buckets of a tensor: by compiled kernels that find them, or on copies of them.
 
 Rows are the buckets' indices, ascending; a bucket has `size` elements, the last one of the tensor may have less.
 """

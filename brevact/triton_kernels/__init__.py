@@ -1,6 +1,6 @@
-"""The passes on CUDA and ROCm tensors, in Triton: the bytes of the laws in plain torch.
+"""Kernels for CUDA and ROCm tensors, in Triton, with the bytes of the references in plain torch.
 
-Functions have the names and the parameters of `quantizers.passes` and `integer_passes`; they launch kernels, and wait
+Functions have the names and the parameters of `quantizers.kernel_ops` and `integer_ops`; they launch kernels, and wait
 for nothing.
 """
 

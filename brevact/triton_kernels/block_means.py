@@ -1,4 +1,4 @@
-"""Kernels of block means and residuals: `passes.split_maps` and `passes.join_maps`, to the same bits.
+"""Kernels of block means and residuals: `kernel_ops.split_maps` and `kernel_ops.join_maps`, to the same bits.
 
 Shapes: P blocks; R rows by C columns of a tile, of a tensor seen as a matrix with the columns of a map. A map has
 depth * height rows. Indices of blocks and of rows are below 2^31.

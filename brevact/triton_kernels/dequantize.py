@@ -1,4 +1,4 @@
-"""Kernel that decodes, and multiplies by the way; `passes.dequantize_uniform`'s values."""
+"""Kernel that decodes, and multiplies by the way; `kernel_ops.dequantize_uniform`'s values."""
 
 import triton
 import triton.language as tl

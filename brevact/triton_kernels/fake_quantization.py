@@ -1,4 +1,4 @@
-"""Kernels of fake quantization to integers; the bytes of `quantizers.integer_passes`.
+"""Kernels of fake quantization to integers; the bytes of `quantizers.integer_ops`.
 
 Each op of Brevitas is computed in its order and rounded once to the type of the elements. A pointer of None stands for
 an array that nobody asked for. Scales and zero points are one number or one a group. With NUMBERS_ROUND they are

@@ -43,7 +43,7 @@ def moments_tiling(geometry: Geometry, itemsize: int) -> GroupTiling:
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     itemsize = flat.itemsize if rows_in_groups(geometry) else max(flat.itemsize, 4)  # more groups would spill
     constants, programs, threads = _tiles(grid, geometry, itemsize)
     constants |= {"STOCHASTIC": seed is not None, "MARKS": grid.marks}
@@ -54,7 +54,7 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     constants, programs, threads = _tiles(grid, geometry, target.itemsize)
     sizes = (geometry.numel, run_of(geometry), geometry.groups, torch.finfo(target.dtype).max)
     arguments = (codes, *_contiguous(grid.levels, grid.offset, grid.scale), other, target, *sizes)

@@ -1,4 +1,4 @@
-"""Kernels that quantize to levels of any spacing, and decode; the bytes of the laws.
+"""Kernels that quantize to levels of any spacing, and decode; the bytes of the references.
 
 Rows of SIZE levels, and of the SIZE - 1 numbers that rounding needs beside them (`Grid.steps`), are read where they
 lie: a row is small and stays in the cache. With GROUP_ROWS each group has a row, else there is one for all.
@@ -48,7 +48,7 @@ def codes_on_row(
     z, words, levels_ptr, steps_ptr,
     i: tl.constexpr, SIZE: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Codes (int32) of plane i of a tile, see `quantizers.passes.positions`. Pointers are to each value's row."""
+    """Codes (int32) of plane i of a tile, see `quantizers.kernel_ops.positions`. Pointers are to each value's row."""
     if STOCHASTIC:
         # a value that reaches the last level lies in the last gap, too
         index = tl.minimum(count_reached(z, levels_ptr + 1, SIZE, BIT_WIDTH), SIZE - 2)

@@ -1,4 +1,4 @@
-"""Kernel that counts and sums the values on either side of each group's offset; see `quantizers.passes.moments`."""
+"""Kernel that counts and sums the values on either side of each group's offset; see `quantizers.kernel_ops.moments`."""
 
 import triton
 import triton.language as tl

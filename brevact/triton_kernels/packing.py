@@ -51,7 +51,7 @@ def unpack_mask(packed: Tensor, mask: Tensor) -> None:
 
 
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     if grad.dtype not in _MASKED:
         return NotImplemented
     tiles = tiling(numel, MASK_BLOCK, grad.itemsize)

@@ -27,7 +27,7 @@ def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -
 
 
 def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     if not _fits(blocks):
         return NotImplemented
     grid, tile = _tiles(blocks)

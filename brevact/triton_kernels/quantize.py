@@ -1,4 +1,4 @@
-"""Kernels that quantize and pack; `passes.quantize_uniform`'s bytes. R blocks, W columns, Q or G groups."""
+"""Kernels that quantize and pack; `kernel_ops.quantize_uniform`'s bytes. R blocks, W columns, Q or G groups."""
 
 import triton
 import triton.language as tl

@@ -126,7 +126,7 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    """See the law."""
+    """See the reference."""
     _mapping(plan, dtype, place, segments).run(buffer, buffer, table, mean, factor)
 
 

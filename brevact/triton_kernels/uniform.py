@@ -134,7 +134,7 @@ def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geome
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    """See the law."""
+    """See the reference."""
     program = _decoding(plan, target.dtype, None)
     assert program is not None, "places alone may be out of reach"
     program.run(buffer, buffer, buffer, other, target)

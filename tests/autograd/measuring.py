@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
-from brevact.quantizers.passes import flat_memory
+from brevact.quantizers.kernel_ops import flat_memory
 from tests.autograd import ops
 
 

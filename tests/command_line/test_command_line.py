@@ -13,7 +13,7 @@ import torch
 from brevact.command_line.bytes_of_kernels import kernels_of, same_without_kernels
 from brevact.command_line.doctor import _OPTIONAL, NOTE, TORCHVISION, _optional
 from brevact.command_line.main import main
-from brevact.quantizers.backends import laws_alone
+from brevact.quantizers.backends import without_kernels
 
 SHAPE = ["--shape", "64,64"]
 MODEL = "tests.command_line.models:net"
@@ -70,7 +70,7 @@ def test_doctor_says_what_to_do_where_numba_does_not_import(tmp_path):
 
 def test_same_without_kernels_compares_bytes_without_kernels():
     assert kernels_of(torch.device("cpu")) == "Numba"
-    with laws_alone():
+    with without_kernels():
         assert kernels_of(torch.device("cpu")) is None
     assert same_without_kernels(lambda: (torch.arange(4),))
     assert not same_without_kernels(lambda: (torch.tensor([len(str(kernels_of(torch.device("cpu"))))]),))

@@ -47,7 +47,7 @@ def check_bits(x: Tensor, given: tuple[Tensor | None, ...], momentum: float = 0.
     other = [None if y is None else y.clone() for y in given]
     versions = [y._version for y in given if y is not None]
     numbers = momentum, eps, True
-    found, wanted = kernels.batch_norm(x, *given, *numbers), formulas.batch_norm.law(x, *other, *numbers)
+    found, wanted = kernels.batch_norm(x, *given, *numbers), formulas.batch_norm.reference(x, *other, *numbers)
     assert found is not NotImplemented
     pairs = zip((*found, *given), (*wanted, *other), strict=True)
     for got, want in pairs:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from brevact.autograd.ops.norm.formulas import packed_batch_norm_backward
 from brevact.cpu_kernels import batch_norm_backward as kernels
-from brevact.quantizers import Layout, Rounding, UniformQuantizer, passes
-from brevact.quantizers.backends import laws_alone
+from brevact.quantizers import Layout, Rounding, UniformQuantizer, kernel_ops
+from brevact.quantizers.backends import without_kernels
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
 from tests.cpu_kernels.test_batch_norm import Seen
 
@@ -38,7 +38,7 @@ class Given:
         assert plan is not None
         self.packing: NormalizedPlan = plan
         self.buffer = plan.spec.empty(x)
-        passes.quantize_normalized(x, plan.plan, None, self.mean, self.invstd, plan.place, self.buffer)
+        kernel_ops.quantize_normalized(x, plan.plan, None, self.mean, self.invstd, plan.place, self.buffer)
         self.grad = torch.randn(shape)
         self.weight = torch.randn(channels) if has_weight else None
 
@@ -149,7 +149,7 @@ def _channels_last() -> Given:
     plan = plan_of_channels(given.packing.spec.quantizer, Layout.of(x))
     assert plan is not None
     given.packing, given.buffer = plan, plan.spec.empty(x)
-    passes.quantize_normalized(x, plan.plan, None, given.mean, given.invstd, plan.place, given.buffer)
+    kernel_ops.quantize_normalized(x, plan.plan, None, given.mean, given.invstd, plan.place, given.buffer)
     return given
 
 
@@ -209,7 +209,7 @@ def test_gradients_of_another_type_are_left_to_aten():
 
 def test_without_kernels_the_gradients_are_those_of_aten():
     given = Given((8, 40, 6, 4))
-    with laws_alone():
+    with without_kernels():
         assert all(torch.equal(a, b) for a, b in zip(given.by_any(MASK), given.by_aten(MASK), strict=True))
 
 

@@ -12,7 +12,7 @@ from brevact.cpu_kernels.dequantize_grid import dequantize_grid_blocks
 from brevact.cpu_kernels.quantize_grid import quantize_grid_blocks
 from brevact.cpu_kernels.tables import GroupTable
 from brevact.geometry import Geometry, Grid
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import pack, round_codes
 from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
@@ -44,9 +44,9 @@ def _filled(length: int, dtype: torch.dtype) -> Tensor:
 def _check(case: GridCase) -> None:
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
     expected, codes = _filled(geometry.code_bytes, torch.uint8), _filled(geometry.code_bytes, torch.uint8)
-    passes.quantize_grid.law(case.x, geometry, grid, case.seed, expected)
+    kernel_ops.quantize_grid.reference(case.x, geometry, grid, case.seed, expected)
     values, target = torch.empty_like(case.x), _filled(geometry.numel, dtype)
-    passes.dequantize_grid.law(expected, geometry, grid, None, values)
+    kernel_ops.dequantize_grid.reference(expected, geometry, grid, None, values)
     launch.quantize_grid(case.x, geometry, grid, case.seed, codes)
     assert torch.equal(codes, expected), (geometry, case.seed, dtype)
     if case.multiply:
@@ -122,12 +122,12 @@ def test_statistics_for_every_way_to_divide_a_tensor(geometry: Geometry, dtype: 
         if special:
             x[::97], x[1::101], x[2::103], x[3::107] = float("nan"), 0.0, -float("inf"), float("inf")
         y = x.to(dtype)
-        for got, want in zip(launch.ranges(y, geometry), passes.ranges.law(y, geometry), strict=True):
+        for got, want in zip(launch.ranges(y, geometry), kernel_ops.ranges.reference(y, geometry), strict=True):
             assert_same_values(got, want)
         offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
         inverse[::3] *= 1e4
         got = launch.moments(y, geometry, offset, inverse)
-        assert torch.equal(got, passes.moments.law(y, geometry, offset, inverse))
+        assert torch.equal(got, kernel_ops.moments.reference(y, geometry, offset, inverse))
 
 
 @pytest.mark.parametrize("first_block", [0, 2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
@@ -149,7 +149,7 @@ def test_quantize_grid_blocks_far_into_a_tensor(first_block: int, bit_width: int
     quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, 0, seed, *blocks)
     dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, 0, target_at, *blocks)
     z = (x - grid.offset) * inverse
-    t = passes.positions(z, grid.levels, steps, stochastic=True)
+    t = kernel_ops.positions(z, grid.levels, steps, stochastic=True)
     bits = column_bits(torch.arange(first // 8, first // 8 + 64), torch.tensor(seed)).flatten()
     q = round_codes(t, bits)
     assert torch.equal(codes, pack(q, bit_width, 512))

@@ -1,4 +1,4 @@
-"""Look-ups by the permutations of each kind of processor, and by none, are those of the law."""
+"""Look-ups by the permutations of each kind of processor, and by none, are those of the reference."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_processors_with_other_permutations(features: str, tmp_path):
     }
     script = (
         "from brevact.cpu_kernels import lanes, launch\n"
-        "from tests.quantizers.pass_cases import check_pass\n"
+        "from tests.quantizers.kernel_op_cases import check_kernel_op\n"
         "from numba.core.registry import cpu_target\n"
         f"assert lanes._lanes_of(cpu_target.target_context) == {8 if features == '+avx2' else 'lanes.NONE'}\n"
-        "check_pass('look_up', launch)\n"
+        "check_kernel_op('look_up', launch)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

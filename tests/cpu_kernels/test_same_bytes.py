@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels import launch
-from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, passes, reference
+from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, kernel_ops, reference
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.crosses import taking_turns
 from tests.quantizers.same_values import assert_same_values
@@ -40,8 +40,8 @@ def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1)
     values = torch.empty_like(flat)
     other = torch.linspace(-3, 5, flat.numel()).to(x.dtype)
     decoded, product = _filled(flat.numel(), x.dtype), _filled(flat.numel(), x.dtype)
-    passes.quantize_uniform.law(flat, plan, seed, expected)
-    passes.dequantize_uniform.law(expected, plan, None, values)
+    kernel_ops.quantize_uniform.reference(flat, plan, seed, expected)
+    kernel_ops.dequantize_uniform.reference(expected, plan, None, values)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

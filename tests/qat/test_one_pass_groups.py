@@ -13,7 +13,7 @@ from brevact import LosslessBackward
 from brevact.autograd.known_values import NumberPlaces, flat_numbers, groups_of
 from brevact.autograd.ops import fake_quantization
 from brevact.integers import IntegerPlan, IntegerRounding
-from brevact.quantizers import Layout, integer_passes
+from brevact.quantizers import Layout, integer_ops
 
 ROWS, FEATURES, GROUP = 24, 64, 16
 
@@ -143,6 +143,6 @@ def test_numbers_in_the_order_of_memory_are_those_of_their_elements(sizes, memor
     numbers = torch.rand(sizes)
     places = groups_of(Layout.of(x), numbers.shape)
     plan = IntegerPlan(360, 4, 0, 15, IntegerRounding.NEAREST, False, True, False, *places[:4])
-    flat = integer_passes._each(flat_numbers(numbers, places.order, 4), plan)
+    flat = integer_ops._each(flat_numbers(numbers, places.order, 4), plan)
     x.as_strided((360,), (1,)).copy_(flat)
     assert torch.equal(x, numbers.expand(x.shape))

@@ -37,7 +37,7 @@ def silu_derivative(x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 
-def law(packed, function, scale, shift, dtype, grad=None) -> Tensor:
+def reference(packed, function, scale, shift, dtype, grad=None) -> Tensor:
     """The definition, operation by operation."""
     z = packed.dequantize()
     y = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -60,7 +60,7 @@ def is_looked_up(packed, scale: Tensor | None) -> bool:
 
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("stored", [*TYPES, torch.float64])
-def test_values_are_those_of_the_law(name, stored):
+def test_values_are_those_of_the_reference(name, stored):
     x, shift, scale = sample(name, stored)
     scale = scale.clamp(max=2)
     for number, (bits, bucket) in enumerate(((4, 512), (3, 100), (8, 64), (1, 1000), (4, None))):
@@ -69,11 +69,11 @@ def test_values_are_those_of_the_law(name, stored):
         types = (torch.float64,) if stored is torch.float64 else TYPES
         for which, dtype in zip(AFFINE, itertools.cycle(types), strict=False):
             affine = scale if which in ("both", "scale") else None, shift if which in ("both", "shift") else None
-            same(decode_through(packed, bend, *affine, dtype), law(packed, bend, *affine, dtype))
+            same(decode_through(packed, bend, *affine, dtype), reference(packed, bend, *affine, dtype))
             for grad_dtype in (*TYPES, torch.float64):
                 grad = torch.randn_like(x).to(grad_dtype)
                 found = decode_through(packed, bend, *affine, dtype, grad)
-                same(found, law(packed, bend, *affine, dtype, grad))
+                same(found, reference(packed, bend, *affine, dtype, grad))
                 assert found.stride() == x.stride()
 
 
@@ -111,7 +111,7 @@ def test_sizes_decide_whether_a_table_is_used(name):
 def test_functions_may_return_views_with_gaps(function, shape):
     packed = UniformQuantizer(bit_width=8).quantize(torch.randn(shape).t(), 0)
     found = decode_through(packed, function, None, None, torch.float32)
-    same(found, law(packed, function, None, None, torch.float32))
+    same(found, reference(packed, function, None, None, torch.float32))
     assert found.stride() == packed.dequantize().stride()
 
 
@@ -137,7 +137,7 @@ def test_other_granularities(granularity, memory_format):
     packed = UniformQuantizer(bit_width=3, granularity=granularity).quantize(x, 1)
     scale, shift = torch.rand(1, 6, 1, 1), torch.randn(1, 6, 1, 1)
     for affine in ((scale, shift), (None, None)):
-        same(decode_through(packed, bend, *affine, torch.float32), law(packed, bend, *affine, torch.float32))
+        same(decode_through(packed, bend, *affine, torch.float32), reference(packed, bend, *affine, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(), (0, 5), (1,), (3, 7)])
@@ -149,7 +149,7 @@ def test_small_tensors(shape, bits):
     for affine in ((scale, None), (None, scale), (None, None)):
         for grad in (None, torch.randn(shape)):
             found = decode_through(packed, bend, *affine, torch.bfloat16, grad)
-            same(found, law(packed, bend, *affine, torch.bfloat16, grad))
+            same(found, reference(packed, bend, *affine, torch.bfloat16, grad))
 
 
 def test_layouts_that_are_not_dense_and_other_formats():
@@ -167,7 +167,7 @@ def test_layouts_that_are_not_dense_and_other_formats():
             for grad in (None, torch.randn(x.shape), torch.randn_like(x), torch.randn(1).expand(x.shape)):
                 for affine in ((scale, shift), (None, None)):
                     found = decode_through(packed, bend, *affine, torch.float32, grad)
-                    same(found, law(packed, bend, *affine, torch.float32, grad))
+                    same(found, reference(packed, bend, *affine, torch.float32, grad))
             if packed.layout.is_dense:
                 assert decode_through(packed, bend, scale, shift, torch.float32).stride() == x.stride()
 
@@ -184,7 +184,7 @@ def test_functions_that_give_other_types_and_views():
         for affine, grad in itertools.product(((None, None), (torch.rand(4096), None)), (None, torch.randn(4096))):
             same(
                 decode_through(packed, function, *affine, torch.float32, grad),
-                law(packed, function, *affine, torch.float32, grad),
+                reference(packed, function, *affine, torch.float32, grad),
             )
 
 
@@ -202,7 +202,7 @@ def test_large_tensors_are_mapped_in_pieces():
         seen.clear()
         same(
             decode_through(packed, watched, scale, scale, torch.float32, grad),
-            law(packed, bend, scale, scale, torch.float32, grad),
+            reference(packed, bend, scale, scale, torch.float32, grad),
         )
         assert sum(seen) == x.numel() and max(seen) <= max(1 << 17, torch.get_num_threads() << 15)
 
@@ -220,7 +220,7 @@ def test_threads_share_the_work(side):
         found = decode_through(packed, bend, scale, shift, torch.float32)
     finally:
         torch.set_num_threads(before)
-    same(found, law(packed, bend, scale, shift, torch.float32))
+    same(found, reference(packed, bend, scale, shift, torch.float32))
 
 
 def test_gradients_that_are_part_of_a_graph():
@@ -247,4 +247,4 @@ def test_traced_graphs_hold_torch_ops(stat):
     grad = torch.randn(4, 8, 16, 16)
     graph = make_fx(decode, tracing_mode="fake", _allow_non_fake_inputs=True)(packed.buffer, grad)
     assert any("dequantize" in str(node.target) for node in graph.graph.nodes)
-    same(graph(packed.buffer, grad), law(packed, bend, *affine, torch.float32, grad))
+    same(graph(packed.buffer, grad), reference(packed, bend, *affine, torch.float32, grad))

@@ -16,7 +16,7 @@ from brevact.quantizers import (
     Layout,
     UniformQuantizer,
     from_text,
-    passes,
+    kernel_ops,
     quantize,
     to_text,
 )
@@ -103,17 +103,17 @@ def test_split_and_join_maps_equal_the_reference(sides: tuple[int, int, int], bl
         expected_low = torch.full((blocks.blocks,), float("nan"), dtype=torch.float16)
         expected = torch.full((flat.numel(),), float("nan"))
         low, residual = torch.full_like(expected_low, 0.5), torch.full_like(expected, 0.5)
-        passes.split_maps(flat, blocks, low, residual)
-        passes.split_maps.law(flat, blocks, expected_low, expected)
+        kernel_ops.split_maps(flat, blocks, low, residual)
+        kernel_ops.split_maps.reference(flat, blocks, expected_low, expected)
         assert torch.equal(low.view(torch.int16), expected_low.view(torch.int16))
         torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
         joined, other = torch.full_like(flat, 0.5), torch.linspace(-2, 3, flat.numel()).to(dtype)
         whole = torch.empty_like(flat)
-        passes.join_maps.law(residual, blocks, low, None, whole)
-        passes.join_maps(residual, blocks, low, None, joined)
+        kernel_ops.join_maps.reference(residual, blocks, low, None, whole)
+        kernel_ops.join_maps(residual, blocks, low, None, joined)
         torch.testing.assert_close(joined, whole, rtol=0, atol=0, equal_nan=True)
         product = whole * other
-        passes.join_maps(residual, blocks, low, other, other)
+        kernel_ops.join_maps(residual, blocks, low, other, other)
         torch.testing.assert_close(other, product, rtol=0, atol=0, equal_nan=True)
 
 
@@ -124,10 +124,10 @@ def test_split_maps_on_several_threads_equals_the_reference():
     expected_low = torch.empty(blocks.blocks, dtype=torch.float16)
     expected = torch.empty_like(flat)
     low, residual = torch.empty_like(expected_low), torch.empty_like(expected)
-    passes.split_maps.law(flat, blocks, expected_low, expected)
+    kernel_ops.split_maps.reference(flat, blocks, expected_low, expected)
     try:
         torch.set_num_threads(4)
-        passes.split_maps(flat, blocks, low, residual)
+        kernel_ops.split_maps(flat, blocks, low, residual)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(low, expected_low) and torch.equal(residual, expected)

@@ -1,4 +1,4 @@
-"""Normalized inputs: kernels that normalize on the way give the bytes and values of the law, whatever the order."""
+"""Normalized inputs: kernels that normalize on the way give the reference's bytes and values, whatever the order."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def sample(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_mean", [True, False])
-def test_bytes_and_values_are_those_of_the_law(name, dtype, has_mean):
+def test_bytes_and_values_are_those_of_the_reference(name, dtype, has_mean):
     x, mean, invstd = sample(name, dtype)
     mean = mean if has_mean else None
     for bit_width, rounding, bucket in ((2, Rounding.STOCHASTIC, 512), (8, Rounding.NEAREST, 100), (3, "nearest", 64)):
         quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket)
         packed = quantize_normalized(quantizer, x, mean, invstd, 7)
         z = normalize(x, mean, invstd)
-        law = quantizer.quantize(z, 7)
-        assert torch.equal(packed.buffer, law.buffer)
-        decoded = law.dequantize()
+        reference = quantizer.quantize(z, 7)
+        assert torch.equal(packed.buffer, reference.buffer)
+        decoded = reference.dequantize()
         for offset in {mean, None}:
             expected = decoded * invstd.reciprocal()
             expected = expected if offset is None else expected + offset
@@ -119,7 +119,7 @@ def test_normalized_values_lie_in_the_order_of_the_tensor():
     ],
     ids=str,
 )
-def test_other_groups_and_formats_have_the_same_law(quantizer):
+def test_other_groups_and_formats_have_the_same_reference(quantizer):
     x, mean, invstd = sample("channels", torch.bfloat16)
     packed = quantize_normalized(quantizer, x, mean, invstd, 3)
     assert torch.equal(packed.buffer, quantizer.quantize(normalize(x, mean, invstd), 3).buffer)

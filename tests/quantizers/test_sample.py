@@ -15,7 +15,7 @@ from brevact.quantizers import (
     SampleQuantizer,
     SampleWeights,
     from_text,
-    passes,
+    kernel_ops,
     row_dispatch,
     to_text,
     widths_of_least_noise,
@@ -116,7 +116,7 @@ def test_widths_have_noise_of_their_own():
     assert abs(correlation) <= 5 / (200 * 512) ** 0.5
 
 
-def test_kernels_and_laws_give_the_same_bytes(monkeypatch):
+def test_kernels_and_references_give_the_same_bytes(monkeypatch):
     torch.manual_seed(0)
     quantizers = [SampleQuantizer(bit_width=b, bucket_size=s) for b, s in ((2.5, 512), (4, 100), (1, 64))]
     for x in (torch.randn(6, 10, 16, 8), torch.randn(5, 7, 11).half(), torch.randn(64, 300).t()):
@@ -125,11 +125,11 @@ def test_kernels_and_laws_give_the_same_bytes(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(row_dispatch, "kernels_for", lambda arrays: None)
             for name in ("ranges", "quantize_uniform", "dequantize_uniform"):
-                patch.setattr(passes, name, getattr(passes, name).law)
+                patch.setattr(kernel_ops, name, getattr(kernel_ops, name).reference)
             for quantizer, packed, values in zip(quantizers, by_kernels, decoded, strict=True):
-                by_law = quantizer.quantize(x, seed=3)
-                assert torch.equal(by_law.buffer, packed.buffer)
-                assert torch.equal(by_law.dequantize(), values)
+                by_reference = quantizer.quantize(x, seed=3)
+                assert torch.equal(by_reference.buffer, packed.buffer)
+                assert torch.equal(by_reference.dequantize(), values)
 
 
 def test_sample_quantizer_is_text_without_weights():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brevact import triton_kernels
 from brevact.geometry import Geometry, Grid, packed_bytes
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, normalizing, passes, reference
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, kernel_ops, normalizing, reference
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels.normalize import fits
 from brevact.triton_kernels.packing import MASK_BLOCK
@@ -39,8 +39,8 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
     plan, flat = plan_of(spec), spec.layout.flatten(x)
     seed = seed if quantizer.is_stochastic else None
     expected, values = torch.zeros(spec.nbytes, dtype=torch.uint8), torch.empty_like(flat, device="cpu")
-    passes.quantize_uniform.law(flat.cpu(), plan, seed, expected)
-    passes.dequantize_uniform.law(expected, plan, None, values)
+    kernel_ops.quantize_uniform.reference(flat.cpu(), plan, seed, expected)
+    kernel_ops.dequantize_uniform.reference(expected, plan, None, values)
 
     buffer = filled(spec.nbytes, torch.uint8, x.device)
     triton_kernels.quantize_uniform(flat, plan, seed, buffer)
@@ -57,7 +57,7 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
 def check_normalized(
     quantizer: UniformQuantizer, x: Tensor, mean: Tensor | None, invstd: Tensor, device: torch.device | str = "cpu"
 ) -> None:
-    """Normalize and quantize, and decode and undo it, in one pass each, equal the law in two.
+    """Normalize and quantize, and decode and undo it, in one pass each, equal the reference in two.
 
     Args:
         quantizer: A uniform quantizer of buckets.
@@ -67,21 +67,21 @@ def check_normalized(
         device: Where the kernels run.
     """
     layout = Layout.of(x)
-    law = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
-    plan = plan_of(law.spec)
+    reference = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
+    plan = plan_of(reference.spec)
     there = [None if part is None else part.to(device) for part in (mean, invstd, invstd.reciprocal())]
     seed = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
     norm = normalizing.groups_of(layout, there[0], there[1])
     assert one_pass(plan.geometry) and fits(norm.place, layout.numel)
-    buffer = filled(law.spec.nbytes, torch.uint8, device)
+    buffer = filled(reference.spec.nbytes, torch.uint8, device)
     triton_kernels.quantize_normalized(layout.flatten(x).to(device), plan, seed, *norm, buffer)
-    for part, want in zip(plan.split(buffer), plan.split(law.buffer), strict=True):
+    for part, want in zip(plan.split(buffer), plan.split(reference.buffer), strict=True):
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = filled(layout.numel, x.dtype, device)
         norm = normalizing.groups_of(layout, shift, there[2])
         triton_kernels.denormalize(buffer, plan, *norm, None, None, target)
-        values = law.dequantize() * invstd.reciprocal()
+        values = reference.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean
         values = values.clamp(-65504, 65504) if x.dtype is torch.float16 else values
         assert_same_values(target, layout.flatten(values.to(x.dtype).as_strided(layout.shape, values.stride())))
@@ -96,8 +96,8 @@ def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
     """
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
     expected, values = torch.empty(geometry.code_bytes, dtype=torch.uint8), torch.empty_like(case.x)
-    passes.quantize_grid.law(case.x, geometry, grid, case.seed, expected)
-    passes.dequantize_grid.law(expected, geometry, grid, None, values)
+    kernel_ops.quantize_grid.reference(case.x, geometry, grid, case.seed, expected)
+    kernel_ops.dequantize_grid.reference(expected, geometry, grid, None, values)
     parts = (grid.levels, grid.bounds, grid.offset, grid.scale)
     there = Grid(*(None if part is None else part.to(device) for part in parts), grid.marks)
     codes = filled(expected.numel(), torch.uint8, device)
@@ -125,9 +125,9 @@ def check_statistics(x: Tensor, geometry: Geometry, device: torch.device | str =
     with unwritten_shows():
         found = triton_kernels.ranges(there, geometry)
         sums = triton_kernels.moments(there, geometry, offset.to(device), inverse.to(device))
-    for got, want in zip(found, passes.ranges.law(x, geometry), strict=True):
+    for got, want in zip(found, kernel_ops.ranges.reference(x, geometry), strict=True):
         assert_same_values(got, want)
-    assert torch.equal(sums.cpu(), passes.moments.law(x, geometry, offset, inverse))
+    assert torch.equal(sums.cpu(), kernel_ops.moments.reference(x, geometry, offset, inverse))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 
 from brevact.geometry import Geometry
-from brevact.quantizers import passes, reference
+from brevact.quantizers import kernel_ops, reference
 from brevact.quantizers.philox import column_bits
 from brevact.triton_kernels.grids import moments_tiling
 from brevact.triton_kernels.launch import group_tiling
@@ -118,7 +118,7 @@ def test_quantize_grid_blocks_far_into_a_tensor(first_block: int):
     codes, target = filled(BLOCK * bit_width // 8, torch.uint8, "cpu"), filled(BLOCK, x.dtype, "cpu")
     numbers = torch.tensor(first), torch.tensor(groups)
     _block_far_away_kernel[(1,)](x, codes, grid.levels, steps, grid.offset, one, seed, target, *numbers, bit_width)
-    t = passes.positions(x - grid.offset, grid.levels, steps, stochastic=True)
+    t = kernel_ops.positions(x - grid.offset, grid.levels, steps, stochastic=True)
     q = reference.round_codes(t, column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten())
     assert torch.equal(codes, reference.pack(q, bit_width, BLOCK))
     assert torch.equal(target, grid.offset + grid.levels[0, q])

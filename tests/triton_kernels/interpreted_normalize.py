@@ -23,7 +23,7 @@ FORMATS = (
 
 
 @pytest.mark.parametrize("name, chosen", taking_turns(KNOWN, FORMATS), ids=str)
-def test_bytes_and_values_are_those_of_the_law(name, chosen):
+def test_bytes_and_values_are_those_of_the_reference(name, chosen):
     dtype, bucket_size, rounding = chosen
     x, mean, invstd = sample(name, dtype)
     quantizer = UniformQuantizer(bit_width=3, bucket_size=bucket_size, rounding=rounding)

@@ -6,7 +6,7 @@ import torch
 
 from brevact import triton_kernels
 from brevact.geometry import MapBlocks
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from tests.quantizers.same_values import assert_same_values
 from tests.triton_kernels.checks import filled
 
@@ -30,14 +30,14 @@ def check_pooling(maps: int, sides: tuple[int, int, int], block: int, dtype: tor
         values = flat.view(maps, -1)
         values[0, 0], values[1, -1], values[2] = float("nan"), float("-inf"), torch.finfo(dtype).max
     expected = torch.empty(blocks.blocks, dtype=torch.float16), torch.empty(flat.numel())
-    passes.split_maps.law(flat, blocks, *expected)
+    kernel_ops.split_maps.reference(flat, blocks, *expected)
     x = flat.to(device)
     low, residual = filled(blocks.blocks, torch.float16, device), filled(flat.numel(), torch.float32, device)
     triton_kernels.split_maps(x, blocks, low, residual)
     assert torch.equal(low.cpu().view(torch.int16), expected[0].view(torch.int16))
     assert_same_values(residual, expected[1])
     whole = torch.empty_like(flat)
-    passes.join_maps.law(expected[1], blocks, expected[0], None, whole)
+    kernel_ops.join_maps.reference(expected[1], blocks, expected[0], None, whole)
     target = filled(flat.numel(), dtype, device)
     triton_kernels.join_maps(residual, blocks, low, None, target)
     assert_same_values(target, whole)

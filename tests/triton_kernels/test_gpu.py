@@ -21,7 +21,7 @@ from brevact.quantizers import (
     unpack_mask,
 )
 from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
-from tests.quantizers.pass_cases import NAMES, check_pass
+from tests.quantizers.kernel_op_cases import NAMES, check_kernel_op
 from tests.quantizers.same_values import assert_same_values
 from tests.triton_kernels.checks import (
     SEED,
@@ -217,8 +217,8 @@ def test_quantize_more_than_two_to_the_31_elements():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pass_equals_its_law(name: str):
-    check_pass(name, triton_kernels, "cuda")
+def test_kernel_op_equals_its_reference(name: str):
+    check_kernel_op(name, triton_kernels, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,8 +17,8 @@ MODULES = (
     "interpreted_pooling.py",
     "interpreted_grids.py",
     "interpreted_normalize.py",
-    "interpreted_passes.py",
-    "interpreted_fake_quantization.py",  # whose passes are among those of `interpreted_passes`
+    "interpreted_kernel_ops.py",
+    "interpreted_fake_quantization.py",  # whose ops are among those of `interpreted_kernel_ops`
 )
 
 

@@ -8,7 +8,7 @@ of a group, which rounding and the steps behind it share. Saved bytes and gradie
 The gradient of a scale, and of a zero point that learns, is a sum. On the CPU kernels add as torch does. On a GPU they
 write the terms, and torch adds them in its own order there, whatever it is: so the sum is that of stock ops on that
 GPU. Where residuals of a few bits stand for x, no bits are promised: kernels then write the sums of eight terms each,
-first to last (``integer_passes.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
+first to last (``integer_ops.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
 from brevact.quantizers.backends import kernels_for
-from brevact.quantizers.integer_passes import fake_quantize, fake_quantize_backward
+from brevact.quantizers.integer_ops import fake_quantize, fake_quantize_backward
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,7 +24,7 @@ from brevact.private_names.of_torch import (
     is_any_autocast_enabled,
     suggest_memory_format,
 )
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.backends import cpu_kernels, run_by_kernels
 from brevact.quantizers.normalizing_plans import NormalizedPlan
 
@@ -52,11 +52,11 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`batch_norm`, and its normalized values quantized as `passes.quantize_normalized` does.
+    """:func:`batch_norm`, and its normalized values quantized as `kernel_ops.quantize_normalized` does.
 
     No tensor is of a subclass, but for parameters, or of a ``torch.func`` transform.
     """
-    run, kernels = batch_norm.law, cpu_kernels() if x.is_cpu else None
+    run, kernels = batch_norm.reference, cpu_kernels() if x.is_cpu else None
     if kernels is not None:
         arguments = x, weight, bias, running_mean, running_var, momentum, eps, plan, seed, place, buffer
         found: tuple[Tensor, Tensor, Tensor] = kernels.packed_batch_norm(*arguments)
@@ -64,7 +64,7 @@ def packed_batch_norm(
             return found
         run = batch_norm
     found = run(x, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled)
-    passes.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
+    kernel_ops.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
     return found
 
 
@@ -207,7 +207,7 @@ class BatchNorm(Norm):
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        run = batch_norm.law if self.packing is None else batch_norm
+        run = batch_norm.reference if self.packing is None else batch_norm
         return run(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
 
     def backward(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.bits import pack_codes, unpack_codes
 from brevact.quantizers.checks import check_bit_width, check_int
 from brevact.quantizers.formats.uniform.quantizer import (
@@ -113,10 +113,10 @@ class DualPrecisionQuantizer(Quantizer):
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element."""
         layout, blocks = spec.layout, self.blocks(spec.layout)
-        flat = _map_order(layout, passes.flat_memory(dense.detach(), layout.numel)).reshape(-1)
+        flat = _map_order(layout, kernel_ops.flat_memory(dense.detach(), layout.numel)).reshape(-1)
         low = flat.new_empty(blocks.blocks, dtype=torch.float16)
         residual = flat.new_empty(flat.numel(), dtype=torch.float32)
-        passes.split_maps(flat, blocks, low, residual)
+        kernel_ops.split_maps(flat, blocks, low, residual)
         found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
         codes, minimum, scale = found.tensors
         scale_bits = pack_codes(scale.view(torch.int16), SCALE_BITS)
@@ -128,8 +128,8 @@ class DualPrecisionQuantizer(Quantizer):
         layout = spec.layout
         if layout.numel == 0:
             return
-        flat = passes.flat_memory(target, layout.numel)
-        factor = None if other is None else passes.flat_memory(other, layout.numel)
+        flat = kernel_ops.flat_memory(target, layout.numel)
+        factor = None if other is None else kernel_ops.flat_memory(other, layout.numel)
         ordered = _map_order(layout, flat)
         in_order = ordered.is_contiguous()
         out = flat if in_order else torch.empty_like(flat)
@@ -137,7 +137,7 @@ class DualPrecisionQuantizer(Quantizer):
         residual = out if in_place else out.new_empty(layout.numel, dtype=torch.float32)
         blocks = self.blocks(layout)
         self._decode_residual(buffer, spec, blocks, residual)
-        passes.join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
+        kernel_ops.join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
         if in_order:
             return
         out = out.view(ordered.shape)

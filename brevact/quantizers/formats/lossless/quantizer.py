@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
@@ -90,9 +90,9 @@ class ElementsQuantizer:
 
     def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
         """Copy the elements to `target`."""
-        passes.flat_memory(target, spec.layout.numel).copy_(buffer.view(spec.layout.dtype))
+        kernel_ops.flat_memory(target, spec.layout.numel).copy_(buffer.view(spec.layout.dtype))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
         """Write the product of the elements and `other` to `target`."""
         values, numel = buffer.view(spec.layout.dtype), spec.layout.numel
-        torch.mul(values, passes.flat_memory(other, numel), out=passes.flat_memory(target, numel))
+        torch.mul(values, kernel_ops.flat_memory(other, numel), out=kernel_ops.flat_memory(target, numel))

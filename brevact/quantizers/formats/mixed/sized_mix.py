@@ -11,9 +11,9 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers import row_dispatch
 from brevact.quantizers.bits import pack_mask, unpack_mask
+from brevact.quantizers.kernel_ops import flat_memory, random_words
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedSpec, Part
-from brevact.quantizers.passes import flat_memory, random_words
 from brevact.quantizers.philox import moved_seed
 from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.tracing import is_traced

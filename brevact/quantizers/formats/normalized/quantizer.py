@@ -12,7 +12,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import between_levels, check_bool, check_int, member_of
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
@@ -187,11 +187,11 @@ class NormalizedQuantizer(GridQuantizer):
 
         Both are NaN for a channel without a finite element.
         """
-        low, high, missing, zeros = passes.ranges(flat, geometry)
+        low, high, missing, zeros = kernel_ops.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
         offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
-        sums = passes.moments(flat, geometry, offset, inverse).double()
+        sums = kernel_ops.moments(flat, geometry, offset, inverse).double()
         count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups) - missing
         mean, square = (sums[:, 4] - sums[:, 1]) / count, (sums[:, 5] + sums[:, 2]) / count
         unit = width.double() / torch.full_like(count, _UNITS)

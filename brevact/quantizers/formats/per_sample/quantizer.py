@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry
-from brevact.quantizers import passes, row_dispatch
+from brevact.quantizers import kernel_ops, row_dispatch
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
@@ -119,7 +119,7 @@ class SampleQuantizer(Quantizer):
         refuse_wrapped(dense)
         layout, key = spec.layout, 0 if seed is None else seed
         with torch.no_grad():
-            flat = passes.flat_memory(dense.detach(), layout.numel)
+            flat = kernel_ops.flat_memory(dense.detach(), layout.numel)
             packs, stored = spec.split(buffer.zero_())
             widths = self._allocate(flat, layout)
             stored.copy_(widths)
@@ -145,11 +145,11 @@ class SampleQuantizer(Quantizer):
         if not numel:
             return
         packs, widths = spec.split(buffer)
-        factor = None if other is None else passes.flat_memory(other, numel)
+        factor = None if other is None else kernel_ops.flat_memory(other, numel)
         with torch.no_grad():
             for own, rows, pack in self._packs(spec.layout, widths.cpu(), packs):
                 row_dispatch.dequantize_rows(
-                    pack, own, rows, own.quantizer.bucket_size, factor, passes.flat_memory(target, numel)
+                    pack, own, rows, own.quantizer.bucket_size, factor, kernel_ops.flat_memory(target, numel)
                 )
 
     def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
@@ -168,7 +168,7 @@ class SampleQuantizer(Quantizer):
         """(parts,) uint8 widths on the CPU; ranges of what is finite, and weights, decide."""
         division = self._division(layout)
         geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)
-        low, high, _, _ = passes.ranges(flat, geometry)
+        low, high, _, _ = kernel_ops.ranges(flat, geometry)
         ranges = (high.cpu().double() - low.cpu().double()).nan_to_num().view(division.parts, division.buckets)
         sensitivity = ranges.square().sum(1)
         if self.weights is not None and layout.dims and layout.dims[0] == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import SMALLEST_GAP, Geometry, Grid
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
@@ -73,12 +73,12 @@ class SignMagnitudeLevels(GridQuantizer):
 
         The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
         """
-        low, high, _, _ = passes.ranges(flat, geometry)
+        low, high, _, _ = kernel_ops.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
             inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
-            sums = passes.moments(flat, geometry, torch.zeros_like(scale), inverse)
+            sums = kernel_ops.moments(flat, geometry, torch.zeros_like(scale), inverse)
             norm = (sums[:, 2] + sums[:, 5]).double().sqrt() * (scale.double() / torch.full_like(scale, _UNITS))
             scale = torch.maximum(norm.clamp(max=torch.finfo(torch.float32).max).float(), scale)
         if self.scale_dtype == torch.bfloat16:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
 from brevact.quantizers.layout import Layout
@@ -148,7 +148,7 @@ class UniformQuantizer(Quantizer):
 
     @functools.cached_property
     def has_uniform_codes(self) -> bool:
-        """Whether the passes of `plan_of` write and read its bytes, so that others may call them on the way.
+        """Whether the kernel ops of `plan_of` write and read its bytes, so that others may call them on the way.
 
         Not those of a subclass, which may quantize in another way.
         """
@@ -168,9 +168,9 @@ class UniformQuantizer(Quantizer):
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write codes and metadata; at 32 bits the elements."""
         if self.bit_width == 32:
-            buffer.view(dense.dtype).copy_(passes.flat_memory(dense.detach(), spec.layout.numel))
+            buffer.view(dense.dtype).copy_(kernel_ops.flat_memory(dense.detach(), spec.layout.numel))
         else:
-            passes.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
+            kernel_ops.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor; equal arguments share one object."""
@@ -182,13 +182,13 @@ class UniformQuantizer(Quantizer):
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
         if self.bit_width != 32:
-            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
+            kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
             return
-        values, flat = buffer.view(spec.layout.dtype), passes.flat_memory(target, spec.layout.numel)
+        values, flat = buffer.view(spec.layout.dtype), kernel_ops.flat_memory(target, spec.layout.numel)
         if other is None:
             flat.copy_(values)
         else:
-            torch.mul(values, passes.flat_memory(other, spec.layout.numel), out=flat)
+            torch.mul(values, kernel_ops.flat_memory(other, spec.layout.numel), out=flat)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,7 +204,7 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
 
 
 def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
-    """What the passes need to know of a tensor, whose quantizer is not lossless; the spec keeps it."""
+    """Return the plan of the kernel ops for a tensor, whose quantizer is not lossless; the spec keeps it."""
     plan: UniformPlan | None = spec.plan
     if plan is None:
         quantizer = spec.quantizer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
-from brevact.quantizers import passes
+from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
 from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.grid_quantizer import GridQuantizer
@@ -95,14 +95,14 @@ class WeibullQuantizer(GridQuantizer):
         (G, 2^bit_width - 2) bfloat16 ascending distances from the offset, the last one infinity where something is not
         finite.
         """
-        low, high, missing, _ = passes.ranges(flat, geometry)
+        low, high, missing, _ = kernel_ops.ranges(flat, geometry)
         empty = torch.isnan(low)
         low, high = bounded(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0))
         middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
         width = (high - middle).maximum(middle - low)
         units = torch.full_like(width, UNITS)  # a tensor: CUDA multiplies by a scalar's inverse
         inverse = torch.where(width >= _SMALLEST_WIDTH, units / width, 0.0)
-        sums = passes.moments(flat, geometry, middle, inverse)
+        sums = kernel_ops.moments(flat, geometry, middle, inverse)
         below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
         count = 1 << self.bit_width
         fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device) - missing, count)

@@ -1,4 +1,4 @@
-"""The passes over elements, in plain torch: the laws, whose bytes the kernels of every device reproduce.
+"""Ops on the elements of tensors, defined in plain torch: references, whose bytes kernels of all devices reproduce.
 
 Each writes into arrays that it is given, and runs by a kernel of its name where there is one (`backends`). Float
 arithmetic is float32, with one rounding an operation, elementwise or in a fixed order.

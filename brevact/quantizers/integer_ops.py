@@ -18,9 +18,9 @@ from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
+from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec
-from brevact.quantizers.passes import flat_memory
 
 ROUNDINGS: dict[IntegerRounding, Callable[[Tensor], Tensor]] = {
     IntegerRounding.NEAREST: torch.round,

@@ -1,4 +1,4 @@
-"""Arguments of every pass, and the comparison of a launcher with the law of its name."""
+"""Arguments of every kernel op, and the comparison of a launcher with the reference of its name."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 from brevact.geometry import Grid, MapBlocks, Place, Segments, UniformPlan, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
-from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_passes, passes
-from brevact.quantizers.backends import laws_alone
+from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
+from brevact.quantizers.backends import without_kernels
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.quantizers.grid_cases import buckets, random_grid, values_around
 
-LAWS = {
-    name: value.law
-    for module in (passes, integer_passes)
+REFERENCES = {
+    name: value.reference
+    for module in (kernel_ops, integer_ops)
     for name, value in vars(module).items()
-    if hasattr(value, "law")
+    if hasattr(value, "reference")
 }
-NAMES = tuple(LAWS)
+NAMES = tuple(REFERENCES)
 SEED = -0x123456789ABCDEF
 _N = 1095
 
 
 @dataclass(frozen=True)
 class Unwritten:
-    """An array that the pass writes.
+    """An array that the op writes.
 
     Args:
         numel: Number of elements.
@@ -46,10 +46,10 @@ class Unwritten:
 
 
 def arguments_of(name: str) -> list[tuple[Any, ...]]:
-    """Some calls of a pass, by the arguments.
+    """Some calls of an op, by the arguments.
 
     Args:
-        name: Name of the pass.
+        name: Name of the op.
     """
     torch.manual_seed(0)
     x, other = torch.randn(_N) * 3 + 1, torch.linspace(-3, 5, _N)
@@ -95,7 +95,7 @@ def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
     if name == "quantize_grid":
         return [(x, geometry, grid, seed, Unwritten(geometry.code_bytes)) for seed in (None, SEED, torch.tensor(SEED))]
     codes = torch.empty(geometry.code_bytes, dtype=torch.uint8)
-    passes.quantize_grid.law(x, geometry, grid, SEED, codes)
+    kernel_ops.quantize_grid.reference(x, geometry, grid, SEED, codes)
     return [(codes, geometry, grid, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
 
 
@@ -139,7 +139,7 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
         out, codes, mask, residual, missing = (torch.zeros(size, dtype=dtype) for size in (numel, *sizes, 1))
         packed = codes.byte(), mask.byte(), residual.byte()
         missing = missing.byte()
-        integer_passes.fake_quantize.law(x, *given, residual_of, SEED, out, None, *packed, missing)
+        integer_ops.fake_quantize.reference(x, *given, residual_of, SEED, out, None, *packed, missing)
         if name == "decode_integers":
             calls.append((packed[0], *given, floats))
             continue
@@ -176,7 +176,7 @@ def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     for bucket_size in (64, 100, 256) if of_segments else (64, 100) if "normal" not in name else (64, 512):
         spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
         plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
-        passes.quantize_uniform.law(x, plan, SEED, buffer)
+        kernel_ops.quantize_uniform.reference(x, plan, SEED, buffer)
         empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)
         if of_segments:
             calls += _of_segments(name, buffer, plan, mean, factor, other)
@@ -222,30 +222,32 @@ def _of_segments(
 
 
 #: Passes that one of the backends does without: its kernels draw the words where they use them, and torch fills well.
-_LAWS_ALONE = frozenset(("random_words", "fill"))
+_WITHOUT_LAUNCHERS = frozenset(("random_words", "fill"))
 #: Passes whose definitions are ops of torch on the device: sums, and numbers of another type, are its own there.
 _ON_DEVICE = frozenset(("fake_quantize", "fake_quantize_backward", "decode_integers"))
 
 
-def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None) -> None:
-    """A launcher has the parameters of the law of its name, writes and returns the same, and leaves the same alone.
+def check_kernel_op(
+    name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None
+) -> None:
+    """A launcher has the parameters of its reference, writes and returns the same, and leaves the same alone.
 
     Args:
-        name: Name of the pass.
+        name: Name of the op.
         launchers: Module that defines it, or does without it.
         device: Where its kernels run.
         most: Calls to check, which are spread over all of them; None for all.
     """
-    law, launch = LAWS[name], getattr(launchers, name, None)
+    reference, launch = REFERENCES[name], getattr(launchers, name, None)
     if launch is None:
-        assert name in _LAWS_ALONE, f"{launchers.__name__} has no launcher for it"
+        assert name in _WITHOUT_LAUNCHERS, f"{launchers.__name__} has no launcher for it"
         return
-    assert list(inspect.signature(launch).parameters) == list(inspect.signature(law).parameters)
+    assert list(inspect.signature(launch).parameters) == list(inspect.signature(reference).parameters)
     calls = arguments_of(name)
     for arguments in calls[:: max(-(-len(calls) // (most or len(calls))), 1)]:
         there, here = _placed(arguments, device), _placed(arguments, device if name in _ON_DEVICE else "cpu")
-        with laws_alone():
-            returned, expected = launch(*there), law(*here)
+        with without_kernels():
+            returned, expected = launch(*there), reference(*here)
         assert returned is not NotImplemented
         found = [x for x in there if isinstance(x, Tensor)] + list(_tensors(returned))
         wanted = [x for x in here if isinstance(x, Tensor)] + list(_tensors(expected))
