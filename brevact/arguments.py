@@ -29,7 +29,7 @@ def check_model(model: object, call: str = "", behind: object = None) -> None:
 
 
 def check_state(state: object, keys: Collection[str]) -> None:
-    """Raise a TypeError or a ValueError for what no ``state_dict()`` with these keys has returned."""
+    """Raise a TypeError or a ValueError unless it is a ``state_dict()`` with these keys."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
     if set(state) != set(keys):
@@ -37,6 +37,6 @@ def check_state(state: object, keys: Collection[str]) -> None:
 
 
 def check_count(name: str, count: object, least: int = 1, more: str = "") -> None:
-    """Raise a ValueError for what is no integer of at least so much; more is what is accepted, too."""
+    """Raise a ValueError unless it is an integer of at least so much; `more` names other accepted values."""
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name}={brief(count)}; accepted is an integer of at least {least}{more}")

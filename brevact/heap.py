@@ -1,4 +1,4 @@
-"""The heap while activations are packed: what is not stored must not stay resident.
+"""The heap while activations are packed: memory that holds nothing must not stay resident.
 
 glibc takes tensors from its heap up to a size that it learns from those it has freed, 32 MiB at most; larger ones it
 maps by themselves. When more is free at the end of the heap than it has learned to keep, 64 MiB at most, it returns all
@@ -52,7 +52,7 @@ MOST_UNSEEN = 16 << 20
 """Such elements where the last look found room for as many, in float32, before there is memory to return."""
 
 MOST_FREE = 96 << 20
-"""Bytes of the heap that may be free and resident where it is larger than what was ever in use."""
+"""Bytes of the heap that may be free and resident where it is larger than its use has ever been."""
 
 FEW_FREE = 16 << 20
 """Bytes that may be free, however near the process is to its limit."""

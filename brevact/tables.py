@@ -1,4 +1,4 @@
-"""Plain-text tables of reports, and what their plots share."""
+"""Plain-text tables of reports, and parts that their plots share."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ActnnLevel:
         return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """A context for forward passes: at L4 and L5 what is stored moves to the host, pinned where CUDA is there."""
+        """A context for forward passes: at L4 and L5 stored tensors move to the host, pinned where CUDA is there."""
         if self.swaps:
             return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
         return nullcontext()

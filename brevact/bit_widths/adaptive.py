@@ -228,7 +228,7 @@ class Adaptive:
                 handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on, for a checkpoint."""
+        """Return the state that the next steps depend on, for a checkpoint."""
         if self._norms is not None:
             self._norms.finish()
         return {

@@ -1,4 +1,4 @@
-"""Budgets of `fit` and of `Adaptive`: bytes or peak of a training step, or noise, from what a user says of them."""
+"""Budgets of `fit` and of `Adaptive`: bytes or peak of a training step, or noise, from a user's arguments."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Groups:
         return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
 
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bit widths of the modules that differ from what is around them, of attention, and of the model."""
+        """Return the bit widths of modules that differ from those around them, of attention, and of the model."""
         lowest = min(widths.values(), default=_MOST)
         found: dict[str, int] = {}
         effective: dict[str, int] = {}

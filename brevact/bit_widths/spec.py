@@ -51,7 +51,7 @@ class PolicySpec(PolicyText):
         quick: bool = False,
         progress: bool = False,
     ) -> Any:
-        """Return what ``brevact.quantize_backward`` takes for a model; a budget is fitted, as ``brevact.fit`` does.
+        """Return the policy for ``brevact.quantize_backward`` of a model; a budget is fitted, as ``brevact.fit`` does.
 
         Args:
             model: module without a policy; it stays as it is.

@@ -36,7 +36,7 @@ _OPTIONAL = {
 
 
 class Finding(NamedTuple):
-    """What a check found: `OK`, `NOTE` for what works less well, or `WRONG`; what there is; and a fix, "" for none."""
+    """Result of a check: `OK`, `NOTE` where something works less well, or `WRONG`; finding; and fix, "" for none."""
 
     state: str
     text: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print what was checked, and return 1 where something is wrong, 0 otherwise."""
+    """Print the checks, and return 1 where something is wrong, 0 otherwise."""
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _kernels, _step, _compiler, _caches, _memory, _optional]
     is_wrong = False
     for check in checks:
@@ -83,7 +83,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Run kernels of each kind, and compare what they write with the references in plain torch, byte by byte."""
+    """Run kernels of each kind, and compare their results with the references in plain torch, byte by byte."""
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         where = device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
         name = kernels_of(torch.device(device))

@@ -74,7 +74,7 @@ def _options_of_python() -> list[str]:
 
 
 def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which a process starts with an allocator, before what is loaded there already.
+    """Return an environment in which a process starts with an allocator, before libraries loaded there already.
 
     A ValueError says that the allocator is not here, or where it is cannot be said.
     """

@@ -21,7 +21,7 @@ _MODEL = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, and return the exit status: 0, 1 for what does not work, 2 for what the user can put right.
+    """Run a command line, and return the exit status: 0, 1 for failures, 2 for those that the user can mend.
 
     Without arguments it is the one of this process.
     """

@@ -74,7 +74,7 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _short_errors(words: str) -> Iterator[None]:
-    """Raise what a module raises where it is imported, or makes a model, as an ImportError of one line, with a fix."""
+    """Raise the errors of a module that is imported, or makes a model, as an ImportError of one line, with a fix."""
     try:
         yield
     except Exception as error:  # of whoever wrote the module
@@ -143,7 +143,7 @@ def _dtype(model: nn.Module, name: str | None) -> torch.dtype:
 
 
 def _batch(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ids: int | None) -> Any:
-    """Return random numbers as what a model is called with; labels, too, of a language model, for its loss."""
+    """Return random numbers as a model's arguments; labels, too, of a language model, for its loss."""
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
     if ids is not None and ids < 1:
@@ -161,7 +161,7 @@ def _batch(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ids: in
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
-    """The model's loss, or the mean square of what it returns."""
+    """The model's loss, or the mean square of its output."""
     found = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(found, "loss", None)
     if isinstance(loss, Tensor):

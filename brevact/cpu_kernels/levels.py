@@ -81,7 +81,7 @@ def _blend(z, count, levels, steps, size, t):
 
 @inlined
 def place(z, count, levels, steps, size, stochastic, t, scratch):
-    """Write positions of values on a row of levels to `t`; `steps` is what rounding needs beside the levels.
+    """Write positions of values on a row of levels to `t`; rounding needs `steps` beside the levels.
 
     All are float32; the scratch has room for as many numbers as there are values.
     """

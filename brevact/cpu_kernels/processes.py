@@ -115,7 +115,7 @@ class Compilers:
             self._processes.append((process, errors))
 
     def _errors(self) -> str:
-        """The last lines of what the processes said."""
+        """The last lines of the processes' output."""
         said = []
         for process, errors in self._processes:
             errors.seek(0)
@@ -124,7 +124,7 @@ class Compilers:
         return "; ".join(dict.fromkeys(said)) or "what was made of it does not load"
 
     def stop(self) -> None:
-        """End the processes; what is not compiled yet is compiled when it is next asked for."""
+        """End the processes; kernels that are not compiled yet are compiled at their first call."""
         for process, errors in self._processes:
             process.terminate()
             process.wait()

@@ -129,6 +129,6 @@ def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
 
 
 def parts_of(geometry: Geometry, threads: int) -> int:
-    """Parts of a tensor that threads reduce on their own; what they find stays small beside the tensor."""
+    """Parts of a tensor that threads reduce on their own; their results stay small beside the tensor."""
     most = max(geometry.numel // (8 * geometry.groups), 1) if geometry.groups else 1
     return max(min(threads, most, geometry.numel // (1 << 16)), 1)

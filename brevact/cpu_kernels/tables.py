@@ -75,7 +75,7 @@ uniform_table = functools.lru_cache(maxsize=4096)(table_of)
 
 
 def affine_rows(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both, contiguous, or None for neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
+    """Both, contiguous, or None for neither: a missing factor is 1, a missing addend -0.0, which changes no zero."""
     if factor is None:
         if offset is None:
             return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
-    """Return the future of what a function returns once a collective is done.
+    """Return the future of a function's result once a collective is done.
 
     On a device, the function runs on the stream that waits for the collective. On the CPU, a thread of its own waits
     and runs it. A callback on a thread of the process group (Gloo) would be a Python object that this thread lets go,

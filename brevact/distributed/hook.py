@@ -170,7 +170,7 @@ class QuantizedHook:
         return after(gathered, average, buffer.is_cpu)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the hook remembers, of this rank: to be saved by each rank for itself.
+        """Return the hook's state of this rank: to be saved by each rank for itself.
 
         Args:
             model: the one whose gradients it averages, in its ``DistributedDataParallel`` or without.
@@ -204,7 +204,7 @@ class QuantizedHook:
         return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"
 
     def _sent(self, entry: ParameterState, gradient: Tensor) -> Tensor:
-        """What is to be packed: the gradient, with what is owed from before."""
+        """The tensor to pack: the gradient, with the rounding errors owed from before."""
         if not self.error_feedback or gradient.numel() < self.min_numel:
             return gradient
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -225,7 +225,7 @@ class QuantizedHook:
     def _receive(
         self, entry: ParameterState, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int
     ) -> None:
-        """Write the average of what all ranks sent, and keep what rounding took from this one's."""
+        """Write the average over all ranks, and keep the rounding error of this one."""
         decoded = received[0].dequantize()
         own = decoded
         total = decoded.to(torch.promote_types(decoded.dtype, torch.float32), copy=True)

@@ -41,7 +41,7 @@ def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int],
 
 
 def is_unbiased(quantizer: ActivationQuantizer) -> bool:
-    """Return whether the mean of what a quantizer decodes is what it packed, as far as the package knows.
+    """Return whether a quantizer is unbiased, as far as the package knows.
 
     That is so for what is lossless, and for random rounding between levels that span a bucket; not for nearest
     rounding, grids that clip, and quantizers of others.
@@ -54,7 +54,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
 
 
 def check_feedback(quantizer: ActivationQuantizer) -> None:
-    """Raise a ValueError if errors of a quantizer are larger than what it packs, measured on 4096 normal values."""
+    """Raise a ValueError if a quantizer's errors are larger than its input, measured on 4096 normal values."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
     if (pack(quantizer, x, (0, 0, 0), 0).dequantize() - x).norm() >= x.norm():
         raise ValueError(
@@ -64,7 +64,7 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
 
 
 def check_count(name: str, value: object, at_least: int | None = None) -> None:
-    """Raise a TypeError for what is no int, and a ValueError for one that is too small."""
+    """Raise a TypeError unless it is an int, and a ValueError for one that is too small."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
     if at_least is not None and value < at_least:
@@ -72,14 +72,14 @@ def check_count(name: str, value: object, at_least: int | None = None) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raise a TypeError for what is no int, and a ValueError for one of more than 64 bits."""
+    """Raise a TypeError unless it is an int, and a ValueError for one of more than 64 bits."""
     check_count("seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed: got {seed}; accepted is an int from -2**63 to 2**63 - 1")
 
 
 def check_quantizer(quantizer: object) -> None:
-    """Raise a TypeError for what is no activation quantizer, such as an injector."""
+    """Raise a TypeError unless it is an activation quantizer; an injector is none."""
     if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
         raise TypeError(
             f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "

@@ -15,14 +15,14 @@ from brevact.quantizers.brief import brief
 
 @dataclass
 class ParameterState:
-    """Of one parameter: its place among those seen, and what rounding took from its gradients, None for nothing."""
+    """State of one parameter: its place among those seen, and the rounding errors of its gradients, None for none."""
 
     number: int
     residual: Tensor | None = None
 
 
 class ParameterStates:
-    """Of all parameters of a model. Parameters are told apart by identity, in files by name."""
+    """States of all parameters of a model. Parameters are told apart by identity, in files by name."""
 
     def __init__(self) -> None:
         self._states: dict[Tensor, ParameterState] = {}
@@ -78,7 +78,7 @@ class ParameterStates:
 
 
 def check_state(state: Any) -> None:
-    """Raise a ValueError for what is no state of a hook."""
+    """Raise a ValueError unless it is the state of a hook."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
     if missing := {"step", "seed", "numbers", "residuals"} - set(state):

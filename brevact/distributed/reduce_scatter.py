@@ -80,7 +80,7 @@ class QuantizedReduceScatter:
         self._unchecked: Tensor | None = None  # marks on a device, until the next call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what is reduced, as FSDP2 asks for it."""
+        """Return memory for the reduction, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -129,7 +129,7 @@ class QuantizedReduceScatter:
         return None
 
     def state_dict(self) -> dict[str, int]:
-        """Return what the seeds follow from, the same on all ranks."""
+        """Return the root of the seeds, the same on all ranks."""
         return {"calls": self.calls, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What each kind of Brevitas tensor quantizer computes: scale and zero point, then what its codes stand for.
+"""The computation of each kind of Brevitas tensor quantizer: scale and zero point, then the values of its codes.
 
 A format runs the parts of a tensor quantizer in the order of its own ``forward``, and stops before it multiplies by
 the scale. Bit widths are read when the format is made, so that nothing waits for a GPU later.
@@ -61,7 +61,7 @@ class Format(ABC):
 
     @abstractmethod
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Return what the codes stand for, grouped if the quantizer has groups."""
+        """Return the values of the codes, grouped if the quantizer has groups."""
 
     def stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Floats, Floats | None]:
         """Return how scale and zero point are stored."""

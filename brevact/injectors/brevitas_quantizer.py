@@ -1,4 +1,4 @@
-"""Any Brevitas activation quantizer as a backward quantizer: the forward pass is not quantized, what is stored is."""
+"""Any Brevitas activation quantizer as a backward quantizer: stored tensors are quantized, the forward pass is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLACES = 64
 
 
 class BrevitasQuantizer(nn.Module):
-    """Activation quantizer that stores what a Brevitas activation injector would let the forward pass use.
+    """Activation quantizer that stores the values a Brevitas activation injector would hand to the forward pass.
 
     Codes take their true width, scales and zero points their exact value; decoding gives Brevitas' dequantized value,
     but for the sign of a zero. Differs: a scale that float16 rounds to zero, by which Brevitas divides, decodes to
@@ -89,7 +89,7 @@ class BrevitasQuantizer(nn.Module):
 
     @property
     def has_state(self) -> bool:
-        """Whether what a tensor is quantized to may depend on those before it."""
+        """Whether a tensor's values may depend on the tensors before it."""
         return self._statistics_of("0").has_state
 
     def for_module(self, module: nn.Module) -> BrevitasQuantizer:
@@ -108,7 +108,7 @@ class BrevitasQuantizer(nn.Module):
         return self._like(self.group_dim, collects=False) if self.has_state else self
 
     def with_statistics_of(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
-        """Take the statistics of a tensor, and return what quantizes it, now or later, without taking them again.
+        """Take the statistics of a tensor, and return its quantizer, which does not take them again.
 
         The place says which of the tensors of a forward pass it is: each has statistics of its own.
         """

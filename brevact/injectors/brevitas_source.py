@@ -1,4 +1,4 @@
-"""Brevitas' own activation injectors: which classes they are, which names they ask for, and what they build."""
+"""Brevitas' own activation injectors: their classes, the names they ask for, and the modules they build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How injector classes answer what Python, editors and notebooks ask of any class.
+"""The protocol of injector classes towards Python, editors and notebooks.
 
 Brevitas' injectors resolve every attribute as a dependency and raise ``DependencyError`` for the rest, so that
 ``hasattr``, ``help`` and completion fail on them; their length is 0, so that they are false. Importing this module lets
@@ -96,7 +96,7 @@ class InjectorType(BrevitasInjectorType):
         return True
 
     def __repr__(cls) -> str:
-        """Python's own form, and ``StochBackward2bit.let(bucket_size=128)`` for what ``.let()`` made."""
+        """Python's own form, and ``StochBackward2bit.let(bucket_size=128)`` for the result of ``.let()``."""
         settings: dict[str, Any] = {}
         origin: Any = cls
         while _is_made_by_let(origin):
@@ -193,7 +193,7 @@ def _is_made_by_let(cls: type) -> bool:
 
 
 def added_values(injector: InjectorClass) -> dict[str, Any]:
-    """Return what an injector states beside what its bases do, as it was written."""
+    """Return the settings that an injector adds to its bases, as they were written."""
     inherited: dict[str, tuple] = {}
     for base in reversed(injector.__bases__):
         inherited.update(base.__dependencies__)
@@ -205,7 +205,7 @@ def added_values(injector: InjectorClass) -> dict[str, Any]:
 
 
 def written_value(spec: tuple) -> Any:
-    """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
+    """Return a dependency as it was written in the class body or in ``.let()``, from its form in the injector.
 
     One of a kind that cannot be written back raises a TypeError.
     """

@@ -1,4 +1,4 @@
-"""Brevitas' forward quantizers inside a region: what their fake quantization stores for backward is exact and small.
+"""Brevitas' forward quantizers inside a region, whose tensors for backward are exact and small.
 
 The first region that packs makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask
 for a region; until then Brevitas is as it was. Inside a region that packs, they compute by
@@ -75,7 +75,7 @@ def _decoupled_int_quant(
 
 
 def _learning(bit_width: Tensor) -> AbstractContextManager[Any]:
-    """Store as it is what stock ops need for the gradient of a bit width.
+    """Store the tensors that stock ops need for the gradient of a bit width, as they are.
 
     It is a difference of large sums, of the scale's share and that of the bounds: noise in their terms would hide it.
     """

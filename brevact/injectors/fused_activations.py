@@ -114,12 +114,12 @@ def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) ->
 
 
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:
-    """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
+    """Whether somebody's hooks see, or change, a tensor between the ReLU's input and the quantizer's output."""
     return not Tree.of(fused).is_untouched()
 
 
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
-    """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
+    """Whether a quantizer's scale has no gradient for the elements, or one for a single element."""
     if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
         return False
     if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:

@@ -263,7 +263,7 @@ class _OfStatistics(NamedTuple):
 
 
 class KnownQuantizer:
-    """A fused activation, or a quantizer by itself, that is known, and what was computed for its bit width."""
+    """A known fused activation, or known quantizer by itself, and the values computed for its bit width."""
 
     def __init__(self, module: Any) -> None:
         self.tree = Tree.of(module)
@@ -302,7 +302,7 @@ class KnownQuantizer:
         return self._quant()
 
     def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
-        """Return what the modules return: values, scale, zero point, bit width; NotImplemented for others.
+        """Return the modules' results: values, scale, zero point, bit width; NotImplemented for other modules.
 
         A scale for which the modules of a quantizer by itself read elements of ``x`` is computed in the region.
         """
@@ -403,7 +403,7 @@ class KnownQuantizer:
 
 
 class _Width(NamedTuple):
-    """A bit width, its version, its value (or its bits) where the host can read it, and what was computed for them.
+    """A bit width, its version, its value (or its bits) where the host can read it, and the values computed for them.
 
     The tensor keeps others from its address. ``share_memory`` moves it, and frees the memory that the view shows.
     """
@@ -427,7 +427,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDi
 
 
 def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
-    """Return what is known of a fused activation or a quantizer; None where its modules are others."""
+    """Return the record of a fused activation or a quantizer; None where its modules are not known."""
     found = _known.get(module)
     if found is None or tuple(module._modules.values()) != found.tree.children[: found.tree.counts[0]]:
         found = _known[module] = KnownQuantizer(module)

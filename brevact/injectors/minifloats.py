@@ -1,4 +1,4 @@
-"""Brevitas' minifloat quantizers inside a region: kept is what they quantize, and all of their steps are made again.
+"""Brevitas' minifloat quantizers inside a region: their input is kept, and all of their steps are recomputed.
 
 Their steps divide by powers of two that depend on the element. A rounding error of a fraction of the range in one of
 them would be a multiple of the gradient, so that no quantizer packs them.

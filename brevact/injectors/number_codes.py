@@ -58,7 +58,7 @@ class IntegerCodes:
         return codes.clamp_min(1) if self.nan_code == 0 else codes.clamp_max(self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return codes where one of them is NaN, from what they stand for where none is.
+        """Return codes where one of them is NaN, from their values where none is.
 
         Of one bit, the other is the middle of the two.
         """
@@ -144,7 +144,7 @@ class MinifloatCodes:
         return codes.masked_fill(codes == self.nan_code, self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return codes where one of them is NaN, from what they stand for where none is."""
+        """Return codes where one of them is NaN, from their values where none is."""
         return values.masked_fill(codes == self.nan_code, math.nan)
 
 

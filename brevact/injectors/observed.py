@@ -1,4 +1,4 @@
-"""A tensor with its scale: what quantizes it, in the forward pass or when backward starts."""
+"""A tensor with its scale, to be quantized in the forward pass or when backward starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ObservedQuantizer:
 
 
 def without_missing(x: Tensor) -> Tensor:
-    """The tensor with zeros in place of what is not finite: of no effect on ranges that hold zero."""
+    """The tensor with zeros in place of elements that are not finite: of no effect on ranges that hold zero."""
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -91,7 +91,7 @@ def _seeded(roundings: tuple[nn.Module, ...], seed: int | Tensor | None, device:
 
 
 def _any(missing: Tensor, scale: Tensor) -> Tensor:
-    """Which scales, whose shape broadcasts against that of the mask, have one that is missing among what they scale."""
+    """Which scales, whose shape broadcasts against that of the mask, scale a missing element."""
     lead = missing.dim() - scale.dim()
     dims = [dim for dim in range(missing.dim()) if dim < lead or scale.shape[dim - lead] == 1]
     return (missing.any(dims, keepdim=True) if dims else missing).reshape(scale.shape)

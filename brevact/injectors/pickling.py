@@ -17,7 +17,7 @@ from brevact.injectors.injector_type import BackwardInjectorType
 
 
 def reduce_injector(injector: InjectorClass) -> str | tuple:
-    """Return an injector's import name, or its bases and what it adds to them (``copyreg`` protocol).
+    """Return an injector's import name, or its bases and the settings it adds (``copyreg`` protocol).
 
     What it adds is set after the class exists, because it may hold the layer that holds the injector.
     """

@@ -15,7 +15,7 @@ _OF_QUANTIZERS = ("brevitas.core.", "brevitas.proxy.")
 
 
 def is_quant_proxy(module: nn.Module) -> bool:
-    """Return whether a module is a quantizer proxy of a Brevitas layer, or what one is made of.
+    """Return whether a module is a quantizer proxy of a Brevitas layer, or a part of one.
 
     Its insides run within the layer's forward, are rebuilt when a state dict is loaded, and may be shared by the
     quantizers of different models. Recurrent layers, and lists of the user's, hold them without the proxy.
@@ -87,7 +87,7 @@ def _of_classes(model: nn.Module) -> set[nn.Module]:
 
 
 def _inside_quantizers(model: nn.Module) -> set[nn.Module]:
-    """Return the quantizers in a model, and what is inside of them."""
+    """Return the quantizers in a model, and the modules inside of them."""
     found: set[nn.Module] = set()
     for module in model.modules():
         if module not in found and is_quant_proxy(module):

@@ -1,4 +1,4 @@
-"""From whatever a user passes as a backward quantizer to the settings of a region."""
+"""Settings of a region from any form of a backward quantizer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _description(source: Any) -> str:
 
 
 def _fix(source: Any) -> str:
-    """Return what to write instead, for what is passed by mistake."""
+    """Return the fix to suggest for an argument that was passed by mistake."""
     if isinstance(source, str):
         return _fix_of_name(source)
     if inspect.isfunction(source):
@@ -212,7 +212,7 @@ def _settable(value: Any) -> set[str]:
 
 
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
-    """Return settings for the tensors of one module out of many: what collects statistics collects this one's own."""
+    """Return settings for the tensors of one module out of many, whose statistics are collected apart."""
     return with_quantizers(settings, lambda each: each.for_module(module) if _is_brevitas(each) else each)
 
 

@@ -55,7 +55,7 @@ def _of_brevitas_quant() -> dict[str, InjectorClass]:
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
-    """Return a backward quantizer as its name and the settings that differ from what the name stands for.
+    """Return a backward quantizer as its name and the settings that differ from those of the name.
 
     Settings are numbers, strings, booleans, None, and lists of them, of which :func:`from_plain` makes equal ones; full
     precision has the name None. A user's own class or object, or a setting that is no plain value, raises a TypeError.
@@ -107,7 +107,7 @@ def from_plain(plain: Mapping[str, Any]) -> Any:
 
 
 def _known(name: Any) -> Any:
-    """Return what a name stands for: a class of injectors or of quantizer objects, or None for no quantizer."""
+    """Return the class of a name, of injectors or of quantizer objects, or None for no quantizer."""
     known = LEAVES | _of_brevitas_quant() | OBJECTS | {NO_QUANTIZER: None}
     if isinstance(name, str) and name in known:
         return known[name]

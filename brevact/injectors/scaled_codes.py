@@ -54,7 +54,7 @@ class ScaledCodes:
         missing: Tensor,
         flagged: Tensor | None,
     ) -> PackedActivation:
-        """Pack code values and what scales them.
+        """Pack code values and their scales.
 
         Values are those of the codes as Brevitas lays them out, grouped if there are groups, and so is the mask of what
         is not finite. Scales are those of ``self.scale.of_flagged`` where a group gives up a code; nothing is flagged

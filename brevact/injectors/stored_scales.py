@@ -1,4 +1,4 @@
-"""How scales and zero points of a Brevitas quantizer are stored, with a flag for what is not finite: pure data."""
+"""How scales and zero points of a Brevitas quantizer are stored, with a flag for groups not finite: pure data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Floats:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
+        """Type of the stored values."""
         return self.dtype
 
     def of_flagged(self, values: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Floats:
         return torch.full_like(values, math.nan) if self.is_signed else values
 
     def write(self, values: Tensor, flagged: Tensor | None = None) -> Tensor:
-        """Return what is stored, of values that are those of `of_flagged` where a group is flagged."""
+        """Return the stored values; those of `of_flagged` where a group is flagged."""
         return values if flagged is None or self.is_signed else torch.where(flagged, -values, values)
 
     def read(self, stored: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class PowersOfTwo(Floats):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
+        """Type of the stored values."""
         return torch.uint8
 
     @property
@@ -113,7 +113,7 @@ class Bytes(Floats):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
+        """Type of the stored values."""
         return torch.uint8
 
     def write(self, values: Tensor, flagged: Tensor | None = None) -> Tensor:

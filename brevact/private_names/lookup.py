@@ -33,7 +33,7 @@ class _StandIn(type):
 
 
 def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _NOTHING) -> Any:
-    """Return what a name stands for.
+    """Return the object of a name.
 
     Args:
         path: the name with its modules, ``torch._C._is_tracing``; of an attribute, with its class.
@@ -61,7 +61,7 @@ def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _N
 
 
 def read(path: str) -> Any:
-    """Return what a path leads to: through modules, classes and attributes that a class only declares.
+    """Return the object at a path: through modules, classes and attributes that a class only declares.
 
     Raises:
         AttributeError: a module or a class lacks a part of it.
@@ -99,7 +99,7 @@ def refuse_without(use: str) -> None:
 
 
 def message_for(path: str, use: str) -> str:
-    """Return what to tell about a missing name."""
+    """Return the error's text for a missing name."""
     library = path.partition(".")[0]
     return (
         f"{use} needs {path}, which {library} {_version(library)} does not have. "

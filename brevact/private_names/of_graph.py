@@ -9,7 +9,7 @@ _SAVED = "_raw_saved_"
 
 
 def saved_by(node: Any) -> Iterator[Any]:
-    """Yield what a node of a graph holds for backward, not unpacked: tensors, and results of pack hooks."""
+    """Yield the saved values of a node of a graph, not unpacked: tensors, and results of pack hooks."""
     for name in dir(node):
         if name.startswith(_SAVED):
             try:

@@ -14,7 +14,7 @@ _LONGEST = 80
 
 
 class _Brief(reprlib.Repr):
-    """Cuts what is long; tensors, modules and classes by their kind, wherever they are nested."""
+    """Cuts long texts; tensors, modules and classes by their kind, wherever they are nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """Return a form of one line that names any object: tensors and modules by their kind, and what is long cut.
+    """Return a form of one line that names any object: tensors and modules by their kind, long texts cut.
 
     >>> brief(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     '<Sequential module>'

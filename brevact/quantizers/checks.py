@@ -19,7 +19,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def check_input(x: Tensor) -> None:
-    """Raise a TypeError for what is no strided tensor of these types with a storage of its own."""
+    """Raise a TypeError unless it is a strided tensor of these types with a storage of its own."""
     if type(x) is Tensor and not x.is_nested and x.dtype in DTYPES and x.layout is torch.strided:
         return
     accepted = f"accepted are strided tensors of {', '.join(map(str, DTYPES))}"
@@ -43,26 +43,26 @@ def check_input(x: Tensor) -> None:
 
 
 def check_int(name: str, value: object) -> None:
-    """Raise a TypeError for what is no int."""
+    """Raise a TypeError unless it is an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
 
 
 def check_bit_width(name: str, value: object, accepted: Sequence[int]) -> None:
-    """Raise for what is no int, or none of the accepted widths."""
+    """Raise unless it is an int, and one of the accepted widths."""
     check_int(name, value)
     if value not in accepted:
         raise ValueError(f"{name}: got {value}; accepted are {', '.join(map(str, accepted))}")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise a TypeError for what is no bool."""
+    """Raise a TypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {brief(value)}; accepted are True and False")
 
 
 def check_bucket_size(name: str, value: object) -> None:
-    """Raise for what is no positive int, nor None."""
+    """Raise unless it is a positive int or None."""
     if value is not None:
         check_int(name, value)
         if value < 1:  # type: ignore[operator]

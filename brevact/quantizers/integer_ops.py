@@ -46,7 +46,7 @@ def fake_quantize(
     residual: Tensor | None,
     missing: Tensor | None,
 ) -> None:
-    """Quantize to integers and back, and pack the integers and what the gradient needs.
+    """Quantize to integers and back, and pack the integers and the tensors that the gradient needs.
 
     Args:
         x: Dense tensor of n elements; each op rounds to its type.
@@ -99,7 +99,7 @@ def fake_quantize_backward(
     sums: Tensor | None,
     parts: Tensor | None,
 ) -> None:
-    """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
+    """Gradients of the elements and of their scale, in the order of Brevitas' ops.
 
     With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
     the sum of g q and of -g' ((x / s) / s). With residuals, x / s = q + r, and terms with q cancel where nothing was

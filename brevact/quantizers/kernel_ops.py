@@ -342,7 +342,7 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    """Decode by a table of what each code of each segment stands for, and multiply in float32.
+    """Decode by a table of the values of each segment's codes, and multiply in float32.
 
     Args:
         buffer: Bytes of the plan.
@@ -457,7 +457,7 @@ def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> 
 
 @run_by_kernels
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """Quantize a flat tensor to codes of levels; see `Grid` for what is not finite.
+    """Quantize a flat tensor to codes of levels; see `Grid` for elements that are not finite.
 
     Args:
         flat: (n,) contiguous floating-point tensor.
@@ -515,7 +515,7 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 @run_by_kernels
 def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
-    """Mean of every block, and what upsampled means leave: low = float16(mean), residual = x - upsample(low).
+    """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
 
     The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
     one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0

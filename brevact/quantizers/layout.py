@@ -39,7 +39,7 @@ class Layout:
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Sizes of `dims`."""
     numel: int = field(init=False, repr=False, compare=False)
-    """Number of distinct elements: what is stored."""
+    """Number of distinct elements, those that are stored."""
     is_dense: bool = field(init=False, repr=False, compare=False)
     """Whether the distinct elements fill one run of memory."""
     result_stride: tuple[int, ...] = field(init=False, repr=False, compare=False)

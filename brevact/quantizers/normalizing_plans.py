@@ -1,4 +1,4 @@
-"""Packing the inputs of a norm by a plan: what depends on sizes alone is worked out once, not in every step."""
+"""Packing the inputs of a norm by a plan: values that depend on sizes alone are computed once, not in every step."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def decode_through_plan(
     shift: Tensor | None,
     grad: Tensor | None,
 ) -> Tensor:
-    """Return what :func:`decode_through` does, for normalized values that a plan has packed.
+    """Return the result of :func:`decode_through` for normalized values that a plan has packed.
 
     Args:
         plan: The plan; it has the memory order of the values, and the type of the function's argument.

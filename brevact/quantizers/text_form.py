@@ -40,7 +40,7 @@ def to_text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> Any:
-    """Return what a text stands for, the inverse of `to_text`; equal texts give one shared object.
+    """Return the object of a text, the inverse of `to_text`; equal texts give one shared object.
 
     Args:
         text: What `to_text` returned.

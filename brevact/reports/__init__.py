@@ -1,1 +1,1 @@
-"""What backward quantization stores of a model, and what it does to its gradients: measured."""
+"""Measurements of the memory and the gradients of a model with backward quantization."""

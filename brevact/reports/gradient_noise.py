@@ -62,7 +62,7 @@ class ExactGradients(NamedTuple):
         return len(self.of_batches) == 1
 
     def seeds_of(self, batch: int) -> tuple[int, int]:
-        """Return the seed of what the model draws for a batch, and the first of those of quantizers."""
+        """Return the seed of the model's draws for a batch, and the first of those of quantizers."""
         return self.seed + batch, self.seed + (batch + 1) * _SEEDS_OF_BATCH
 
 

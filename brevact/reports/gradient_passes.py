@@ -1,4 +1,4 @@
-"""Gradients of a model that stays as it was, and what a loss must be for that."""
+"""Gradients of a model that stays as it was, and the conditions on a loss for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and plots of what backward quantization does to the gradients of a model."""
+"""Tables and plots of the noise that backward quantization adds to the gradients of a model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class GradientReport:
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
     def __str__(self) -> str:
-        """Return the table by layer, what is stored beside, and the notes."""
+        """Return the table by layer, stored bytes beside, and the notes."""
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
         cells = [_cells(row) for row in self.rows]
         if beside:

@@ -117,7 +117,7 @@ def _report(
     layer_draws: int,
     progress: bool,
 ) -> GradientReport:
-    """Measure what :func:`gradient_report` returns; the model is changed."""
+    """Make the measurements of :func:`gradient_report`; the model is changed."""
     memory = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
     is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
@@ -209,7 +209,7 @@ class _Measurement:
 
 
 def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> MemoryReport:
-    """Give a model the policy that is measured, and return what it stores."""
+    """Give a model the policy to measure, and return the bytes it stores."""
     if policy is not None:
         for module in model.modules():
             detach_region(module, POLICY)

@@ -103,7 +103,7 @@ class _State:
         self._visit(model)
 
     def _visit(self, model: nn.Module) -> None:
-        """Take note of a model, and of what is in it."""
+        """Take note of a model, and of its modules and tensors."""
         pending: list[tuple[Any, int]] = [(model, 0)]
         while pending:
             value, depth = pending.pop()
@@ -138,7 +138,7 @@ class _State:
         return [*module.parameters(), *module.buffers()]
 
     def _note_contents(self, container: Any) -> list[Any]:
-        """Take note of a container, and return what is in it."""
+        """Take note of a container, and return its items."""
         is_mapping = isinstance(container, dict)
         items = dict(container) if is_mapping else list(container)
         self._contents.append((container, items))
@@ -185,7 +185,7 @@ def _holds_state(value: Any) -> bool:
 
 
 def _restorer_of(value: Any) -> Callable[[], object] | None:
-    """Return what gives a generator of random numbers, or an array, what it has now; None for anything else."""
+    """Return a function that restores a generator of random numbers, or an array; None for other objects."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):

@@ -21,7 +21,7 @@ FINE_BIT_WIDTH = 8
 
 
 class Isolation:
-    """Lets some layers of a model store what its policy says, and all others the same at 8 bits.
+    """Lets some layers of a model store as its policy says, and all others the same at 8 bits.
 
     Not at full precision: the same tensors are packed, and the same derive, as under the policy. The model is changed
     for good: its caller puts it back (``in_place``).
@@ -33,7 +33,7 @@ class Isolation:
         self._enter(model, None, {*names_of(model)})
 
     def _enter(self, module: nn.Module, around: BackwardSettings | None, left: set[nn.Module]) -> None:
-        """Give each module a region of its own, which stores what the one around it does where it had none."""
+        """Give each module a region of its own, which stores as the one around it does where it had none."""
         if module not in left or isinstance(module, BackwardQuantProxy):
             return
         left.remove(module)
@@ -46,12 +46,12 @@ class Isolation:
             self._enter(child, around, left)
 
     def has_region(self, layer: str) -> bool:
-        """Return whether a region of a module decides on what a layer stores, and not one in the code of the model."""
+        """Return whether a module's region, and not one in the code of the model, decides how a layer stores."""
         module = self._modules[layer]
         return any(each is module for _, each, _, _ in self._regions)
 
     def restrict_to(self, layers: Collection[str]) -> None:
-        """Let layers of these names, not what is inside, store what the policy says, all others the same at 8 bits."""
+        """Let layers of these names, not those inside, store as the policy says, all others the same at 8 bits."""
         chosen = {self._modules[layer] for layer in layers}
         for hook, module, settings, finer in self._regions:
             hook.settings = settings if module in chosen else finer
@@ -59,7 +59,7 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn(UniformQuantizer):
-    """Stores at 8 bits what another quantizer would store: what derives from what, and from how many bits, stays."""
+    """Stores at 8 bits the tensors that another quantizer would store: derivations, and their bits, stay the same."""
 
     nominal: Any = None
 
@@ -81,12 +81,12 @@ class _MixtureStandIn(StandIn):
     """Stands in for a mixture, which draws a quantizer for each tensor."""
 
     def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
-        """Return what stores a tensor of so many elements, as a mixture does."""
+        """Return the quantizer of a tensor of so many elements, as a mixture does."""
         return StandIn(bit_width=self.bit_width, rounding=self.rounding, nominal=_OF_ONE_SIZE)
 
 
 def _finer(quantizer: Any) -> Any:
-    """Return what stands in for a quantizer; for a module, whose tensors no cache may hold, one on its own."""
+    """Return the stand-in for a quantizer; for a module, whose tensors no cache may hold, one on its own."""
     form: dict[str, Any] = {"rounding": Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST}
     if isinstance(quantizer, nn.Module):
         return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
@@ -97,7 +97,7 @@ def _finer(quantizer: Any) -> Any:
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings that store the same tensors at 8 bits, evenly spaced; what is exact stays, and so does None.
+    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings stay, and so does None.
 
     >>> import brevact
     >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width

@@ -126,7 +126,7 @@ def _begins_backward(value: Any) -> bool:
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
-    """Measure what a training forward pass of a model stores for backward, as :func:`memory_report` does.
+    """Measure the tensors that a training forward pass stores for backward, as :func:`memory_report` does.
 
     A function runs the model, and computes a loss of its output, say, which then counts, too. The arguments
     are tensors that it works on.
@@ -176,7 +176,7 @@ class _Measured:
     is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
-        """Return what the tensors of a layer that stores no bytes derive from, "" if it stores some."""
+        """Return the sources of the tensors of a layer that stores no bytes, "" if it stores some."""
         rows = [row for row in self.ops if row.layer == layer]
         if any(row.saved_bytes for row in rows):
             return ""
@@ -215,7 +215,7 @@ def _measure(
     run: Callable[[nn.Module], Any],
     change: Callable[[nn.Module], object] = lambda model: None,
 ) -> _Measured:
-    """Return what each op of the model, changed first, keeps for backward; the model is afterwards as it was."""
+    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was."""
     with in_place(model):
         change(model)
         if not model.training:
@@ -279,7 +279,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
 
 
 def _place_of(x: Tensor) -> int:
-    """Return what tells a tensor's memory apart from others': its storage; itself, where it is sparse and has none."""
+    """Return the key of a tensor's memory: its storage; itself, where it is sparse and has none."""
     return storage_address(x) or -id(x)
 
 

@@ -1,4 +1,4 @@
-"""Tables and plots of what a model stores for backward."""
+"""Tables and plots of the tensors that a model stores for backward."""
 
 from __future__ import annotations
 

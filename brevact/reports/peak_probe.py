@@ -1,4 +1,4 @@
-"""Measures what the memory of a step consists of at its peak: `peak_memory_of`.
+"""Measures the parts of a step's memory at its peak: `peak_memory_of`.
 
 Torch's profiler records each block that PyTorch allocates, with its address and time. Between the forward and the
 backward pass, the nodes of the graph tell which blocks are saved; hooks on them see the gradients of activations, and
@@ -126,7 +126,7 @@ class StepProbe:
                 self.decodings.append((self._began, time.time_ns()))
 
     def _look_through(self, loss: Tensor) -> None:
-        """Take note of what the graph holds, and let its nodes tell of the gradients that they get."""
+        """Take note of the graph's saved tensors, and let its nodes tell of the gradients that they get."""
         pending: list[Any] = [loss.grad_fn]
         seen = set[Any]()
         now = time.time_ns()
@@ -166,7 +166,7 @@ def _profile_by(profiler: Any) -> None:
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a node holds: itself, or what a pack hook of this package has returned."""
+    """Yield the tensors of a saved value: itself, or those in the result of a pack hook of this package."""
     handles = held.handles if isinstance(held, SavedByHook) else held if isinstance(held, tuple) else (held,)
     yield from (x for x in handles if isinstance(x, Tensor))
 

@@ -1,4 +1,4 @@
-"""A bar for what takes long."""
+"""A progress bar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(name: str, total: int | None, is_shown: bool) -> Iterator[Callable[[], object]]:
-    """Yield what is called after each pass; it moves a bar of tqdm's, where that is installed, after some seconds.
+    """Yield a function to call after each pass; it moves a bar of tqdm's, where that is installed, after some seconds.
 
     The number of passes is None if nobody knows.
     """

@@ -70,13 +70,13 @@ def put_back(x: Tensor, values: Tensor) -> None:
 
 
 def _leave_graph(x: Tensor) -> None:
-    """Let a buffer be a leaf again, into which a forward pass has written what has a graph."""
+    """Let a buffer be a leaf again, into which a forward pass has written a tensor with a graph."""
     if not x.is_leaf and not x._is_view():
         x.detach_()
 
 
 def _place_of(x: Tensor) -> tuple[Any, ...]:
-    """Return what tells where the values of a strided tensor are."""
+    """Return the key of the place where the values of a strided tensor are."""
     if x.layout is not torch.strided:
         return (x.layout,)
     return storage_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype
@@ -104,7 +104,7 @@ def _has_bits_of(x: Tensor, values: Tensor) -> bool | None:
 
 
 def _copy(x: Tensor, values: Tensor) -> None:
-    """Write values behind the version counter: a graph that has read the tensor before finds what it has read."""
+    """Write values behind the version counter: a graph that has read the tensor finds the values it has read."""
     x, values = x.data, values.detach()
     if x.layout is torch.strided and not x.is_quantized:  # an expanded dimension holds one element
         for dim, stride in enumerate(x.stride()):

@@ -1,4 +1,4 @@
-"""Arguments of a run's policy that may be text, and what they refuse."""
+"""Arguments of a run's policy that may be text, and the values they refuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_run(batches: Any, loss: Any) -> None:
-    """Raise a TypeError for what a run cannot be measured on."""
+    """Raise a TypeError for a batch that a run cannot be measured on."""
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
@@ -44,7 +44,7 @@ def check_run(batches: Any, loss: Any) -> None:
 
 
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values."""
+    """Raise a TypeError or a ValueError unless it is the state of a training policy, in its own values."""
     check_state(state, own)
     check_count("state: steps", state["steps"], 0)
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
@@ -55,7 +55,7 @@ def check_values(state: Any, own: Mapping[str, Any]) -> None:
 
 
 def spec_of(policy: Any) -> PolicySpec | None:
-    """Return what a policy is, as text where it was one; None for the policy that a model has."""
+    """Return a policy as text where it was one; None for the policy that a model has."""
     if policy is None:
         return None
     if isinstance(policy, PolicySpec):

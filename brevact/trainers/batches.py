@@ -45,7 +45,7 @@ def _generators_of(loader: Any) -> Iterator[torch.Generator]:
 
 
 def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return so many batches, at most, that a loader begins with; the next pass over it is what it would have been.
+    """Return so many batches, at most, that a loader begins with; the next iteration over it is not changed.
 
     The loader may be one that Accelerate has prepared, or a list of batches.
     """

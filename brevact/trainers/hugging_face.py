@@ -109,7 +109,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         return self
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the callback."""
+        """Return the callback's state for a checkpoint."""
         return {"args": self._arguments, "attributes": {"saved_state": self.policy.state_dict()}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

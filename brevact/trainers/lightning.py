@@ -120,7 +120,7 @@ class LightningCallback(Callback):
         self.policy.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the callback."""
+        """Return the callback's state for a checkpoint."""
         return self.policy.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ def has_others() -> bool:
 
 
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return what the process of rank 0 makes, in all of them; bytes travel on the device.
+    """Return the result of the process of rank 0, in all of them; bytes travel on the device.
 
     Where it fails, it raises there, and a RuntimeError in the others.
     """

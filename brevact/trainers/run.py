@@ -1,4 +1,4 @@
-"""One training run of a model with a policy: what is measured of it, and what changes while it lasts."""
+"""One training run of a model with a policy: its measurements, and the settings that change while it lasts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Run:
         self.schedule: MixSchedule | None = None
 
     def measure(self) -> None:
-        """Measure what a training step stores, if there is a batch to do so."""
+        """Measure the bytes that a training step stores, if there is a batch to do so."""
         if self.batches and self.loss is not None:
             batch, loss = self.batches[0], StepLoss(self.loss)
             self.memory = memory_of(self.model, lambda model: loss(model, batch), batch)
@@ -84,7 +84,7 @@ class Run:
             self.noise = report.noise
 
     def figures(self) -> dict[str, float]:
-        """Return what the run changes or measures: noise, mean bit width and mixing probability, where known."""
+        """Return the run's changes and measurements: noise, mean bit width and mixing probability, where known."""
         found: dict[str, float] = {}
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
@@ -97,7 +97,7 @@ class Run:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on, as plain values."""
+        """Return the state that the next steps depend on, as plain values."""
         return {
             "steps": self.steps,
             "noise": self.noise,

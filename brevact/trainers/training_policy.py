@@ -208,7 +208,7 @@ class TrainingPolicy:
         self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on, as plain values that JSON holds.
+        """Return the state that the next steps depend on, as plain values that JSON holds.
 
         That of a run that has ended stays; between a checkpoint that was loaded and the run that goes on from it, it is
         that of the checkpoint.

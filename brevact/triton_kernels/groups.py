@@ -48,7 +48,7 @@ def has_missing(low_key, high_key):
 
 @triton.jit
 def finite_keys(x, valid):
-    """Keys that widen a range by what is finite and valid: to go into its lower end, and into its upper one."""
+    """Keys that widen a range by finite, valid elements: to go into its lower end, and into its upper one."""
     key = key_of(x)
     inside = valid & is_finite(x)
     return tl.where(inside, key, HIGHEST_KEY), tl.where(inside, key, LOWEST_KEY)
@@ -180,5 +180,5 @@ def group_of(first, offset, inner, groups, INNER: tl.constexpr):
 
 @triton.jit
 def _within_tile(distance):
-    """A distance (int64) as int32; what lies beyond every tile may become nearer."""
+    """A distance (int64) as int32; distances beyond every tile may become nearer."""
     return tl.minimum(distance, 1 << 20).to(tl.int32)

@@ -51,7 +51,7 @@ def parts_of(plan: UniformPlan) -> tuple[Part, Part, Part]:
 
 
 class Launch(NamedTuple):
-    """A kernel made by `triton.jit` and what it is called with: grid, arguments in order, and constants by name."""
+    """A kernel made by `triton.jit` with its grid, arguments in order, and constants by name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -72,7 +72,7 @@ class Launch(NamedTuple):
         program.run(*tensors)
 
     def run_by_triton(self) -> Any:
-        """Launch the kernel by Triton, which compiles it if need be; return what Triton returns."""
+        """Launch the kernel by Triton, which compiles it if need be; return Triton's result."""
         device = next(x.device for x in self.arguments if isinstance(x, Tensor))
         constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in self.arguments]
@@ -81,7 +81,7 @@ class Launch(NamedTuple):
 
 
 class Program:
-    """A kernel with its grid, numbers and constants: what launches for tensors of the same sizes share.
+    """A kernel with its grid, numbers and constants, shared by launches for tensors of the same sizes.
 
     Triton finds the compiled kernel by looking at each argument, in Python, and asks the driver about each pointer:
     many times the work of the launch. A program finds it by the types of its tensors and by their alignment.
@@ -135,7 +135,7 @@ class Program:
             launch(*grid, stream, function, metadata, None, None, None, *values, *self._tail)
 
     def _run_by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple[Any, ...]) -> None:
-        """Run the kernel, compiled if need be, and remember what was compiled for tensors of this key."""
+        """Run the kernel, compiled if need be, and remember the compiled one for tensors of this key."""
         if 0 in self.grid:
             return
         given = iter(tensors)

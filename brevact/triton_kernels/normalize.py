@@ -1,4 +1,4 @@
-"""Normalization on the way: what a norm makes of the elements before they are quantized, and back."""
+"""Normalization on the way: elements are normalized before they are quantized, and back."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is
 def _finish(
     low_G, high_G, missing_G, zero_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Store what groups with these ranges of keys need."""
+    """Store the metadata of groups with these ranges of keys."""
     base_G, scale_G, inverse_G = calibrate(
         low_G, high_G, missing_G > 0, zero_G > 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
     )

@@ -1,4 +1,4 @@
-"""Decoding by a table of what each code of each segment stands for: kernels and launches."""
+"""Decoding by a table of the values of each segment's codes: kernels and launches."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class MixingQuantizer(ABC):
 
 
 def check_probability(name: str, value: object) -> None:
-    """Raise a TypeError for what is no number, and a ValueError for one outside of 0 to 1."""
+    """Raise a TypeError unless it is a number, and a ValueError for one outside of 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is a number from 0 to 1")
     if not 0 <= value <= 1:

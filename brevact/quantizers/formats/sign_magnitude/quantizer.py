@@ -26,7 +26,7 @@ _UNITS = 65535.0
 
 @dataclass(frozen=True, kw_only=True)
 class SignMagnitudeLevels(GridQuantizer):
-    """Quantizer to `levels` magnitudes, their negatives, and 0: what `SignMagnitudeQuantizer` stores a bucket as.
+    """Quantizer to `levels` magnitudes, their negatives, and 0: the form of a bucket of `SignMagnitudeQuantizer`.
 
     Args:
         levels: Magnitudes beside 0, 1 to 256. A code takes ceil(log2(2 * levels + 1)) bits.

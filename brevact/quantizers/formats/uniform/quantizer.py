@@ -110,7 +110,7 @@ class UniformQuantizer(Quantizer):
             self._check_dithered()
 
     def _check_dithered(self) -> None:
-        """Refuse what has no minimum to shift, or no group whose spread is known when its codes are made."""
+        """Refuse formats without a minimum to shift, or without groups whose spread is known when codes are made."""
         size = self.bucket_size
         if self.granularity is not Granularity.BUCKET or size is None or block_size_for(size) % size:
             raise ValueError(
@@ -143,7 +143,7 @@ class UniformQuantizer(Quantizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives back what was quantized."""
+        """Whether decoding gives the elements back."""
         return self.bit_width == 32
 
     @functools.cached_property

@@ -21,7 +21,7 @@ UNITS = 65535.0
 
 @dataclass(frozen=True, eq=False)
 class SideFits:
-    """Weibull distributions fitted to the magnitudes of each bucket, and what their sets of levels are expected to do.
+    """Weibull distributions fitted to the magnitudes of each bucket, and the expected errors of their sets of levels.
 
     There are N + 1 sets of N levels, all with the minimum and the maximum. Sets 0 to N - 3 have the middle, so many
     levels above it and the rest below it; N - 2 has levels on both sides alone; N - 1 hangs from the maximum, N stands
