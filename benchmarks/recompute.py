@@ -43,7 +43,7 @@ from recipes.models.vit import VIT_SIZES, ViT
 #: The order of rows; the names are what `brevact.parse_policy` reads.
 POLICIES = (
     *("DEFAULT", "DitherBackward6bit:recompute=128", "RECOMPUTE", "DitherBackward8bit:recompute=1024"),
-    "LosslessBackward:recompute=1024",
+    *("DitherBackward8bit:recompute=4096", "LosslessBackward:recompute=1024"),
 )
 CHECKPOINT = "checkpoint of each block"
 MEMORY_BUDGET = 0.2

@@ -55,6 +55,7 @@ WAYS_OF_RECOMPUTE = {
     "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
     "RECOMPUTE": "`RECOMPUTE`",
     "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
+    "DitherBackward8bit:recompute=4096": "8 bits, `recompute=4096`",
     "LosslessBackward:recompute=1024": "`LosslessBackward`, `recompute=1024`",
     **FITS_OF_RECOMPUTE,
 }

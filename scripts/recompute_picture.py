@@ -19,7 +19,7 @@ from scripts.figures import RESULTS, ROOT
 PICTURE = ROOT / "docs" / "recompute.png"
 #: Errors below it are those of roundings: their points stand on this line.
 EXACT = 1e-3
-_STYLES = ("ks", "kD", "C3*", "C0v", "C1o", "C0^", "C4P")
+_STYLES = ("ks", "kD", "C3*", "C0v", "C1o", "C0^", "C5<", "C4P")
 
 
 def main() -> None:
@@ -60,14 +60,14 @@ def _draw_model(panel: Axes, model: str, rows: Sequence[Row]) -> None:
     fits = [way for way in FITS_OF_RECOMPUTE if way in points]
     if fits:
         panel.plot(*zip(*(points[way] for way in fits), strict=True), "C2x:", label="brevact.fit, 15 to 80 times")
-    for index, way in enumerate(way for way in WAYS_OF_RECOMPUTE if way in points):
+    for index, way in enumerate(sorted((way for way in WAYS_OF_RECOMPUTE if way in points), key=points.__getitem__)):
         place = (5, 5 if index % 2 else -11)
         panel.annotate(steps[way], points[way], place, textcoords="offset points", fontsize=8)
     panel.set(title=model, xscale="log", yscale="log")
-    panel.set_xticks(ticks := (2, 5, 10, 20, 50, 100), map(str, ticks))
+    panel.set_xticks(ticks := (2, 5, 10, 20, 50, 100, 200), map(str, ticks))
     panel.minorticks_off()
     panel.set_yticks(ticks := (EXACT, 0.01, 0.1, 1.0), ("none", "1 %", "10 %", "100 %"))
-    panel.set(xlim=(1.4, 180), ylim=(0.5e-3, 1.3))
+    panel.set(xlim=(1.4, 400), ylim=(0.5e-3, 1.3))
     panel.grid(alpha=0.3)
 
 

@@ -28,9 +28,13 @@ MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression that is built: each source once."""
+    """Operands of an expression that is built: each source once.
 
-    def __init__(self) -> None:
+    Two operands overlap if they read the same packed tensor; if ``enters_layers``, through recomputed layers, too.
+    """
+
+    def __init__(self, enters_layers: bool) -> None:
+        self._enters_layers = enters_layers
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self.quality = EXACT
@@ -62,7 +66,8 @@ class _Expressions:
     def _meet(self, kept: Saved) -> None:
         self.quality = self.quality.with_other(kept[1].quality)
         roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
-        self.overlap = self.overlap or bool(self._roots & roots)
+        reads, met = (roots, self._roots) if self._enters_layers else (packed, self.packed)
+        self.overlap = self.overlap or bool(reads & met)
         self._roots |= roots
         self.packed |= packed
         self.most = max(self.most, len(packed))
@@ -144,6 +149,8 @@ class DerivationRule(NamedTuple):
     most_packed: int = MOST_COMBINED
     is_jointly_linear: bool = False
     adds: bool = False
+    enters_layers: bool = True
+    most_decoded: float = MOST_DECODED
 
 
 def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
@@ -190,7 +197,7 @@ def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation:
     """Return how a result derives from operands whose tensors have these places."""
-    found = _Expressions()
+    found = _Expressions(rule.enters_layers)
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return Derivation(None)
@@ -218,7 +225,7 @@ def _derive_anew(
     picks: tuple[int, ...] | None = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     if picks == tuple(range(sum(len(kept) for kept, _ in operands))):
         picks = None
-    most_decoded = max(MOST_DECODED, rule.most_packed)
+    most_decoded = max(rule.most_decoded, rule.most_packed)
     is_light = is_traced(like) or decoded_bytes <= most_decoded * like.nbytes
     return Derivation(decoder, picks, is_light, tuple(small))
 

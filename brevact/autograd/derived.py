@@ -13,6 +13,7 @@ behind it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -24,12 +25,14 @@ from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import (
     MOST_ADDED_AGAIN,
     MOST_COMBINED,
+    MOST_DECODED,
     DerivationRule,
     derivation,
     function_of,
 )
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
 from brevact.autograd.saved import Saved
@@ -70,6 +73,7 @@ def derive(
     most_packed: int = MOST_COMBINED,
     is_jointly_linear: bool = False,
     adds: bool = False,
+    is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
 ) -> None:
@@ -91,8 +95,16 @@ def derive(
     if is_known:
         if adds and region.recompute:
             most_packed = MOST_ADDED_AGAIN
-        rule = DerivationRule(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
+        is_deep = goes_deep(region)
+        most_decoded = math.inf if is_deep and is_average else MOST_DECODED
+        rule = DerivationRule(
+            *(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds),
+            enters_layers=not is_deep,
+            most_decoded=most_decoded,
+        )
         tensors, found = derivation(rule, kept, out)
+        if is_deep and adds and len(tensors) > MOST_TENSORS:
+            return
         result = found.bind(tensors)
         if result is not None and found.is_worth_it(tensors, out):
             region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
@@ -230,4 +242,5 @@ def track_derived(
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,
+        is_average=kind is Kind.AVERAGE,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import not_held, place_of
+from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
@@ -56,6 +56,11 @@ class Call(NamedTuple):
     def calls(self) -> int:
         """Number of calls in the expression."""
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a sum in the expression, as of residual blocks."""
+        return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
     @property
     def reads(self) -> list[int]:
@@ -116,6 +121,7 @@ class Derived(Decoder):
             functions.
         repeated: sources that the expression reads more than once.
         deep: sources for which layers are recomputed.
+        adds: whether it is a sum, of residual blocks perhaps.
     """
 
     expression: Call
@@ -128,6 +134,7 @@ class Derived(Decoder):
     function: PointFunction | None
     repeated: frozenset[int]
     deep: frozenset[int]
+    adds: bool
 
     @staticmethod
     def of(
@@ -147,7 +154,9 @@ class Derived(Decoder):
         repeated = frozenset(number for number, count in read.items() if count > 1)
         deep = frozenset(number for number, (decoder, _) in enumerate(numbered) if decoder.depth)
         shape = tuple(like.shape)
-        return Derived(expression, numbered, shape, stride, like.dtype, quality, lasts, function, repeated, deep)
+        return Derived(
+            expression, numbered, shape, stride, like.dtype, quality, lasts, function, repeated, deep, expression.adds
+        )
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
@@ -171,12 +180,16 @@ class Derived(Decoder):
             start += count
         return parts
 
-    def _reading(self, tensors: tuple[Tensor, ...]) -> _Reading:
-        """Return the sources of the expression, none of them decoded yet."""
-        parts, early = self.parts(tensors), self.deep
-        if early:
-            early -= {max(early, key=lambda number: place_of(parts[number]))}
-        return _Reading(parts, {}, self.repeated, early)
+    def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the value of the expression."""
+        parts, deep, expression = self.parts(tensors), self.deep, self.expression
+        if not deep:
+            return _evaluated(expression, _Reading(parts, {}, self.repeated, deep), is_whole=True)[0]
+        latest = max(deep, key=lambda number: place_of(parts[number]))
+        if self.adds or not parts[latest][1].lingers:
+            return _evaluated(expression, _Reading(parts, {}, self.repeated, deep - {latest}), is_whole=True)[0]
+        with held_meanwhile():  # a gate is computed from the tensor that it multiplies
+            return _evaluated(expression, _Reading(parts, {}, self.repeated, frozenset()), is_whole=True)[0]
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
@@ -186,7 +199,7 @@ class Derived(Decoder):
 
     def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if self.function is None:
-            values = _evaluated(self.expression, self._reading(tensors), is_whole=True)[0]
+            values = self._evaluated(tensors)
         else:
             values = self.sources[0][0].decode_through(tensors, self.function, grad)
             if grad is not None:

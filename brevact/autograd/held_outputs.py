@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ class _Output:
     it may be differentiated.
     """
 
-    __slots__ = ("graph", "stream", "task", "values", "version")
+    __slots__ = ("graph", "lingers", "stream", "task", "values", "version")
 
-    def __init__(self, values: Tensor, task: int, graph: Graph | None = None) -> None:
+    def __init__(self, values: Tensor, task: int, graph: Graph | None = None, *, lingers: bool = False) -> None:
         self.values, self.version, self.stream, self.graph = values, values._version, _stream_of(values), graph
-        self.task = task
+        self.task, self.lingers = task, lingers
 
     def find(self) -> Tensor | None:
         """Return the output, if nobody has written to it, and who asks runs in the same backward pass, on its stream.
@@ -67,22 +67,24 @@ class _Task(threading.local):
     tokens: list[WeakStorage] | None = None
     #: Whether outputs are computed that are needed long before the next reader comes.
     passes_on = False
+    #: Whether a layer is computed that reads others.
+    is_inside = False
 
 
 _task = _Task()
 
 
-def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
+def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers: bool = False) -> None:
     """Hold an output until its readers have run; those of a graph that is kept, until the backward pass has ended."""
     task = current_graph_task()
-    if task == -1 or _task.passes_on:
+    if task == -1 or (_task.passes_on and not lingers):
         return
     if _task.number != task or _task.tokens is None:
         tokens: list[WeakStorage] = []
         _task.number, _task.tokens = task, tokens
         queue_callback(lambda: _let_go(tokens))
     storage = token.untyped_storage()
-    storage.__dict__[_HELD] = _Output(values, task, graph)
+    storage.__dict__[_HELD] = _Output(values, task, graph, lingers=lingers)
     _task.tokens.append(WeakStorage(storage))
 
 
@@ -106,6 +108,36 @@ def not_held() -> Iterator[None]:
         yield
     finally:
         _task.passes_on = before
+
+
+@contextmanager
+def inside_of_layer() -> Iterator[None]:
+    """Compute the input of a layer: readers of the outputs that linger do not follow at once."""
+    before, _task.is_inside = _task.is_inside, True
+    try:
+        yield
+    finally:
+        _task.is_inside = before
+
+
+@contextmanager
+def held_meanwhile() -> Iterator[None]:
+    """Hold outputs for the readers of this block of code, and give those back that are not held (:func:`not_held`)."""
+    if not _task.passes_on:
+        yield
+        return
+    is_same = _task.number == current_graph_task() and _task.tokens is not None
+    first = len(_task.tokens or ()) if is_same else 0
+    _task.passes_on = False
+    try:
+        yield
+    finally:
+        _task.passes_on = True
+        for reference in (_task.tokens or [])[first:]:
+            storage = reference()
+            held = None if storage is None else storage.__dict__.get(_HELD)
+            if held is not None and not held.lingers:
+                storage.__dict__.pop(_HELD)
 
 
 def _let_go(tokens: list[WeakStorage]) -> None:
@@ -132,8 +164,9 @@ class HeldOutput(Decoder):
         held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)
         found = None if held is None else held.find()
         if found is None:
-            found, graph = self._computed(tensors)
-            _hold(tensors[0], found, graph)
+            with not_held() if self.lingers and _task.is_inside else nullcontext():
+                found, graph = self._computed(tensors)
+            _hold(tensors[0], found, graph, lingers=self.lingers)
         return found
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:

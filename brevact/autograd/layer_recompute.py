@@ -27,7 +27,7 @@ from torch import Tensor
 from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import HeldOutput, is_held, make_token, take
+from brevact.autograd.held_outputs import HeldOutput, inside_of_layer, is_held, make_token, take
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now
@@ -44,6 +44,12 @@ from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Layers that are recomputed one after the other, before one is packed: all of them are held at once.
 MOST_NESTED = 4
+
+#: Multiplications an element (``recompute=``) from which on bytes count for more than time.
+DEEP = 4096
+
+#: Tensors that a longer chain is computed from, where the next one begins: each reader saves all of them.
+MOST_TENSORS = 128
 
 #: Elements that a convolution over some samples at a time reads or writes in one call of ATen.
 _NUMEL_OF_CALL = 1 << 18
@@ -68,7 +74,7 @@ class LayerOutput(HeldOutput):
 
     Args:
         layer: the layer.
-        source: decoder of the input, and the number of its tensors.
+        source: decoder of the input, and the number of its tensors, each of which is kept once.
         weight: decoder of the weight, and the number of its tensors.
         shape: of the output.
         stride: of the output.
@@ -76,6 +82,8 @@ class LayerOutput(HeldOutput):
         lasts: whether the next training step finds the same object.
         depth: layers that are computed for the output, one after the other, this one included.
         quality: of the output: that of the input.
+        lingers: whether it is held for readers that come much later.
+        places: of the tensors of the input, among those that are kept; None for those in order.
     """
 
     layer: Layer
@@ -87,6 +95,8 @@ class LayerOutput(HeldOutput):
     lasts: bool = field()  # without which the property of the base class would be its default
     depth: int = field()
     quality: Quality = field()
+    lingers: bool = field()
+    places: tuple[int, ...] | None
 
     @property
     def decodes_through(self) -> bool:
@@ -103,7 +113,8 @@ class LayerOutput(HeldOutput):
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         """Return the saved form of the input."""
         decoder, count = self.source
-        return tensors[1 : 1 + count], decoder
+        kept = tensors[1 : 1 + count]
+        return kept if self.places is None else tuple([kept[place] for place in self.places]), decoder
 
     @property
     def has_rows(self) -> bool:
@@ -129,8 +140,10 @@ class LayerOutput(HeldOutput):
         return self._run(tensors), None
 
     def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-        (source, inputs), (of_weight, weights) = self.source, self.weight
-        x = source.decode(tensors[1 : 1 + inputs])
+        (of_weight, weights), inputs = self.weight, self.source[1]
+        kept, source = self.input_of(tensors)
+        with inside_of_layer():
+            x = source.decode(kept)
         weight = of_weight.decode(tensors[1 + inputs : 1 + inputs + weights])
         operands = (x, weight, *tensors[1 + inputs + weights :])
         x, weight, *bias = (each if each.dtype is self.dtype else each.to(self.dtype) for each in operands)
@@ -222,12 +235,16 @@ def remember_output(
     if may_free_weights(weight):
         return
     known = region.find_kept(input)
-    if known is None or known[1].depth >= _most_nested(input, out):
+    if known is None:
         return
     inputs, of_input = known
+    if of_input.depth >= _most_nested(input, out):
+        if not goes_deep(region) or len(inputs) > 2 * MOST_TENSORS:
+            return
     weights, of_weight = region.keep_weight(weight)
     if of_weight is AS_IT_IS:
         weights = (weight.detach(),)
+    inputs, places = _each_once(inputs) if goes_deep(region) else (inputs, None)
     lasts, quality = of_input.lasts and of_weight.lasts, of_input.quality
     decoder = (_layer_output if lasts else LayerOutput)(
         layer,
@@ -239,9 +256,26 @@ def remember_output(
         lasts,
         of_input.depth + 1,
         quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, math.ceil(cost))),
+        goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
+        places,
     )
     biases = () if bias is None else (as_now(bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
+
+
+def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...] | None]:
+    """Return the distinct tensors, and the place of each of the given ones among them; None where all are distinct."""
+    places: dict[int, int] = {}
+    found = tuple([places.setdefault(id(x), len(places)) for x in tensors])
+    if len(places) == len(tensors):
+        return tensors, None
+    distinct = {id(x): x for x in tensors}
+    return tuple([distinct[number] for number in places]), found
+
+
+def goes_deep(region: Keeper) -> bool:
+    """Return whether chains of layers go on through narrow ones: bytes count there for more than time."""
+    return region.recompute >= DEEP
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:

@@ -17,6 +17,7 @@ from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import is_activation, out_of_place
@@ -204,7 +205,8 @@ def _track(
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:
-        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
+        is_small = row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel()
+        if is_small and not goes_deep(region):
             return
         operands = operands_of(region, tensors)
     if operands is None:

@@ -66,6 +66,11 @@ class Decoder:
         """Layers that are recomputed, one after the other, for the decoded tensor."""
         return 0
 
+    @property
+    def lingers(self) -> bool:
+        """Whether the decoded tensor is held though its next reader comes much later."""
+        return False
+
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
         """Return the saved form of the input of a recomputed layer or norm; None for other decoders."""
         return None

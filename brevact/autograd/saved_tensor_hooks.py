@@ -27,6 +27,7 @@ from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
@@ -231,7 +232,7 @@ class SavedTensorHooks(HookStack):
 
     def _keep_input(self, input: Tensor) -> Saved:
         """Keep the input of torch's own layer as a Function would."""
-        if input.numel() < self._region.settings.min_numel and not input._is_view():
+        if input.numel() < self._region.settings.min_numel and not (input._is_view() or goes_deep(self._region)):
             return keep_small(input, self._region.settings)
         return self._region.keep(input)
 

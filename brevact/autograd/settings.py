@@ -96,7 +96,9 @@ class BackwardSettings:
         score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
         recompute: layers whose output costs at most this many multiplications an element are recomputed in backward,
             from their input and weight, when an op with these settings reads the output, which is then not stored. 0
-            recomputes none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
+            recomputes none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on,
+            chains go on through narrow layers and sums of blocks, and tensors of fewer elements than ``min_numel`` are
+            recomputed, too.
         of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
             place of these, None for full precision. For an op inside another one, the first of the two decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's

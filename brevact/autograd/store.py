@@ -22,7 +22,7 @@ from brevact.autograd.decoders import (
     without_gaps,
 )
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.layer_recompute import serves_norms
+from brevact.autograd.layer_recompute import goes_deep, serves_norms
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -121,7 +121,8 @@ class Store(EagerKeeper):
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
         place = next(self.places) if settings.observes else 0
         normalizes = norm is not None and not settings.is_lossless
-        if x.numel() < settings.min_numel:
+        is_small = x.numel() < settings.min_numel
+        if is_small and not goes_deep(self):
             return _beside(keep_small(x, settings), norm)
         may_be_known = share and is_tracked(x)  # nothing can be found of a tensor whose storage carries nothing
         if may_be_known:
@@ -131,6 +132,8 @@ class Store(EagerKeeper):
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
                 return known if norm is None else _beside(known, norm)
+        if is_small:
+            return _beside(keep_small(x, settings), norm)
         if settings.is_exact:
             return _beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
         # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.

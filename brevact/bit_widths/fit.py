@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.bit_widths.budgets import Budget, BudgetRefusal, budget_of
+from brevact.bit_widths.budgets import Budget, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
     FULL_PRECISION,
@@ -21,7 +19,7 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_levels import QUIET, Levels, is_enough
+from brevact.bit_widths.fit_levels import QUIET, Levels
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.bit_widths.fit_parts import noise_on_part
 from brevact.bit_widths.fit_peaks import SLACK, TRIES, ByteLimit, peak_of_step
@@ -46,7 +44,7 @@ _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 _ROUNDS = 3
 #: Of a quick fit: batches whose gradients differ by the unit, those on which a policy is measured, and rounds.
 _QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
-#: Noise and squared bias above which a quick fit has layers recomputed, at the cost of another fit.
+#: Noise and squared bias above which a quick fit has more layers recomputed, at the cost of another fit.
 _QUICK_QUIET = 0.1
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
@@ -83,7 +81,7 @@ def fit(
     fits.
 
     Layers are recomputed (``recompute=``) where the bytes or the noise need that, and with a budget of bytes alone
-    until noise is below 0.01: ``fit`` tries one level after the other, up to 1024 multiplications an element. With
+    until noise is below 0.01: ``fit`` tries one level after the other, up to 4096 multiplications an element. With
     ``time`` it takes the highest level whose steps take no longer.
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
@@ -93,8 +91,9 @@ def fit(
 
     ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
     all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
-    batches; layers are recomputed where the budget cannot be met otherwise, or, with a budget of bytes alone, where
-    noise would be above 0.1. Bytes and peaks are measured on whole batches all the same.
+    batches. Without ``time`` it tries two levels of recomputation at most: the first one at which 4 bits are within the
+    budget, and the last one where noise would be above 0.1, or the budget cannot be met otherwise. Bytes and peaks are
+    measured on whole batches all the same.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is one of bytes.
@@ -159,7 +158,6 @@ def fit(
             exact = exact_gradients(model, batches, loss, on_pass)
             plain_peak = peak_of_step(model, batches[0], loss, packs=False)
 
-            @functools.cache
             def fit_at(recompute: int) -> Policy:
                 options = {"double_backward": double_backward, "recompute": recompute}
                 return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
@@ -167,11 +165,8 @@ def fit(
             if double_backward and time is None:  # the graph of a gradient needs what would be recomputed
                 return fit_at(0)
             quiet = _QUICK_QUIET if quick else QUIET
-            if quick and time is None:
-                with suppress(BudgetRefusal):
-                    if is_enough(policy := fit_at(0), budget, quiet):
-                        return policy
-            return Levels(model, batches[0], loss, on_pass, quiet).policy(fit_at, budget)
+            levels = Levels(model, batches[0], loss, on_pass, quiet=quiet, is_quick=quick)
+            return levels.policy(fit_at, budget)
 
 
 def _agree(report: FitReport) -> bool:

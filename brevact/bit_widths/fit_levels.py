@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,18 @@ from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients
 from brevact.reports.memory import memory_of
+from brevact.reports.memory_table import MemoryReport
 
 #: Multiplications and additions that an element of a layer may cost, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
 #: The last one that is tried where nobody says what a step may take.
-_MOST_WITHOUT_TIME = 1024
+_MOST_WITHOUT_TIME = 4096
 #: Noise and squared bias, in units of minibatch noise, below which nothing is recomputed to lower them.
 QUIET = 0.01
 #: Bits at which levels are measured: time hardly depends on them.
 _BIT_WIDTH = 6
+#: Bits that a quick fit is to leave: a level whose bytes at these are above the budget would be fitted in vain.
+_QUICK_BIT_WIDTH = 4
 #: Part of the bytes that a level must save to be one.
 _LEAST_SAVING = 0.02
 #: Steps of each kind whose time is measured, in turns, after one that is not.
@@ -40,12 +44,21 @@ class Levels:
         loss: takes the model and a batch, and returns a scalar.
         on_pass: is told of each pass whose time is measured.
         quiet: noise and squared bias below which nothing is recomputed to lower them.
+        is_quick: whether two levels are fitted at most where time has no budget.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Loss, on_pass: Callable[[], object], quiet: float = QUIET
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        on_pass: Callable[[], object],
+        *,
+        quiet: float = QUIET,
+        is_quick: bool = False,
     ) -> None:
-        self._model, self._batch, self._loss, self._on_pass, self._quiet = model, batch, loss, on_pass, quiet
+        self._model, self._batch, self._loss, self._on_pass = model, batch, loss, on_pass
+        self._quiet, self._is_quick = quiet, is_quick
 
     def policy(self, fit_at: Callable[[int], Policy], budget: Budget) -> Policy:
         """Return the policy that is fitted at one of the levels: the first that meets the budget, without much noise.
@@ -70,11 +83,12 @@ class Levels:
         met = [each for each in found if is_met(each, budget)]
         return min(met or found, key=lambda each: _report(each).harm)
 
-    def _in_order(self, budget: Budget) -> list[tuple[int, float]]:
+    def _in_order(self, budget: Budget) -> Iterable[tuple[int, float]]:
         """Return the levels to try, with the time that a step is to take; 0 where that was not measured."""
-        levels = self._that_differ()
         if budget.time is None:
-            return [(recompute, 0.0) for recompute in levels if recompute <= _MOST_WITHOUT_TIME]
+            found = self._quickly(budget) if self._is_quick else self._that_differ(_MOST_WITHOUT_TIME)
+            return ((recompute, 0.0) for recompute in found)
+        levels = list(self._that_differ(max(_LEVELS)))
         times = times_of(self._model, [_everywhere(each) for each in levels], self._batch, self._loss, self._on_pass)
         fitting = [(level, each) for level, each in zip(levels, times, strict=True) if each <= budget.time]
         if not fitting:
@@ -84,16 +98,33 @@ class Levels:
             )
         return fitting[::-1]
 
-    def _that_differ(self) -> list[int]:
-        found: dict[int, int] = {}
+    def _that_differ(self, most: int) -> Iterator[int]:
+        least = math.inf
         for recompute in _LEVELS:
-            with with_quantizers(self._model, _everywhere(recompute)):
-                saved_bytes = memory_of(
-                    self._model, lambda model: self._loss(model, self._batch), self._batch
-                ).saved_bytes
-            if not found or saved_bytes < (1 - _LEAST_SAVING) * min(found.values()):
-                found[recompute] = saved_bytes
-        return list(found)
+            if recompute > most:
+                return
+            saved_bytes = self._memory(recompute, _BIT_WIDTH).saved_bytes
+            if saved_bytes < (1 - _LEAST_SAVING) * least:
+                least = saved_bytes
+                yield recompute
+
+    def _quickly(self, budget: Budget) -> Iterator[int]:
+        """Yield the first level that leaves some bits, and the last one, whose layers may all be recomputed.
+
+        Where the budget allows much noise, the first one is that without recomputation.
+        """
+        needs_bits = budget.noise is None or budget.noise <= self._quiet
+        levels = [each for each in _LEVELS if each <= _MOST_WITHOUT_TIME]
+        for recompute in levels[:-1]:
+            memory = self._memory(recompute, _QUICK_BIT_WIDTH) if needs_bits else None
+            if memory is None or memory.saved_bytes <= budget.bytes_of(memory.plain_bytes):
+                yield recompute
+                break
+        yield levels[-1]
+
+    def _memory(self, recompute: int, bit_width: int) -> MemoryReport:
+        with with_quantizers(self._model, _everywhere(recompute, bit_width)):
+            return memory_of(self._model, lambda model: self._loss(model, self._batch), self._batch)
 
     def _timed(self, policy: Policy, recompute: int, predicted: float) -> Policy:
         """Return the policy with the time of a step in its report."""
@@ -118,8 +149,8 @@ def is_enough(policy: Policy, budget: Budget, quiet: float) -> bool:
     return is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= quiet)
 
 
-def _everywhere(recompute: int) -> dict[str, Any]:
-    return {"": quantizer_of(_BIT_WIDTH, attends=True, recompute=recompute)}
+def _everywhere(recompute: int, bit_width: int = _BIT_WIDTH) -> dict[str, Any]:
+    return {"": quantizer_of(bit_width, attends=True, recompute=recompute)}
 
 
 def times_of(

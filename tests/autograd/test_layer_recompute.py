@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+from contextlib import nullcontext
 
 import brevitas.nn as qnn
 import pytest
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import brevact
-from brevact.autograd import BackwardSettings, held_outputs, region
-from brevact.autograd.layer_recompute import MOST_NESTED
+from brevact.autograd import BackwardSettings, held_outputs, region, storage_report
+from brevact.autograd.decode_cache import MOST_HELD
+from brevact.autograd.layer_recompute import DEEP, MOST_NESTED, MOST_TENSORS
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
@@ -46,6 +48,29 @@ class Gated(nn.Module):
     def forward(self, x):
         x = F.silu(self.inner(x))
         return x + self.out(x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))).repeat(1, 2, 1, 1)
+
+
+class Inverted(nn.Module):
+    """Residual blocks of expansion, depthwise convolution, squeeze and excitation, and projection."""
+
+    def __init__(self, blocks: int, channels: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.expand = nn.ModuleList(nn.Conv2d(channels, width, 1, bias=False) for _ in range(blocks))
+        self.inner = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(blocks))
+        self.squeeze = nn.ModuleList(nn.Conv2d(width, 4, 1) for _ in range(blocks))
+        self.gate = nn.ModuleList(nn.Conv2d(4, width, 1) for _ in range(blocks))
+        self.project = nn.ModuleList(nn.Conv2d(width, channels, 1, bias=False) for _ in range(blocks))
+        self.norms = nn.ModuleList(
+            nn.ModuleList(nn.BatchNorm2d(size) for size in (width, width, channels)) for _ in range(blocks)
+        )
+
+    def forward(self, x):
+        for i, (first, second, third) in enumerate(self.norms):
+            y = F.silu(first(self.expand[i](x)))
+            y = F.silu(second(self.inner[i](y)))
+            y = y * torch.sigmoid(self.gate[i](F.silu(self.squeeze[i](F.adaptive_avg_pool2d(y, 1)))))
+            x = x + third(self.project[i](y))
+        return x
 
 
 class Attention(nn.Module):
@@ -115,6 +140,7 @@ NETS = {
     "attention with a mask": (lambda: Attention(attn_mask=torch.randn(7, 7)), (2, 7, 16)),
     "addmm": (Addmm, (4, 7, 16)),
     "gated": (Gated, (2, 8, 6, 5)),
+    "chain of residual blocks": (lambda: Inverted(5), (4, 4, 6, 5)),
     "logits": (Language, (4, 7, 16)),
     "nested deeper than is allowed": (
         lambda: nn.Sequential(
@@ -215,11 +241,13 @@ def test_what_is_held_is_given_back_with_its_last_reader():
     assert _held() == 0
 
 
-@pytest.mark.parametrize("name", ["batch norm, SiLU", "attention"])
-def test_a_graph_that_is_kept_holds_nothing_after_its_backward_pass(name):
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("batch norm, SiLU", 100), ("attention", 100), ("chain of residual blocks", DEEP)]
+)
+def test_a_graph_that_is_kept_holds_nothing_after_its_backward_pass(name, recompute):
     make, shape = NETS[name]
     net, x = make(), torch.randn(shape, requires_grad=True)
-    with region(settings(bit_width=8, recompute=100)):
+    with region(settings(bit_width=8, recompute=recompute)):
         loss = net(x).sum()
     first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
     assert _held() == 0
@@ -233,8 +261,10 @@ def _held() -> int:
     return sum(isinstance(each, held_outputs._Output) for each in gc.get_objects())
 
 
-def test_hooks_around_the_region_that_copy_change_nothing():
-    net, x = block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5)
+@pytest.mark.parametrize("name", ["batch norm, SiLU", "chain of residual blocks"])
+def test_hooks_around_the_region_that_copy_change_nothing(name):
+    make, shape = NETS[name]
+    net, x = make(), torch.randn(shape)
     expected = gradients(copy.deepcopy(net), x, EXACTLY)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         found = gradients(copy.deepcopy(net), x, EXACTLY)
@@ -396,9 +426,106 @@ def test_chains_of_layers_end():
     del loss
 
 
-def test_a_checkpoint_of_the_user_is_left_alone():
-    net, x = block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5)
-    inside = settings(bit_width=8, recompute=100)
+def _codes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> list[int]:
+    """Bytes of the packed tensors."""
+    with watch_saved() as saved, region(used):
+        loss = net(x.clone().requires_grad_()).sum()
+    del loss
+    return list({y.untyped_storage()._cdata: y.nbytes for y in saved.tensors if y.dtype is torch.uint8}.values())
+
+
+def test_chains_go_on_through_narrow_layers_where_bytes_count_most():
+    """Three blocks are computed from one packed sum; gates, and what they are computed from, are not stored."""
+    net, x = Inverted(9), torch.randn(4, 4, 16, 16)
+    deep, shallow = (_codes(net, x, settings(8, recompute=each)) for each in (DEEP, DEEP - 1))
+    assert len(deep) == 9 // 3 and len(shallow) > 9
+    assert all(size < 1.2 * x.numel() for size in deep)  # of the sums alone, in 8 bits and the scales
+    for each, are_stored in ((DEEP, False), (DEEP - 1, True)):
+        with watch_saved() as saved, region(dataclasses.replace(settings(8, recompute=each), min_numel=100)):
+            loss = net(x.clone().requires_grad_()).sum()
+        shapes = {tuple(y.shape) for y in saved.tensors}
+        assert ((4, 4, 1, 1) in shapes) == are_stored  # squeezed vectors, of too few elements to pack
+        del loss
+
+
+def test_chains_without_sums_end_where_many_tensors_are_read():
+    layers = (nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.SiLU())
+    net, x = nn.Sequential(*(copy.deepcopy(each) for _ in range(40) for each in layers)), torch.randn(4, 4, 16, 16)
+    codes = _codes(net, x, settings(8, recompute=DEEP))
+    saved_of_layer = 3 + 3  # a token, the weight and the bias; deviations, shifts and the weight of a norm
+    assert 1 < len(codes) <= 2 + 2 * 40 * saved_of_layer // (2 * MOST_TENSORS)
+
+
+def test_a_chain_computes_each_small_layer_once():
+    calls: list[str] = []
+    net, x = Inverted(4), torch.randn(2, 4, 6, 5, requires_grad=True)
+    with region(dataclasses.replace(EXACTLY, recompute=DEEP)):
+        loss = net(x).sum()
+    with Counting(calls):
+        loss.backward()
+    assert calls.count("aten.convolution.default") == 4 * 5
+
+
+def test_a_chain_of_large_layers_holds_those_of_two_blocks():
+    """Wide outputs are computed again for their own block; narrow ones, between blocks, are held."""
+    calls, held = [], []
+    net, x = Inverted(3), torch.randn(4, 4, 72, 72, requires_grad=True)
+    assert 4 * x.numel() > MOST_HELD
+    for layer in net.expand:
+        layer.register_forward_hook(lambda layer, args, out: _count_later(out, held))
+    with region(dataclasses.replace(EXACTLY, recompute=DEEP)):
+        loss = net(x).sum()
+    with Counting(calls):
+        loss.backward()
+    assert calls.count("aten.convolution.default") == 3 * 5 + 2 * 2  # wide ones, but those of the last block
+    assert len(held) == 3 and max(held) <= 2
+
+
+def _count_later(out: torch.Tensor, counts: list[int]) -> None:
+    """Count the outputs that are held when the gradient of this one is there."""
+    out.register_hook(lambda grad: counts.append(_wide(grad)))
+
+
+def _wide(like: torch.Tensor) -> int:
+    """Number of outputs of this size that are held for readers."""
+    gc.collect()
+    outputs = [each for each in gc.get_objects() if isinstance(each, held_outputs._Output)]
+    return sum(each.values.shape == like.shape for each in outputs)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_a_chain_are_the_same_by_every_route(deterministic):
+    net, x = Inverted(5), torch.randn(4, 4, 8, 8)
+    used, found = settings(8, recompute=DEEP), []
+
+    def run(call, hooks):
+        net.zero_grad()
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        with hooks, region(used):
+            loss = call(inputs).square().mean()
+        loss.backward()
+        found.append([inputs.grad, *(p.grad.clone() for p in net.parameters())])
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)):
+            run(net, hooks)
+        run(lambda x: net.forward(x=x), nullcontext())
+        with storage_report.recording():
+            run(net, nullcontext())
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("batch norm, SiLU", 100), ("chain of residual blocks", DEEP)])
+def test_a_checkpoint_of_the_user_is_left_alone(name, recompute):
+    make, shape = NETS[name]
+    net, x = make(), torch.randn(shape)
+    inside = settings(bit_width=8, recompute=recompute)
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -651,12 +778,18 @@ def test_a_backward_pass_that_raises_leaves_no_outputs_to_the_next_ones():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: ResNet20(classes=10), lambda: efficientnetv2("nano", image_size=32, classes=10)]
+    ("make", "recompute"),
+    [
+        (lambda: ResNet20(classes=10), 1024),
+        (lambda: efficientnetv2("nano", image_size=32, classes=10), 1024),
+        (lambda: efficientnetv2("nano", image_size=32, classes=10), DEEP),
+    ],
+    ids=["ResNet", "EfficientNet", "EfficientNet, chains"],
 )
-def test_exact_gradients_in_a_fourth_of_the_bytes(make):
+def test_exact_gradients_in_a_fourth_of_the_bytes(make, recompute):
     torch.manual_seed(0)
     model = make().train()
-    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=1024)
+    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=recompute)
     batch = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
     found = []
     for net, use in ((model, torch.enable_grad()), (ours, brevact.backward_quant(ours))):
@@ -668,15 +801,28 @@ def test_exact_gradients_in_a_fourth_of_the_bytes(make):
     # as above: roundings of sums of some hundred products, relative to the gradient of all weights
     assert (found[1] - found[0]).norm() <= 256 * torch.finfo(torch.float32).eps * found[0].norm()
     assert brevact.memory_report(ours, batch, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])).ratio >= 4
-    assert "stores full precision, recompute=1024" in str(ours)
+    assert f"stores full precision, recompute={recompute}" in str(ours)
 
 
-def test_a_quantized_model_that_is_recomputed_has_exact_gradients():
+def test_chains_of_an_efficientnet_are_stored_in_a_third_of_the_bytes():
+    torch.manual_seed(0)
+    batch = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    found = []
+    for recompute in (1024, DEEP):
+        model = efficientnetv2("nano", image_size=32, classes=10).train()
+        brevact.quantize_backward(model, brevact.DitherBackward8bit, recompute=recompute)
+        report = brevact.memory_report(model, batch, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]))
+        found.append(report.saved_bytes)
+    assert 3 * found[1] <= found[0]
+
+
+@pytest.mark.parametrize("recompute", [1024, DEEP])
+def test_a_quantized_model_that_is_recomputed_has_exact_gradients(recompute):
     torch.manual_seed(0)
     layers = [qnn.QuantConv2d(3, 8, 3, padding=1, weight_bit_width=4), nn.BatchNorm2d(8), qnn.QuantReLU(bit_width=4)]
     model = nn.Sequential(*layers, qnn.QuantConv2d(8, 8, 1, weight_bit_width=4), nn.BatchNorm2d(8), nn.SiLU())
     x = torch.randn(8, 3, 16, 16)
-    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=1024, min_numel=0)
+    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=recompute, min_numel=0)
     for net in (model, ours):
         net(x).square().mean().backward()
     for a, b in zip(ours.parameters(), model.parameters(), strict=True):

@@ -355,7 +355,7 @@ def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     quiet = brevact.fit(model, batches, loss, noise=0.01).report
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
-    assert timed.recompute == both.recompute and timed.ratio > quiet.ratio
+    assert timed.recompute == 4096 and timed.ratio > both.ratio  # the last level, though an earlier one would do
     assert f"{timed.time:.2f} times as long (predicted: {timed.predicted_time:.2f})" in timed.summary
 
 
@@ -368,6 +368,32 @@ def test_a_quick_fit_recomputes_layers_where_noise_would_be_large(widening):
     assert loud.ratio >= 20 and 0.1 < loud.harm <= 0.5 and loud.recompute == 0
     quiet = brevact.fit(model, batches, loss, ratio=12, quick=True).report
     assert quiet.ratio >= 12 and 0.001 < quiet.harm <= 0.1 and quiet.recompute == 0  # one fit, not one a level
+
+
+class InvertedResiduals(nn.Module):
+    """Residual blocks whose projections are recomputed where chains of layers go on through narrow ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Conv2d(8, 32, 1), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 8, 1), nn.BatchNorm2d(8))
+        self.blocks = nn.ModuleList(nn.Sequential(*(copy.deepcopy(each) for each in layers)) for _ in range(6))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_quick_fit_goes_to_the_level_that_leaves_bits():
+    torch.manual_seed(0)
+    model = InvertedResiduals()
+    batches = [(torch.randn(16, 8, 12, 12), torch.randint(5, (16,))) for _ in range(2)]
+    few = brevact.fit(model, batches, loss, ratio=60, quick=True).report
+    assert few.ratio >= 60 and few.harm <= 0.1 and few.recompute == 64
+    many = brevact.fit(model, batches, loss, ratio=120, quick=True).report
+    assert many.ratio >= 120 and many.harm <= 0.1 and many.recompute == 4096
+    assert many.passes <= few.passes + 8  # one level is fitted, as there, not five
 
 
 def test_a_time_that_no_step_takes_is_refused(widening):

@@ -23,6 +23,7 @@ from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
@@ -188,7 +189,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
-    if input.numel() < region.settings.min_numel:
+    if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
