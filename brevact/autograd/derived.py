@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import CONSTANT_TYPES
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import (
     MOST_ADDED_AGAIN,
@@ -170,16 +171,12 @@ class _PositionalCall(NamedTuple):
         return self.function(*[next(given) if arg is Tensor else arg for arg in self.args])
 
 
-#: Types of constants that are no containers of tensors.
-_FLAT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.memory_format))
-
-
 def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
     """Return a call as a function of the tensors among its arguments."""
     if not kwargs:
         flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
         constants = [type(arg) for arg in flat if arg is not Tensor]
-        if _FLAT.issuperset(constants):
+        if CONSTANT_TYPES.issuperset(constants):
             return _PositionalCall(func, flat) if constants else func
     leaves, spec = tree_flatten((args, kwargs))
     return _BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.abandoned_forwards import is_alive
+from brevact.autograd.call_arguments import PLAIN_TYPES, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, operands_of, track_derived
@@ -29,7 +30,6 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
-from brevact.autograd.weights import tensors_of_call
 from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -87,8 +87,8 @@ class EagerMode(compiled_mode.RegionMode):
             if stores_nothing(func, args):
                 return func(*args, **kwargs)
         for kind in types:
-            if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
-                with self:
+            if kind not in PLAIN_TYPES and not issubclass(kind, Tensor):
+                with self:  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
                     return kind.__torch_function__(func, types, args, kwargs)
         regions = active.regions
         if not regions:
@@ -127,7 +127,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.kind is not None:
-                    _track(region, row, func, args, kwargs, result, operands)
+                    _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
     tensors = tensors_of_call(args, kwargs)
     if region.makes_weight(row, tensors):
@@ -155,7 +155,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             hooks.cast_shapes = None
     region.mark(result, is_weight=False)
     if row.kind is not None:
-        _track(region, row, func, args, kwargs, result, operands, tensors)
+        _track(region, row, func, args, kwargs, result, tensors, operands)
     return result
 
 
@@ -181,24 +181,19 @@ def _track(
     args: tuple,
     kwargs: dict[str, Any],
     result: Any,
+    tensors: list[Tensor],
     operands: list[tuple[Tensor, Saved | None]] | None,
-    tensors: list[Tensor] | None = None,
 ) -> None:
     """Record the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
 
-    A result that is a view of a known argument is known already. ``tensors`` are the tensors among the arguments, if
-    the caller has them. If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from
-    before the call.
+    A result that is a view of a known argument is known already. ``tensors`` are the tensors among the arguments. If
+    the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
     """
-    if type(result) is not Tensor:
+    if type(result) is not Tensor or not (row.overwrites or any_tracked(tensors)):
         return
     # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if is_new and known_values.is_marked(result):
-        return
-    if tensors is None:
-        tensors = tensors_of_call(args, kwargs)
-    if not row.overwrites and not any_tracked(tensors):
         return
     if row.kind is Kind.MOVE:
         track_moved_codes(func, args, kwargs, result)

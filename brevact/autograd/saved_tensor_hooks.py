@@ -27,7 +27,6 @@ from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
@@ -216,9 +215,9 @@ class SavedTensorHooks(HookStack):
             self.waiting.append((stored, x.detach()))
             return stored
         if x is input:
-            return self._hand_on(self._keep_input(x))
+            return self._hand_on(self._region.keep(x))
         if self.flattens:
-            tensors, decoder = self._keep_input(input)
+            tensors, decoder = self._region.keep(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
                 return self._hand_on(((x,), AS_IT_IS))
             return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
@@ -229,12 +228,6 @@ class SavedTensorHooks(HookStack):
         if x.shape != input.shape:
             return self._hand_on(keep_as_it_is(x))  # statistics
         return self._hand_on(self._keep(x, self._region, sys._getframe(2)))  # the input in another order of memory
-
-    def _keep_input(self, input: Tensor) -> Saved:
-        """Keep the input of torch's own layer as a Function would."""
-        if input.numel() < self._region.settings.min_numel and not (input._is_view() or goes_deep(self._region)):
-            return keep_small(input, self._region.settings)
-        return self._region.keep(input)
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
         """Pack a tensor that other code than a torch function saves: the region's mode is active here."""

@@ -30,7 +30,7 @@ from brevact.cpu_kernels.memory import (
 )
 from brevact.cpu_kernels.normalize import words_of
 from brevact.cpu_kernels.quantize import quantize
-from brevact.cpu_kernels.tables import rounding_of, uniform_table
+from brevact.cpu_kernels.tables import uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
@@ -292,7 +292,7 @@ def packed_batch_norm(
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`batch_norm` takes, where the groups of the plan lie in blocks."""
-    table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
+    table = uniform_table(plan, x.dtype, seed is not None)
     if not table.fused:
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)

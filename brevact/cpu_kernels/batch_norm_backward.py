@@ -16,7 +16,6 @@ from torch import Tensor
 from brevact.cpu_kernels.arrays import takes
 from brevact.cpu_kernels.batch_norm import PIECE, fill_run, is_dense_map, sizes_of, sum_of
 from brevact.cpu_kernels.dequantize import dequantize
-from brevact.cpu_kernels.groups import NEAREST
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -180,7 +179,7 @@ def packed_batch_norm_backward(
     """
     if not _is_taken(target, grad, weight):
         return NotImplemented
-    dequantize(buffer, uniform_table(plan, torch.float32, NEAREST), plan, None, target)
+    dequantize(buffer, uniform_table(plan, torch.float32), plan, None, target)
     return _run(target, target, grad, weight, None, invstd, mask)
 
 

@@ -17,7 +17,6 @@ from brevact.cpu_kernels.groups import (
     INNER,
     KIND,
     MINIMUM_KIND,
-    NEAREST,
     NUMEL,
     ROWS,
     SCALE_KIND,
@@ -215,7 +214,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     """See the reference."""
-    dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, other, target)
+    dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
 
 
 def denormalize(
@@ -231,7 +230,7 @@ def denormalize(
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    table = uniform_table(plan, target.dtype, NEAREST)
+    table = uniform_table(plan, target.dtype)
     dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
@@ -243,7 +242,7 @@ def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tens
     The plan is that of the 1-D tensor of these groups, whose (G,) indices are `rows`; the target may be the factor.
     """
     rows = rows.contiguous()
-    dequantize(buffer, table_of(plan, target.dtype, NEAREST, rows.data_ptr()), plan, other, target)
+    dequantize(buffer, table_of(plan, target.dtype, rows=rows.data_ptr()), plan, other, target)
 
 
 def dequantize(

@@ -55,7 +55,7 @@ from brevact.cpu_kernels.philox import column_words, halves_of, shift_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.ranges import range_keys
 from brevact.cpu_kernels.rounding import is_spread, round_narrow, round_wide, shift_to_levels
-from brevact.cpu_kernels.tables import GroupTable, rounding_of, table_of, uniform_table
+from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import Place, UniformPlan
 
@@ -209,7 +209,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where groups lie in blocks, else two."""
-    quantize(x, uniform_table(plan, x.dtype, rounding_of(plan, seed)), plan, seed, buffer)
+    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
 
 
 def quantize_normalized(
@@ -222,7 +222,7 @@ def quantize_normalized(
     buffer: Tensor,
 ) -> None:
     """Where groups lie in blocks; elsewhere NotImplemented: the reference normalizes, then quantizes."""
-    table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
+    table = uniform_table(plan, x.dtype, seed is not None)
     if not table.fused:
         return NotImplemented
     quantize(x, table, plan, seed, buffer, words_of(mean, factor, place))
@@ -235,7 +235,7 @@ def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Ten
     seed codes are rounded to nearest. The buffer is zero where the plan has padding.
     """
     rows = rows.contiguous()  # in a name, so that its memory lives on
-    quantize(flat, table_of(plan, flat.dtype, rounding_of(plan, seed), rows.data_ptr()), plan, seed, buffer)
+    quantize(flat, table_of(plan, flat.dtype, seed is not None, rows.data_ptr()), plan, seed, buffer)
 
 
 def quantize(

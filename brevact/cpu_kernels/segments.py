@@ -31,7 +31,6 @@ from brevact.cpu_kernels.groups import (
     GROUPS,
     KIND,
     MINIMUM_KIND,
-    NEAREST,
     NUMEL,
     SCALE_KIND,
     read_metadata,
@@ -225,7 +224,7 @@ def map_levels(
     """The kernel's registers are limited."""
     if plan.geometry.bit_width > 4:
         return NotImplemented
-    own, words = uniform_table(plan, dtype, NEAREST), _words_of_segments(segments)
+    own, words = uniform_table(plan, dtype), _words_of_segments(segments)
     norm = None if factor is None or place is None else words_of(mean, factor, place)
     codes = buffer.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
@@ -241,7 +240,7 @@ def look_up(
     """The kernel's registers are limited."""
     if plan.geometry.bit_width > 4:
         return NotImplemented
-    own, words = uniform_table(plan, target.dtype, NEAREST), _words_of_segments(segments)
+    own, words = uniform_table(plan, target.dtype), _words_of_segments(segments)
     factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])
     pointers = buffer.data_ptr(), ctypes.addressof(words), table.data_ptr(), factor, kind, target.data_ptr()
     share(look_up_blocks, (*pointers, own.address), own.blocks, plan.geometry.block_size, torch.get_num_threads())

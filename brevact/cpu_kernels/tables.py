@@ -58,15 +58,13 @@ def grid_table(geometry: Geometry, dtype: torch.dtype, rounding: int) -> GroupTa
     return GroupTable(geometry, dtype, rounding)
 
 
-def rounding_of(plan: UniformPlan, seed: int | Tensor | None) -> int:
-    """How the groups of a plan round, as kernels read it; to nearest without a seed."""
-    if seed is None:
-        return groups.NEAREST
-    return groups.DITHERED if plan.dithered else groups.STOCHASTIC
+def table_of(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False, rows: int = 0) -> GroupTable:
+    """Table of a tensor that is quantized by a plan, or of some of its groups at the addresses of `rows`.
 
-
-def table_of(plan: UniformPlan, dtype: torch.dtype, rounding: int, rows: int = 0) -> GroupTable:
-    """Table of a tensor that is quantized by a plan, or of some of its groups at the addresses of `rows`."""
+    Without a seed its elements are rounded to nearest.
+    """
+    at_random = groups.DITHERED if plan.dithered else groups.STOCHASTIC
+    rounding = at_random if has_seed else groups.NEAREST
     return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
@@ -30,7 +31,7 @@ from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is, pack
-from brevact.autograd.weights import comes_from_layer, tensors_of_call
+from brevact.autograd.weights import comes_from_layer
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     COMPILING,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import PLAIN_TYPES
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
@@ -148,19 +149,18 @@ def blank(input_like: InputLike, grad: Tensor) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
 
 
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
 
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
+    return type(x) in PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
     return (
-        type(x) in _PLAIN_TYPES
+        type(x) in PLAIN_TYPES
         and x.dtype in ACTIVATION_DTYPES
         and x.layout is _STRIDED
         and not (x.is_nested or is_functorch_tensor(x))
@@ -169,7 +169,7 @@ def is_activation(x: Any) -> bool:
 
 def is_complex(x: Any) -> bool:
     """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
-    return type(x) in _PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
+    return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 
 def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -25,7 +25,6 @@ from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requi
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
-from brevact.quantizers import is_traced
 
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
@@ -197,7 +196,7 @@ def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geo
     channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
     if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * channels > _BLOCK:
         return False
-    if is_traced(input):  # compilers plan memory themselves, and sizes of parts may be none that they know
+    if type(input) is not Tensor:  # traced: compilers plan memory, and sizes of parts may be none that they know
         return False
     samples, _, *positions = input.shape
     return samples * math.prod(positions) * _BLOCK >= _MANY_PADDED and (samples > 1 or _has_parts(geometry))

@@ -5,16 +5,17 @@ On a GPU cuDNN copies weights that are not in one storage into a flat tensor, an
 
 from __future__ import annotations
 
+from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.storages import storage_address
-from brevact.autograd.weights import is_parameter, tensors_in
+from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled
 
 
 def _copies_weights(region: Keeper, args: tuple) -> bool:
     """Whether a recurrent layer has its weights copied: by autocast, or because they are not in one storage."""
-    weights = [x for x in tensors_in(args) if is_parameter(x) and x.is_cuda]
+    weights = [x for x in tensors_of_call(args, {}) if is_parameter(x) and x.is_cuda]
     if not weights:
         return False
     return is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
