@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantiz
 
 _is_grad_enabled = torch.is_grad_enabled
 _NO_CONTEXT = nullcontext()
+_STRIDED = torch.strided
 _shared = SharedPacks()
 
 
@@ -90,13 +92,18 @@ class Store(EagerKeeper):
         ``x`` derives from); otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel``
         elements, or the settings are exact.
         """
-        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
-            if x.is_complex():
-                return self._keep_pairs(x, share)
-            if x._is_view() and is_parameter(x._base):
-                kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
-                return kept if norm is None else norm.unpacked(kept)
-            return self._keep(x, self.settings, share, norm)
+        if self.is_counted and not is_traced(x):
+            with no_dispatch_modes():
+                return self._keep_any(x, share, norm)
+        return self._keep_any(x, share, norm)
+
+    def _keep_any(self, x: Tensor, share: bool, norm: NormInput | None) -> Saved:
+        if x.is_complex():
+            return self._keep_pairs(x, share)
+        if x._is_view() and is_parameter(x._base):
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+            return kept if norm is None else norm.unpacked(kept)
+        return self._keep(x, self.settings, share, norm)
 
     def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
         """Keep a complex tensor as pairs of real numbers."""
@@ -151,7 +158,9 @@ class Store(EagerKeeper):
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
         """Pack ``x``, or its normalized values, of which nobody keeps codes."""
         quantizer = settings.quantizer
-        plan = _plan_of(settings, x) if settings.uses_fast_pack and norm is None else None
+        plan = None
+        if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
+            plan = _plan_of(quantizer, x.shape, x.stride(), x.dtype)
         if plan is not None:
             spec, decoder = plan
             buffer = spec.empty(x)
@@ -241,27 +250,16 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     return _shared.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
 
 
-def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:
-    """Return how tensors of these sizes are packed, found again in each step; None for those with gaps."""
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_neg():
+@functools.lru_cache(maxsize=4096)
+def _plan_of(
+    quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> tuple[PackedSpec[Any], Decoder] | None:
+    """Return how tensors of these sizes are packed, the same objects in each step; None for those with gaps."""
+    layout = Layout.of_sizes(shape, stride, dtype)
+    if not layout.is_dense or layout.numel != shape.numel() or dtype not in ACTIVATION_DTYPES:
         return None
-    key = settings.key, x.shape, x.stride(), x.dtype
-    try:
-        return _plans[key]
-    except KeyError:
-        layout, plan = Layout.of(x), None
-    if layout.is_dense and layout.numel == x.numel() and layout.dtype in ACTIVATION_DTYPES:
-        spec = PackedSpec.of(settings.quantizer, layout)
-        plan = spec, decoder_of_packed(spec)
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
-
-
-#: By the key of settings, and sizes.
-_plans: dict[Hashable, tuple[PackedSpec[Any], Decoder] | None] = {}
-_MOST_PLANS = 4096
+    spec = PackedSpec.of(quantizer, layout)
+    return spec, decoder_of_packed(spec)
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:

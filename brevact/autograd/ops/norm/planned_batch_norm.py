@@ -7,7 +7,7 @@ are in a plan, found again in each step (:func:`find_plan`). Where something is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -43,43 +43,25 @@ class _Plan(NamedTuple):
     output: OutputDecoder
 
 
-def _plan_of(settings: BackwardSettings, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Plan | None:
-    """Return the plan of calls with tensors of these sizes, found again in each step; None where there is none."""
-    key = (
-        settings.key,
-        input.shape,
-        input.stride(),
-        input.dtype,
-        None if weight is None else weight.shape,
-        None if bias is None else bias.shape,
-    )
-    try:
-        return _plans[key]
-    except KeyError:  # of this call, or since another thread has cleared the table
-        plan = _make_plan(settings, Layout.of(input), weight, bias)
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
-
-
-def _make_plan(settings: BackwardSettings, layout: Layout, weight: Tensor | None, bias: Tensor | None) -> _Plan | None:
-    if layout.numel < settings.min_numel:
-        return None
-    packing = plan_of_channels(settings.quantizer, layout)
-    shape = torch.Size(layout.shape)
+@functools.lru_cache(maxsize=4096)
+def _plan_of(
+    quantizer: Any,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    of_weight: torch.Size | None,
+    of_bias: torch.Size | None,
+) -> _Plan | None:
+    """Return the plan of calls with tensors of these sizes, the same in each step; None where there is none."""
+    layout = Layout.of_sizes(shape, stride, dtype)
+    packing = plan_of_channels(quantizer, layout)
     if packing is None or not shape.numel() == layout.numel > shape[1]:
         return None
-    if any(x is not None and x.shape != shape[1:2] for x in (weight, bias)) or (weight is None and bias is not None):
+    if any(sizes not in (None, shape[1:2]) for sizes in (of_weight, of_bias)) or (of_weight is None and of_bias):
         return None
-    source = packed_decoder(_OVER_CHANNELS, packing.spec, layout.dtype)
-    has, decoding = (weight is not None, bias is not None), packing if weight is not None else None
-    return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, layout.dtype, decoding))
-
-
-#: By the key of settings, and sizes.
-_plans: dict[Hashable, _Plan | None] = {}
-_MOST_PLANS = 4096
+    source = packed_decoder(_OVER_CHANNELS, packing.spec, dtype)
+    has, decoding = (of_weight is not None, of_bias is not None), packing if of_weight is not None else None
+    return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, dtype, decoding))
 
 
 class _PlannedBatchNorm(Saving):
@@ -136,6 +118,8 @@ def find_plan(
 
     None where an argument is of another kind than in most nets.
     """
+    if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
+        return None
     if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor or input._is_view():
         return None
     device = input.device
@@ -151,7 +135,8 @@ def find_plan(
         return None
     if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
         return None  # its statistics may be of its type, or autocast casts it
-    return _plan_of(settings, input, weight, bias)
+    of_weight, of_bias = None if weight is None else weight.shape, None if bias is None else bias.shape
+    return _plan_of(settings.quantizer, input.shape, input.stride(), input.dtype, of_weight, of_bias)
 
 
 def packs_anew(region: EagerKeeper, input: Tensor) -> bool:
