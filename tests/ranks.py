@@ -26,9 +26,9 @@ children = []
 for rank in range(int(sys.argv[2])):
     if not (child := os.fork()):
         main(rank, Path(sys.argv[3]))
-        sys.exit()
+        os._exit(0)  # the end of an interpreter that has imported torch takes a second
     children.append(child)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+os._exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 

@@ -216,6 +216,7 @@ for removed in removals:
     with os.fdopen(receive) as file:
         print(file.read(), flush=True)
     os.wait()
+os._exit(0)  # the end of an interpreter that has imported torch takes a second
 """
 
 

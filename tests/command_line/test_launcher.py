@@ -45,8 +45,8 @@ def forked(process: Forks, *arguments: str) -> Done:
 
 
 @linux
-def test_a_program_gets_its_arguments_and_gives_its_exit_status(script):
-    done = launched("--allocator", "none", script, "7", "--flag", "-m")
+def test_a_program_gets_its_arguments_and_gives_its_exit_status(process, script):
+    done = forked(process, "--allocator", "none", script, "7", "--flag", "-m")
     assert (done.returncode, done.stdout) == (7, "['7', '--flag', '-m'] \n")
 
 

@@ -393,7 +393,8 @@ before = resident()
 import brevact
 after = resident()
 from brevact.loaded import loaded_bytes
-print(after - before, loaded_bytes())
+print(after - before, loaded_bytes(), flush=True)
+os._exit(0)  # the end of an interpreter that has imported torch takes a second
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     added, counted = map(int, done.stdout.split())
