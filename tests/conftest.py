@@ -2,9 +2,12 @@
 
 import gc
 import os
+import time
+from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of as many workers as there are cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else another process imports torch, to compile
 
 import pytest
 import torch
@@ -15,6 +18,11 @@ declare_missing_ops()  # before the first import of a library that imports torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    # Where there is no such device, `torch.manual_seed` formats the stack of its call three times, for the case that
+    # the seed cannot be set later on; in a test, behind pytest's functions, that takes longer than most tests do.
+    device.traceback = SimpleNamespace(format_stack=list)
 
 gc.disable()  # until all is collected: nearly all of what imports and collecting allocate stays
 
@@ -34,3 +42,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.callbacks.append(_Passes.note)
+
+
+class _Passes:
+    """Full passes of the garbage collector: when one has begun, and whether one since the last freeze was long."""
+
+    SECONDS = 0.1
+    start = 0.0
+    are_long = False
+
+    @classmethod
+    def note(cls, phase: str, info: dict[str, int]) -> None:
+        """Takes note of the start or the end of a pass."""
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            cls.start = time.process_time()
+        else:
+            cls.are_long |= time.process_time() - cls.start > cls.SECONDS
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Takes what a module's tests have left, imported libraries above all, out of the passes once these take long."""
+    if _Passes.are_long and nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+        _Passes.are_long = False

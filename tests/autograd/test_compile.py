@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -54,6 +56,15 @@ def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.fixture
+def scalar_code() -> Iterator[None]:
+    """Inductor writes loops without vectors, and compiles no file for each kind of vectors to see whether it can."""
+    with inductor_config.patch({"cpp.vec_isa_ok": False}):
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        yield
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 class Block(nn.Module):
@@ -624,6 +635,7 @@ class Branches(nn.Module):
         return sum(branch(x) for branch in self.branches)
 
 
+@pytest.mark.usefixtures("scalar_code")
 def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
     chosen = settings(24, Rounding.NEAREST)
     model = brevact.quantize_backward(Branches(), chosen)
@@ -838,6 +850,7 @@ def test_another_threads_compiler_does_not_stop_packing():
     assert len(sizes) == 1
 
 
+@pytest.mark.usefixtures("scalar_code")
 def test_convolution_of_few_channels_compiles_for_any_number_of_rows(monkeypatch):
     monkeypatch.setattr("brevact.autograd.ops.convolution._MANY_PADDED", 1 << 14)
     monkeypatch.setattr("brevact.autograd.ops.convolution._PADDED_OF_PART", 1 << 12)

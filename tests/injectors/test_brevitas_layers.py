@@ -396,7 +396,7 @@ from brevitas.quant import Int8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat
 from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act
 import brevact, brevact.nn as bnn
 
-assert brevitas.config.JIT_ENABLED
+assert brevitas.config.JIT_ENABLED and brevitas.NATIVE_STE_BACKEND_LOADED <= NATIVE
 x = torch.randn(4, 8, 6, 9)
 for injector in (Int8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat, MXFloat8e4m3Act):
     q = brevact.quantizer(injector)
@@ -413,9 +413,22 @@ else:
 """
 
 
-def test_quantizers_work_where_brevitas_scripts_them():
+#: Without a compiler Brevitas goes on with Python's estimators; its extension takes half a minute to compile.
+WITHOUT_COMPILER = """
+from torch.utils import cpp_extension
+
+def load(**arguments):
+    raise RuntimeError("Ninja is required to load C++ extensions")
+
+cpp_extension.load = load
+"""
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_quantizers_work_where_brevitas_scripts_them(native: bool):
+    script = f"NATIVE = {native}{'' if native else WITHOUT_COMPILER}{SCRIPT}"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**os.environ, "BREVITAS_JIT": "1", "PYTHONPATH": str(Path(brevact.__file__).parents[1])},
         capture_output=True,
         text=True,
