@@ -523,7 +523,7 @@ FAULTS = (
     Fault(
         "views of parameters are packed",
         "autograd/store.py",
-        "Store._keep_any",
+        "Store.keep",
         "x._is_view() and is_parameter(x._base)",
         "False",
         WEIGHTS,
