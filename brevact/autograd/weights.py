@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
@@ -30,34 +31,6 @@ _LAYER_NODES = (
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
 _SWEEP_FLOOR = 64
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors among nested arguments or results."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            pending += reversed(value)
-        elif isinstance(value, dict):
-            pending += value.values()
-    return found
-
-
-def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a call, faster than :func:`tensors_in` where few are nested."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list | dict):
-            found += tensors_in(value)
-    return found
 
 
 def is_parameter(x: Tensor | None) -> bool:
@@ -116,7 +89,7 @@ class ModelState:
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether an op's result is a weight: on its graph node, or by its storage if it has none."""
-        for x in tensors_in(output):
+        for x in tensors_of_call((output,), {}):
             node: Any = x.grad_fn
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
