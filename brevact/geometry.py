@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +15,9 @@ DEFAULT_BLOCK = 512
 LARGEST_BLOCK = 4096
 SMALLEST_GAP = 2.0**-126
 """Smallest normal float32: two levels that are closer count as one, so that the inverse of a gap stays finite."""
+
+MOST_DIMS = 4
+"""Dimensions of a tensor that kernels read by its strides."""
 
 
 def block_size_for(bucket_size: int | None) -> int:
@@ -32,6 +37,24 @@ def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
     """Bytes of packed codes: bit_width bits an element, the last block rounded up to eight elements."""
     blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
     return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
+
+
+def sizes_and_strides(sizes: Sequence[int], *strides: Sequence[int]) -> array[int] | None:
+    """Return sizes, and strides of some tensors along the same dimensions, as words; None for too many dimensions.
+
+    Dimensions that lie in each tensor as one would count as one.
+    """
+    found: list[tuple[int, ...]] = []
+    for size, *steps in zip(sizes, *strides, strict=True):
+        if found and all(outer == size * step for outer, step in zip(found[-1][1:], steps, strict=True)):
+            size *= found.pop()[0]
+        found.append((size, *steps))
+    if len(found) > MOST_DIMS:
+        return None
+    missing = MOST_DIMS - len(found)
+    columns = list(zip(*found, strict=True)) if found else [()] * (1 + len(strides))
+    ones = [1, *[0] * len(strides)]
+    return array("q", (word for one, column in zip(ones, columns, strict=True) for word in (*[one] * missing, *column)))
 
 
 @dataclass(frozen=True)

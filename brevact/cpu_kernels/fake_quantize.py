@@ -41,7 +41,9 @@ from brevact.cpu_kernels.memory import (
 from brevact.cpu_kernels.philox import column_words, halves_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.rounding import round_narrow, round_wide
+from brevact.cpu_kernels.strided import gather
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import MOST_DIMS
 from brevact.integers import IntegerPlan
 
 BLOCK = 512
@@ -57,6 +59,9 @@ X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = ran
 
 KIND = 27
 """Code of the type of elements; each op rounds to it."""
+
+PLACES = 28
+"""Address of the sizes and the strides of float32 elements that are not one after the other, else 0."""
 
 _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
 
@@ -207,6 +212,26 @@ def _keep_residuals(shifted, rounded, count, bits, low, high, kind):
         store(shifted, e, r if load(bits, e) else low - np.float32(1.0))
 
 
+@inlined
+def _place_two_bits(x, shifted, rounded, count, lowest, highest, rectifies, levels, steps, numbers):
+    """Positions of float32 residuals on their levels of two bits, all in one loop: see `pass_mask` and `place`."""
+    floor = np.float32(0.0) if rectifies else np.float32(np.nan)
+    first, second, third = load(levels, 1), load(levels, 2), load(levels, 3)
+    per_first, per_second = load(steps, 1), load(steps, 2)
+    for e in range(count):
+        q = load(rounded, e)
+        left = load(shifted, e) - q
+        left = first if left < first else left
+        left = third if left > third else left
+        below, above = (left - first) * per_first, (left - second) * per_second
+        below = below if below < np.float32(1.0) else np.float32(1.0)
+        above = above if above < np.float32(1.0) else np.float32(1.0)
+        t = np.float32(2.0) + above if left >= second else np.float32(1.0) + below
+        t = t if left == left else np.float32(3.0)
+        is_cut = (q > highest) | (q < lowest) | (load(x, e) <= floor)
+        store(numbers, e, np.float32(0.0) if is_cut else t)
+
+
 @kernel
 def fake_quantize_blocks(words_at, start, stop):
     """Quantize blocks start to stop as the words at this address say."""
@@ -234,7 +259,11 @@ def fake_quantize_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        x = stage(load(words, X), kind, first, count, staged)
+        x = staged
+        if load(words, PLACES):
+            gather(load(words, X), i64_at(load(words, PLACES)), MOST_DIMS, first, count, staged)
+        else:
+            x = stage(load(words, X), kind, first, count, staged)
         direct = kind == FLOAT32
         out = advance(f32_at(load(words, OUT)), first) if direct else made
         values = advance(f32_at(load(words, VALUES)), first) if direct and load(words, VALUES) else spent
@@ -261,7 +290,8 @@ def fake_quantize_blocks(words_at, start, stop):
         elif load(words, CODES):
             round_wide(numbers, columns, np.int64(255), False, w0, w1, w2, w3, wide)
             codes_to_bytes(wide, columns, bit_width, packed)
-        if load(words, MASK) or load(words, RESIDUAL):
+        is_quick = is_fused and width == 2 and clips and load(words, RESIDUAL)
+        if load(words, MASK) or (load(words, RESIDUAL) and not is_quick):
             pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
             for e in range(count, 8 * columns):
                 store(bits, e, np.uint8(0))
@@ -269,11 +299,15 @@ def fake_quantize_blocks(words_at, start, stop):
             bits_to_bytes(bits, columns, advance(u8_at(load(words, MASK)), first // 8))
         if load(words, RESIDUAL):
             levels, size = f32_at(load(words, LEVELS)), (np.int64(1) << width)
-            _keep_residuals(shifted, rounded, count, bits, load(levels, 1), load(levels, size - 1), kind)
-            place(shifted, count, levels, f32_at(load(words, STEPS)), size, True, numbers, spent)
-            top = np.float32(size - 1)
-            for e in range(count):
-                store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
+            steps = f32_at(load(words, STEPS))
+            if is_quick:
+                _place_two_bits(x, shifted, rounded, count, lowest, highest, rectifies, levels, steps, numbers)
+            else:
+                _keep_residuals(shifted, rounded, count, bits, load(levels, 1), load(levels, size - 1), kind)
+                place(shifted, count, levels, steps, size, True, numbers, spent)
+                top = np.float32(size - 1)
+                for e in range(count):
+                    store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
             for e in range(count, 8 * columns):
                 store(numbers, e, np.float32(0.0))
             column_words(first // 8, columns, k[0], k[1], w0, w1, w2, w3)
@@ -328,6 +362,35 @@ def fake_quantize(
     """The kernel reads types of at most 32 bits, and codes of at most 8 bits."""
     if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
+    _launch(x, None, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing)
+
+
+def fake_quantize_strided(x: Tensor, places: array[int], *rest: Any) -> None:
+    """Quantize a float32 tensor that does not lie in memory as the result does; see `fake_quantize` for the rest.
+
+    Args:
+        x: Tensor of as many elements.
+        places: Its sizes in the order of the result, and its strides (`geometry.sizes_and_strides`).
+        rest: As there; scales and zero points are float32, codes have at most 8 bits.
+    """
+    _launch(x, places, *rest)
+
+
+def _launch(
+    x: Tensor,
+    places: array[int] | None,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    seed: int | Tensor | None,
+    out: Tensor,
+    values: Tensor | None,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    missing: Tensor | None,
+) -> None:
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     of_residual, rows = (0, 0, 0, 0), None
     if residual is not None and seed is not None:
@@ -339,7 +402,7 @@ def fake_quantize(
             *plan,
             *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
             *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),
-            *(address(missing), *of_residual, KINDS[x.dtype]),
+            *(address(missing), *of_residual, KINDS[x.dtype], 0 if places is None else places.buffer_info()[0]),
         ),
     )
     blocks = -(-plan.numel // BLOCK)

@@ -59,13 +59,17 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.planes import bytes_to_codes
+from brevact.cpu_kernels.strided import OF_GRAD as OF_GRAD_STRIDES
+from brevact.cpu_kernels.strided import OF_VALUES, gather, scatter
 from brevact.cpu_kernels.teams import share, takes_one_thread
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS = range(28, 34)
+TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS, PLACES, OF_GRAD = range(28, 36)
 """Addresses of (k, n) terms, of the sums of the lanes of full blocks, (k, B * 32), of (k, 512) terms of the last block
 where it is not full, and of (k, B * 64) sums of columns; 0 for none; and k: 4 where the zero point learns, else 2; and
-of the sums, (k,), where a call has all blocks and adds them. X is the gradient, OUT that of what was quantized."""
+of the sums, (k,), where a call has all blocks and adds them. X is the gradient, OUT that of what was quantized.
+Where the gradient lies in memory in another order: the address of sizes and strides, and that of the terms of the first
+sum, which are written in that order; SUMS are then those of the second."""
 COLUMNS = BLOCK // 8
 
 
@@ -191,6 +195,19 @@ def _place_terms(words, index, count, row, one, other, kind, own):
             store(rest, BLOCK + e, load(other, e))
 
 
+@inlined
+def _place_moved(words, index, count, first_terms, second_terms, own):
+    """Write the terms of the first sum as the gradient lies in memory, and add those of the second."""
+    places, first = i64_at(load(words, PLACES)), index * BLOCK
+    scatter(first_terms, places, OF_GRAD_STRIDES, first, count, load(words, OF_GRAD))
+    if count == BLOCK:
+        add_block(second_terms, own, advance(f32_at(load(words, SUMS)), index * LANES))
+    else:
+        rest = f32_at(load(words, REST))
+        for e in range(count):
+            store(rest, e, load(second_terms, e))
+
+
 @kernel
 def fake_quantize_backward_blocks(words_at, start, stop):
     """Gradients of blocks start to stop as the words at this address say."""
@@ -226,16 +243,26 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        g, direct = stage(load(words, X), kind, first, count, staged), kind == FLOAT32
+        g, direct = staged, kind == FLOAT32
+        if load(words, PLACES):
+            gather(load(words, X), i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, staged)
+        else:
+            g = stage(load(words, X), kind, first, count, staged)
         target = advance(f32_at(load(words, OUT)), first) if direct else spent
         x = staged
         if is_fused:
-            at = advance(f32_at(load(words, VALUES)), first)
+            at = of_values
+            if load(words, PLACES):
+                gather(load(words, VALUES), i64_at(load(words, PLACES)), OF_VALUES, first, count, of_values)
+            else:
+                at = advance(f32_at(load(words, VALUES)), first)
             _all_of_nearest(
                 *(g, at, scales, zero_points, count, lowest, highest, rectifies, clips, target),
                 *(first_terms, second_terms),
             )
-            if wants_terms:
+            if load(words, OF_GRAD):
+                _place_moved(words, index, count, first_terms, second_terms, own)
+            elif wants_terms:
                 _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
             continue
         if of_residuals:
@@ -246,7 +273,10 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                 *(g, codes, numbers, steps, scales, zero_points, count, lowest, spare, target),
                 *(first_terms, second_terms),
             )
-            _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
+            if load(words, OF_GRAD):
+                _place_moved(words, index, count, first_terms, second_terms, own)
+            else:
+                _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
             continue
         if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
@@ -417,7 +447,7 @@ def fake_quantize_backward(
             *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
             *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
             *(address(levels), 0, width, 0, KINDS[grad.dtype]),
-            *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals)),
+            *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals), 0, 0),
         ),
     )
     share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, threads)
@@ -428,3 +458,60 @@ def fake_quantize_backward(
     elif sums is not None and terms is not None:
         for place in range(first, rows):
             sums[place] = terms[place].sum()
+
+
+def fake_quantize_backward_strided(
+    grad: Tensor,
+    values: Tensor | None,
+    places: array[int],
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    codes: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    of_grad: Tensor,
+    sums: Tensor,
+) -> Any:
+    """Gradients where that of the result lies in memory in another order than the result; see `fake_quantize_backward`.
+
+    Stock ops make, and add, the first terms of the scale's gradient in the order of the result's, and the second ones
+    in the order of the result. All is float32, with one scale, rounded to nearest, and the zero point does not learn.
+
+    Args:
+        grad: Gradient of the result.
+        values: What was quantized, behind the ReLU; None where there are residuals.
+        places: Sizes in the order of the result, strides of the gradient, and of the values where there are some.
+        plan: As there.
+        scale: As there, one.
+        zero_point: As there, one.
+        residual_of: As there.
+        codes: Packed integers where there are residuals, else None.
+        residual: Packed residuals, or None.
+        target: Dense gradient of what was quantized, in the order of the result, written.
+        of_grad: Terms of the first sum, written, with the strides of the gradient.
+        sums: (1,) the second sum, written.
+
+    Returns:
+        NotImplemented where torch's order of the second sum is not known; else None.
+    """
+    threads, blocks = torch.get_num_threads(), -(-plan.numel // BLOCK)
+    runs = runs_of(plan.numel, threads)
+    if runs is None or not adds_as_torch(threads):
+        return NotImplemented
+    lanes, rest = grad.new_empty(1, blocks * LANES), grad.new_empty(1, BLOCK)
+    levels = None if residual is None else residual_of.rows(grad.device)[0]
+    words = array(
+        "q",
+        (
+            *plan,
+            *(scale.data_ptr(), 1, zero_point.data_ptr(), 1),
+            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), 0, address(residual), 0),
+            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype]),
+            *(0, lanes.data_ptr(), rest.data_ptr(), 0, 2, 0, places.buffer_info()[0], of_grad.data_ptr()),
+        ),
+    )
+    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, threads)
+    finish_into(sums, lanes, rest, plan.numel, runs, threads)
+    return None

@@ -13,8 +13,12 @@ from brevact.cpu_kernels.batch_norm_backward import batch_norm_backward, packed_
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
-from brevact.cpu_kernels.fake_quantize import fake_quantize
-from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
+from brevact.cpu_kernels.fake_quantize import fake_quantize, fake_quantize_strided
+from brevact.cpu_kernels.fake_quantize_backward import (
+    decode_integers,
+    fake_quantize_backward,
+    fake_quantize_backward_strided,
+)
 from brevact.cpu_kernels.fill import fill
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.masks import mask_multiply, pack_mask, unpack_mask
@@ -36,6 +40,8 @@ __all__ = [
     "dequantize_uniform",
     "fake_quantize",
     "fake_quantize_backward",
+    "fake_quantize_backward_strided",
+    "fake_quantize_strided",
     "fill",
     "join_maps",
     "look_up",

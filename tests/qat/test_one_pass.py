@@ -9,7 +9,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.autograd.ops.one_pass import Kind, one_pass_for
+from brevact.autograd.ops.one_pass import Kind, OnePass, one_pass_for
 from brevact.integers import IntegerRounding
 from brevact.quantizers.backends import without_kernels
 
@@ -100,6 +100,50 @@ def test_expanded_and_transposed_gradients(name):
     x = activation(SHAPES["ragged"])
     for grad in (torch.tensor(0.3).expand(x.shape), activation((3, CHANNELS, 13, 17), 5).transpose(2, 3)):
         check(name, x, grad, relu=True, min_numel=0)
+
+
+def heads(whole):
+    """Queries, keys and values of a projection, (B, heads, tokens, features), which lie in its memory with gaps."""
+    return whole.view(4, 49, 3, 5, 8).permute(2, 0, 3, 1, 4).unbind()
+
+
+def gradients_of_heads(model, grads):
+    torch.manual_seed(0)
+    model.zero_grad()
+    whole = activation((4, 49, 120)).requires_grad_()
+    outs = [model(part) for part in heads(whole)]
+    torch.autograd.backward(outs, grads)
+    return [*(out.detach() for out in outs), whole.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def of_heads():
+    """Gradients in the order of a product, of a transposed product, and of the projection."""
+    return (
+        activation((4, 5, 49, 8), 5),
+        activation((4, 5, 8, 49), 6).transpose(2, 3),
+        activation((4, 49, 5, 8), 7).transpose(1, 2),
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["uint4", "int8", "shifted"])
+def test_heads_of_a_projection_are_read_where_they_lie(name, threads, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for relu in (False, True):
+            expected = gradients_of_heads(layer(name, relu=relu), of_heads())
+            exact = brevact.quantize_backward(layer(name, relu=relu), LosslessBackward, min_numel=0)
+            for one, other in zip(expected, gradients_of_heads(exact, of_heads()), strict=True):
+                assert torch.equal(one, other)
+            packed = brevact.quantize_backward(layer(name, relu=relu), StochBackward2bit, min_numel=0)
+            found = gradients_of_heads(packed, of_heads())
+            with monkeypatch.context() as patch:
+                patch.setattr(OnePass, "_strided", lambda self, *tensors: None)
+                for one, other in zip(found, gradients_of_heads(packed, of_heads()), strict=True):
+                    assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["uint4", "int8", "per_channel"])

@@ -135,6 +135,10 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
             masked = x, *given, None, None, floats, floats if rectifies else None, *map(Unwritten, sizes[:2]), None, one
             kept = x, *given, residual_of, SEED, floats, None, Unwritten(sizes[0]), None, Unwritten(sizes[2]), one
             calls += [masked, kept, (x, *given, None, None, floats, *[None] * 5)]
+            of_two_bits = ResidualQuantizer(bit_width=2), SEED, floats, None, Unwritten(sizes[0]), None
+            calls.append(
+                (x, plan._replace(clips=True), *given[1:], *of_two_bits, Unwritten(packed_bytes(numel, 2, 512)), one)
+            )
             continue
         out, codes, mask, residual, missing = (torch.zeros(size, dtype=dtype) for size in (numel, *sizes, 1))
         packed = codes.byte(), mask.byte(), residual.byte()
