@@ -184,7 +184,8 @@ def test_gradients_are_those_of_plain_torch_where_nothing_is_lost(name, dtype, u
     expected = gradients(copy.deepcopy(net), x, None)
     found = gradients(copy.deepcopy(net), x, used)
     assert saved_bytes(net, x, used) < saved_bytes(net, x, dataclasses.replace(used, recompute=0))
-    eps = 256 * torch.finfo(dtype).eps  # of some hundred sums of some hundred products
+    layers = sum(any(True for _ in each.parameters(recurse=False)) for each in net.modules())
+    eps = 64 * max(layers, 4) * torch.finfo(dtype).eps  # of sums of some hundred products, which add over layers
     for grad, reference in zip(found, expected, strict=True):
         top = max(reference.abs().max().item(), 1.0)  # those that cancel, of biases before norms, are noise of the sums
         torch.testing.assert_close(grad, reference, rtol=0, atol=eps * top)
