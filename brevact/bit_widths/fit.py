@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
 from brevact.reports.step import StepLoss
+from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
 #: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
@@ -46,6 +47,8 @@ _ROUNDS = 3
 _QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
 #: Noise and squared bias above which a quick fit has more layers recomputed, at the cost of another fit.
 _QUICK_QUIET = 0.1
+#: Noise and squared bias from which on a user is warned, unless a budget accepts them.
+_LOUD = 1.0
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
 
@@ -125,6 +128,9 @@ def fit(
     Returns:
         A policy for this model; ``policy.save`` writes it, ``policy.report`` has the bytes and the noise reached.
 
+    Warns:
+        UserWarning: noise and squared bias are above 1, and ``noise`` does not accept them.
+
     Raises:
         TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` or ``quick`` no
             bool, or the loss no tensor.
@@ -163,10 +169,24 @@ def fit(
                 return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
 
             if double_backward and time is None:  # the graph of a gradient needs what would be recomputed
-                return fit_at(0)
-            quiet = _QUICK_QUIET if quick else QUIET
-            levels = Levels(model, batches[0], loss, on_pass, quiet=quiet, is_quick=quick)
-            return levels.policy(fit_at, budget)
+                policy = fit_at(0)
+            else:
+                quiet = _QUICK_QUIET if quick else QUIET
+                levels = Levels(model, batches[0], loss, on_pass, quiet=quiet, is_quick=quick)
+                policy = levels.policy(fit_at, budget)
+    if budget.noise is None:
+        _warn_of_noise(cast(FitReport, policy.report))
+    return policy
+
+
+def _warn_of_noise(report: FitReport) -> None:
+    """Warn of a policy whose gradients quantization changes more than the choice of a minibatch does."""
+    if not report.harm <= _LOUD:
+        warn(
+            f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
+            "between minibatches, the least that was found; training will suffer. Store more bytes (a smaller ratio=, a larger "
+            "saved_bytes= or peak_bytes=), or accept it by noise="
+        )
 
 
 def _agree(report: FitReport) -> bool:

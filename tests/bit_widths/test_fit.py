@@ -580,3 +580,19 @@ def test_fit_leaves_what_quantizers_of_the_forward_pass_count():
 def test_a_ratio_of_measured_bytes_is_met_by_them():
     for saved, plain in itertools.product(range(10_007, 10_107), range(300_000, 300_100, 7)):
         assert budget_of(ratio=plain / saved).is_met(saved, plain, 0.0, 0)
+
+
+def test_a_policy_of_more_noise_than_a_minibatch_has_is_warned_of(recwarn):
+    """Unless the caller accepts it, or the noise is little."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(6)))
+    model.append(nn.Linear(64, 5))
+    batches = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(2)]
+    brevact.fit(model, batches, loss, ratio=4, quick=True)
+    assert not [each for each in recwarn if "minibatches" in str(each.message)]
+    with pytest.warns(UserWarning, match=r"fit\(ratio=\d+\): noise and squared bias .* are .* times the noise"):
+        report = brevact.fit(model, batches, loss, ratio=40, quick=True).report
+    assert report.harm > 1
+    recwarn.clear()
+    brevact.fit(model, batches, loss, ratio=40, noise=1000, quick=True)
+    assert not [each for each in recwarn if "minibatches" in str(each.message)]
