@@ -74,8 +74,8 @@ def of_recompute(results: Results) -> dict[str, str]:
             if row is not None:
                 kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} ({row['ratio']}x less)"
                 percent = 100 * float(row["error"])
-                error = "0" if not percent else f"{percent:.1f} %" if percent >= 0.05 else "below 0.001 %"
-                assert not 0.001 <= percent < 0.05
+                shown = f"{percent:.1f}" if percent >= 0.05 else f"{percent:.3f}" if percent >= 0.001 else "below 0.001"
+                error = f"{shown} %" if percent else "0"
                 peak = mib(str(int(row["peak"]) / 2**20))
                 noise, bias = (estimate_text(row[name], row[f"{name}_se"]) for name in ("noise", "bias2"))
                 cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error, noise, bias))
