@@ -184,8 +184,8 @@ def _warn_of_noise(report: FitReport) -> None:
     if not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
-            "between minibatches, the least that was found; training will suffer. Store more bytes (a smaller ratio=, a larger "
-            "saved_bytes= or peak_bytes=), or accept it by noise="
+            "between minibatches, the least that was found; training will suffer. Store more bytes (a smaller ratio=, "
+            "a larger saved_bytes= or peak_bytes=), or accept it by noise="
         )
 
 
