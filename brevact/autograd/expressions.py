@@ -172,6 +172,13 @@ class Derived(Decoder):
     def depth(self) -> int:
         return max([decoder.depth for decoder, _ in self.sources], default=0)
 
+    @property
+    def layers_without_sum(self) -> int:
+        counts = [
+            decoder.layers_without_sum for decoder, _ in self.sources if decoder.depth or not decoder.quality.is_exact
+        ]
+        return (min if self.adds else max)(counts, default=0)
+
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
         """Return the saved form of each source."""
         parts, start = [], 0

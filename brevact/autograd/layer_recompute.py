@@ -51,6 +51,12 @@ DEEP = 4096
 #: Tensors that a longer chain is computed from, where the next one begins: each reader saves all of them.
 MOST_TENSORS = 128
 
+#: Layers of a longer chain that no sum interrupts: each one may enlarge the error of the packed tensor.
+MOST_WITHOUT_SUM = 12
+
+#: Layers of any longer chain: to decode the last one takes ten nested calls of Python for each of them.
+MOST_CHAINED = 36
+
 #: Elements that a convolution over some samples at a time reads or writes in one call of ATen.
 _NUMEL_OF_CALL = 1 << 18
 
@@ -97,6 +103,11 @@ class LayerOutput(HeldOutput):
     quality: Quality = field()
     lingers: bool = field()
     places: tuple[int, ...] | None
+
+    @property
+    def layers_without_sum(self) -> int:
+        is_squeezed = len(self.shape) > 2 and math.prod(self.shape[2:]) == 1  # errors of means are small
+        return self.source[0].layers_without_sum + (not is_squeezed)
 
     @property
     def decodes_through(self) -> bool:
@@ -240,6 +251,8 @@ def remember_output(
     inputs, of_input = known
     if of_input.depth >= _most_nested(input, out):
         if not goes_deep(region) or len(inputs) > 2 * MOST_TENSORS:
+            return
+        if of_input.layers_without_sum >= MOST_WITHOUT_SUM or of_input.depth >= MOST_CHAINED:
             return
     weights, of_weight = region.keep_weight(weight)
     if of_weight is AS_IT_IS:

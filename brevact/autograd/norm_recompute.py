@@ -61,6 +61,10 @@ class _NormOutput(Decoder):
     def depth(self) -> int:
         return self.source[0].depth
 
+    @property
+    def layers_without_sum(self) -> int:
+        return self.source[0].layers_without_sum
+
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         """Return the saved form of the input."""
         decoder, count = self.source

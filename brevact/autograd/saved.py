@@ -67,6 +67,11 @@ class Decoder:
         return 0
 
     @property
+    def layers_without_sum(self) -> int:
+        """Of those, the layers behind the last sum with a tensor that fewer layers, or none, compute."""
+        return 0
+
+    @property
     def lingers(self) -> bool:
         """Whether the decoded tensor is held though its next reader comes much later."""
         return False
@@ -130,6 +135,10 @@ class PassesOn(Decoder):
     @property
     def depth(self) -> int:
         return self.decoder.depth
+
+    @property
+    def layers_without_sum(self) -> int:
+        return self.decoder.layers_without_sum
 
     @property
     def allows_double_backward(self) -> bool:
