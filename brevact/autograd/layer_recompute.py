@@ -52,7 +52,7 @@ DEEP = 4096
 MOST_TENSORS = 128
 
 #: Layers of a longer chain that no sum interrupts: each one may enlarge the error of the packed tensor.
-MOST_WITHOUT_SUM = 12
+MOST_WITHOUT_SUM = 10
 
 #: Layers of any longer chain: to decode the last one takes ten nested calls of Python for each of them.
 MOST_CHAINED = 36
