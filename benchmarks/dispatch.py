@@ -41,6 +41,7 @@ def _language(name: str, **changes: Any) -> tuple[nn.Module, Callable[[nn.Module
 
     config = getattr(transformers, f"{name}Config")(vocab_size=_WORDS, **changes)
     model = getattr(transformers, _CLASSES.get(name, f"{name}ForCausalLM"))(config)
+    model.loss_type = model.loss_type or "ForCausalLM"  # the default, without a warning, which Dynamo does not trace
     tokens = torch.randint(5, _WORDS, _TOKENS)
     return model, lambda model: model(input_ids=tokens, labels=tokens).loss
 

@@ -30,7 +30,14 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
-from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import (
+    frame_callback,
+    has_compiled,
+    is_any_autocast_enabled,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -93,7 +100,9 @@ class EagerMode(compiled_mode.RegionMode):
         regions = active.regions
         if not regions:
             return func(*args, **kwargs)
-        region = regions[-1]
+        region, has_grad = regions[-1], _is_grad_enabled()
+        if not has_grad and _may_pass_on(region) and compiled_mode.is_in_compiled_graph(sys._getframe(1)):
+            return func(*args, **kwargs)
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
@@ -104,7 +113,7 @@ class EagerMode(compiled_mode.RegionMode):
             storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
-        if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
+        if not (region.packs and has_grad) or top_hooks(True) != region.hooks.pair:
             return _run_unpacked(region, row, func, args, kwargs)
         if is_transformed():
             if region.rounds_norms and row.rounds_forward:
@@ -112,6 +121,14 @@ class EagerMode(compiled_mode.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
+
+
+def _may_pass_on(region: Any) -> bool:
+    """Return whether ops of compiled graphs, if there are any, leave a region without gradients nothing to do.
+
+    Norms that go on with rounded values do so in the Python code of an op in a graph, too; reports list functions.
+    """
+    return has_compiled() and not (region.rounds_norms or storage_report.recorders)
 
 
 def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import brevact
 from brevact import nn as bnn
-from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
+from brevact.autograd import BackwardSettings, SaveMode, attach_region, mode, region
 from brevact.autograd.ops import HANDLERS
 from brevact.quantizers import (
     Layout,
@@ -574,6 +575,52 @@ def test_graph_breaks_keep_the_region():
     packed, eager = step(torch.compile(model, backend="aot_eager")), step(reference)
     assert_close(gradients(model), gradients(reference))
     assert packed <= eager
+
+
+class Scaled(nn.Module):
+    """A class of a user's, whose hooks Dynamo runs as they are; it scales its result by a function of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.layer(x))
+
+    def scale(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.layer.weight.exp()
+        return y * scale
+
+
+class ScaledOutside(Scaled):
+    """It scales where Dynamo compiles nothing."""
+
+    @torch.compiler.disable
+    def scale(self, y: Tensor) -> Tensor:
+        return super().scale(y)
+
+
+def test_a_mode_passes_on_the_ops_of_a_graph():
+    model = torch.compile(quantized(make=Scaled), backend="aot_eager", fullgraph=True)
+    model(torch.randn(64, 64))
+    entered = set()
+    sys.setprofile(lambda frame, event, _: entered.add(frame.f_code) if event == "call" else None)
+    try:
+        model(torch.randn(64, 64))
+    finally:
+        sys.setprofile(None)
+    assert mode.EagerMode.__torch_function__.__code__ in entered
+    assert mode._run_unpacked.__code__ not in entered
+
+
+def test_functions_between_graphs_make_weights_without_gradients():
+    model, plain = quantized(make=ScaledOutside), ScaledOutside()
+    x, grad = torch.randn(2, 64, 64)
+    torch.compile(model, backend="aot_eager")(x).backward(grad)
+    plain(x).backward(grad)
+    assert torch.equal(model.layer.bias.grad, plain.layer.bias.grad)
 
 
 class Checkpointed(nn.Module):
