@@ -101,8 +101,9 @@ class EagerMode(compiled_mode.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region, has_grad = regions[-1], _is_grad_enabled()
-        if not has_grad and _may_pass_on(region) and compiled_mode.is_in_compiled_graph(sys._getframe(1)):
-            return func(*args, **kwargs)
+        if not has_grad and has_compiled() and compiled_mode.is_in_compiled_graph(sys._getframe(1)):
+            if not storage_report.recorders:  # reports list functions
+                return func(*args, **kwargs)
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
@@ -121,14 +122,6 @@ class EagerMode(compiled_mode.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
-
-
-def _may_pass_on(region: Any) -> bool:
-    """Return whether ops of compiled graphs, if there are any, leave a region without gradients nothing to do.
-
-    Norms that go on with rounded values do so in the Python code of an op in a graph, too; reports list functions.
-    """
-    return has_compiled() and not (region.rounds_norms or storage_report.recorders)
 
 
 def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:

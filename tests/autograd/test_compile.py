@@ -615,6 +615,17 @@ def test_a_mode_passes_on_the_ops_of_a_graph():
     assert mode._run_unpacked.__code__ not in entered
 
 
+def test_a_graph_without_gradients_makes_weights():
+    layer = nn.Linear(64, 64)
+    exp = compiled(torch.exp)
+    with brevact.backward_quant(NEAREST):
+        with torch.no_grad():
+            scale = exp(layer.weight)
+        with watch_saved() as saved:
+            (layer(torch.randn(64, 64)) * scale).sum()
+    assert saved.holds(scale)
+
+
 def test_functions_between_graphs_make_weights_without_gradients():
     model, plain = quantized(make=ScaledOutside), ScaledOutside()
     x, grad = torch.randn(2, 64, 64)

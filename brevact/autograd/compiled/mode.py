@@ -33,7 +33,7 @@ from brevact.private_names.of_torch import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Frames from an op of a compiled graph to AOTAutograd's: five of Inductor's, more of graphs that run as modules.
+#: Frames from an op of a compiled graph to the Function that runs it: six of Inductor's, more where graphs are modules.
 _MOST_FRAMES_OF_GRAPH = 12
 
 
@@ -49,11 +49,11 @@ def is_compiled_graph(frame: FrameType) -> bool:
         if frame.f_code is not function_apply_code:
             return False
         frame = frame.f_back or frame
-    return _is_of_aot_autograd(frame)
+    return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
 def is_in_compiled_graph(frame: FrameType | None) -> bool:
-    """Return whether a frame calls an op of a compiled graph: code of AOTAutograd's runs the graph a few frames above.
+    """Return whether a frame calls an op of a compiled graph that autograd runs, some frames above.
 
     Dynamo runs the hooks of a user's model as they are and compiles its ``forward``, so that the region's mode is there
     when the graph runs, as in a region around a compiled model. Its counterparts are in the graph since it was traced.
@@ -61,14 +61,10 @@ def is_in_compiled_graph(frame: FrameType | None) -> bool:
     for _ in range(_MOST_FRAMES_OF_GRAPH):
         if frame is None:
             return False
-        if _is_of_aot_autograd(frame):
+        if is_compiled_graph(frame):
             return True
         frame = frame.f_back
     return False
-
-
-def _is_of_aot_autograd(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
 #: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
