@@ -40,15 +40,6 @@ def of_first_steps(results: Results) -> dict[str, str]:
     return {f"first.{model}.{case}": f"{float(row['seconds']):.1f}" for (model, case), row in last.items()}
 
 
-def of_small_models(results: Results) -> dict[str, str]:
-    """Of dispatch.csv: steps as multiples of the plain one, eager and compiled, each by its last run."""
-    last = results.last("dispatch", "compiled", "policy", "model")
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for (compiled, policy, _), row in last.items():
-        ratios.setdefault(("compiled" if compiled == "True" else "eager", policy), []).append(float(row["ratio"]))
-    return {f"small.{policy}.{how}": range_text(values, 2) for (how, policy), values in ratios.items()}
-
-
 def of_qat(results: Results) -> dict[str, str]:
     """Of qat.csv: bytes, peaks, and steps as multiples of those of stock Brevitas and of the float model, paired.
 
@@ -262,4 +253,4 @@ def of_alternatives(results: Results) -> dict[str, str]:
 
 
 #: From the rows of a folder to figures by name.
-KINDS = (of_steps, of_first_steps, of_small_models, of_qat, of_noise, of_formats, of_peaks, of_alternatives)
+KINDS = (of_steps, of_first_steps, of_qat, of_noise, of_formats, of_peaks, of_alternatives)

@@ -30,14 +30,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
-from brevact.private_names.of_torch import (
-    frame_callback,
-    has_compiled,
-    is_any_autocast_enabled,
-    pop_hooks,
-    push_hooks,
-    top_hooks,
-)
+from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -100,10 +93,7 @@ class EagerMode(compiled_mode.RegionMode):
         regions = active.regions
         if not regions:
             return func(*args, **kwargs)
-        region, has_grad = regions[-1], _is_grad_enabled()
-        if not has_grad and has_compiled() and compiled_mode.is_in_compiled_graph(sys._getframe(1)):
-            if not storage_report.recorders:  # reports list functions
-                return func(*args, **kwargs)
+        region = regions[-1]
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
@@ -114,7 +104,7 @@ class EagerMode(compiled_mode.RegionMode):
             storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
-        if not (region.packs and has_grad) or top_hooks(True) != region.hooks.pair:
+        if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
             return _run_unpacked(region, row, func, args, kwargs)
         if is_transformed():
             if region.rounds_norms and row.rounds_forward:

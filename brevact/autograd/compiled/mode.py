@@ -33,9 +33,6 @@ from brevact.private_names.of_torch import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Frames from an op of a compiled graph to the Function that runs it: six of Inductor's, more where graphs are modules.
-_MOST_FRAMES_OF_GRAPH = 12
-
 
 def skipped_by_dynamo(function: F) -> F:
     """Let Dynamo run a function as it is where Python calls it, and trace it where it is called in traced code."""
@@ -50,21 +47,6 @@ def is_compiled_graph(frame: FrameType) -> bool:
             return False
         frame = frame.f_back or frame
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
-
-
-def is_in_compiled_graph(frame: FrameType | None) -> bool:
-    """Return whether a frame calls an op of a compiled graph that autograd runs, some frames above.
-
-    Dynamo runs the hooks of a user's model as they are and compiles its ``forward``, so that the region's mode is there
-    when the graph runs, as in a region around a compiled model. Its counterparts are in the graph since it was traced.
-    """
-    for _ in range(_MOST_FRAMES_OF_GRAPH):
-        if frame is None:
-            return False
-        if is_compiled_graph(frame):
-            return True
-        frame = frame.f_back
-    return False
 
 
 #: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
