@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
+from brevact.autograd.active_regions import active
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.mode import active
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing

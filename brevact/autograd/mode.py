@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType, MethodWrapperType
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.abandoned_forwards import is_alive
+from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import PLAIN_TYPES, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
@@ -34,22 +34,6 @@ from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabl
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class _Active(threading.local):
-    """The regions that this thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.regions: list[Any] = []
-        self.disabled = 0
-
-
-active = _Active()
-
-
-def current_region() -> Any:
-    """Return the innermost ``Region`` of this thread, or None."""
-    return active.regions[-1] if active.regions else None
 
 
 def packing_region() -> Any:
@@ -130,7 +114,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
     tensors = tensors_of_call(args, kwargs)
-    if region.makes_weight(row, tensors):
+    if region.makes_weight(row, tensors, kwargs.get("out")):
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.WEIGHT)
         result = region.hooks.make_weight(func, args, kwargs)
@@ -161,7 +145,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
 
 def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function where the region packs nothing, by torch; norms may go on with rounded values there, too."""
-    makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs))
+    makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs), kwargs.get("out"))
     if region.rounds_norms and row.rounds_forward and not makes_weight:
         check_rounding()
         result = _call_norm_aside(region, row, func, args, kwargs)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from brevact.autograd import first_region
 from brevact.autograd.abandoned_forwards import is_alive
+from brevact.autograd.active_regions import active
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
-from brevact.autograd.mode import EagerMode, active
+from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.rounding import is_in_algorithm
 from brevact.autograd.other_code import scripted_calls, watch_forwards
@@ -187,8 +188,12 @@ class Region(Store):
                 indexed = True
         return found and not (looks_up and indexed and trains)
 
-    def makes_weight(self, row: Row, tensors: list[Tensor]) -> bool:
-        """Return whether a function of these tensors makes a weight of weights."""
+    def makes_weight(self, row: Row, tensors: list[Tensor], out: Any = None) -> bool:
+        """Return whether a function of these tensors, of which it may overwrite ``out``, makes a weight of weights."""
+        if row.replaces:
+            tensors = tensors[1:]
+        elif out is not None:
+            tensors = [x for x in tensors if x is not out]
         return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:

@@ -41,6 +41,7 @@ class Row:
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
         makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
+        replaces: whether nothing of the first argument, which is overwritten, goes into the result.
     """
 
     handler: Callable[..., Any] | None = None
@@ -57,6 +58,7 @@ class Row:
     is_backward: bool = False
     is_unversioned: bool = False
     makes_weight: bool = False
+    replaces: bool = False
 
 
 def _always(region: EagerKeeper, args: tuple) -> bool:
@@ -75,6 +77,7 @@ def _table() -> dict[Callable, Row]:
             ops_of.setdefault(func, []).append(op)
     rows = {func: _joined(func, ops) for func, ops in ops_of.items()}
     rows[torch.eye] = replace(rows.get(torch.eye, _UNKNOWN), makes_weight=True)
+    rows[Tensor.copy_] = replace(rows.get(Tensor.copy_, _UNKNOWN), replaces=True)
     return rows
 
 

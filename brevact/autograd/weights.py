@@ -17,9 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.private_names.of_graph import COMPILED, function_of
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
-#: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
+#: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation. The
+#: node of a compiled graph, whose results differ, has a dictionary of the elements of those that are weights.
 WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: their result is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
@@ -102,6 +104,23 @@ class ModelState:
             elif self._derived:
                 self._derived.pop(storage_address(x), None)
 
+    @staticmethod
+    def mark_graph(outputs: Any) -> None:
+        """Note that a compiled graph was seen to make its results: those of its node that are not marked are none."""
+        for x in tensors_of_call((outputs,), {}):
+            node: Any = x.grad_fn
+            if node is not None and function_of(node).startswith(COMPILED):
+                node.metadata.setdefault(WEIGHT_NUMEL, {})
+
+    def mark_result(self, x: Tensor, *, weight: bool) -> None:
+        """Note whether a result of a compiled graph is a weight, once the node is marked as one of a graph."""
+        node: Any = x.grad_fn
+        marked = None if node is None else node.metadata.get(WEIGHT_NUMEL)
+        if type(marked) is not dict:
+            self.mark_weight(x, weight=weight)
+        elif weight:
+            marked[x.output_nr] = x.numel()
+
     def close(self) -> None:
         """Stop watching modules."""
         if self._owner is None:
@@ -179,26 +198,33 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         return True
     node: Any = x.grad_fn
     if node is not None:
-        return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x.numel())
+        return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x)
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
-def _comes_from_weights_alone(node: Any, numel: int) -> bool:
-    """Walk the graph up to ops that were seen, and to leaves.
+def _marked_numel(node: Any, output: int) -> int | None:
+    """Return the mark of one result of a graph node; None if its op was not seen."""
+    marked = node.metadata.get(WEIGHT_NUMEL)
+    return marked.get(output, 0) if type(marked) is dict else marked
+
+
+def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
+    """Walk the graph from a tensor up to ops that were seen, and to leaves.
 
     Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
     if node.metadata.get(WEIGHT_NUMEL) is None and (_is_own(node) or _is_layer(node.name())):
         return False
-    pending, seen = [node], set()
+    pending, seen = [(node, x.output_nr)], set()
     largest = 0
     while pending:
-        node = pending.pop()
-        if node in seen:
+        made_by = pending.pop()
+        if made_by in seen:
             continue
-        seen.add(node)
-        marked = node.metadata.get(WEIGHT_NUMEL)
+        seen.add(made_by)
+        node, output = made_by
+        marked = _marked_numel(node, output)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
         if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
@@ -211,8 +237,8 @@ def _comes_from_weights_alone(node: Any, numel: int) -> bool:
             if not isinstance(variable, nn.Parameter):
                 return False
             largest = max(largest, variable.numel())
-        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return 0 < numel <= largest
+        pending.extend(parent for parent in node.next_functions if parent[0] is not None)
+    return 0 < x.numel() <= largest
 
 
 @functools.cache

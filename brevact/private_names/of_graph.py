@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _SAVED = "_raw_saved_"
+#: How the names of the modules begin in which torch.compile makes the functions that run its graphs.
+COMPILED = "torch._functorch."
 
 
 def saved_by(node: Any) -> Iterator[Any]:

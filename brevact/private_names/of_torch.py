@@ -95,6 +95,9 @@ skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=la
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
+#: What Dynamo traces: called in traced code.
+current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", COMPILING)
+_is_from_parameter_or_buffer = find("torch._dynamo.source.is_from_unspecialized_param_buffer_source", COMPILING)
 #: What Dynamo knows of the graph that it traces; None outside of a compilation.
 tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
@@ -112,6 +115,11 @@ def has_compiled() -> bool:
     """Return whether torch.compile has traced anything in this process: graphs call no hooks of modules."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters["stats"])
+
+
+def is_parameter_or_buffer(node: Any) -> bool:
+    """Return whether an input of a graph of Dynamo's is a parameter or buffer that Dynamo has found in a module."""
+    return _is_from_parameter_or_buffer(node.meta["grapharg"].source)
 
 
 # --- autocast

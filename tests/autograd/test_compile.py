@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,8 +13,6 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor import config as inductor_config
-from torch._inductor import cpu_vec_isa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -56,15 +54,6 @@ def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     assert torch._C._len_torch_function_stack() == 0
-
-
-@pytest.fixture
-def scalar_code() -> Iterator[None]:
-    """Inductor writes loops without vectors, and compiles no file for each kind of vectors to see whether it can."""
-    with inductor_config.patch({"cpp.vec_isa_ok": False}):
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
-        yield
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 class Block(nn.Module):
@@ -592,32 +581,6 @@ class Scaled(nn.Module):
         with torch.no_grad():
             scale = self.layer.weight.exp()
         return y * scale
-
-
-def test_a_graph_with_gradients_makes_weights_without():
-    """Autograd runs the graph with gradients off, and a function outside of it saves the weight."""
-    layer, x, grad = nn.Linear(64, 64), torch.randn(64, 64), torch.randn(64, 64)
-
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            scale = layer.weight.exp().roll(1, 0)
-        return layer(x), scale
-
-    with brevact.backward_quant(NEAREST):
-        y, scale = compiled(both)(x)
-        out = y * scale
-    out.backward(grad)
-    assert torch.equal(layer.bias.grad, (grad * scale).sum(0))
-
-
-def test_a_graph_without_gradients_makes_weights():
-    layer = nn.Linear(64, 64)
-    make = compiled(lambda weight: weight.exp().roll(1, 0))
-    with watch_saved() as saved, brevact.backward_quant(NEAREST):
-        with torch.no_grad():
-            scale = make(layer.weight)
-        (layer(torch.randn(64, 64)) * scale).sum()
-    assert saved.holds(scale)
 
 
 def test_functions_between_graphs_make_weights_without_gradients():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from brevact.autograd.compiled.graphs import watch_graph
 from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
@@ -110,6 +111,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
+    if not is_exporting():
+        watch_graph()
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here

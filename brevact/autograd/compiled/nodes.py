@@ -52,6 +52,11 @@ NAMES: dict[Callable, str] = {
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
+def function_of(name: str) -> Callable:
+    """Return the torch function of a name that :func:`call_in_graph` is given."""
+    return _FUNCTIONS[name]
+
+
 @torch.compiler.assume_constant_result
 def rounds_norm(name: str, text: str) -> bool:
     """Return whether a norm goes on with rounded values, in eval mode and without gradients too."""

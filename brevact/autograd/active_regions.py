@@ -1,0 +1,22 @@
+"""The regions that a thread is in."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+
+class _Active(threading.local):
+    """The regions that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.regions: list[Any] = []
+        self.disabled = 0
+
+
+active = _Active()
+
+
+def current_region() -> Any:
+    """Return the innermost ``Region`` of this thread, or None."""
+    return active.regions[-1] if active.regions else None

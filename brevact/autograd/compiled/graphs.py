@@ -1,0 +1,261 @@
+"""Graphs of a compiled model as they run in an eager region, which learns from them which of their results are weights.
+
+A mode sees no op of a graph that the compiler has fused. Before the compiler gets a graph, a walk through it finds of
+each result the inputs of which it is made; as the graph runs, a result that is made of weights alone is one, as
+:meth:`brevact.autograd.regions.Region.are_weights` decides for the ops of eager code.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from brevact.autograd.active_regions import active
+from brevact.autograd.compiled.nodes import call_in_graph, function_of
+from brevact.autograd.ops.base import is_inplace
+from brevact.autograd.rows import row_of
+from brevact.autograd.weights import ModelState, is_weight
+from brevact.private_names.of_graph import COMPILED
+from brevact.private_names.of_torch import (
+    DisableTorchFunction,
+    current_translator,
+    function_stack_at,
+    is_parameter_or_buffer,
+    len_function_stack,
+    pop_function_mode,
+    push_function_mode,
+)
+
+#: Alternatives: positions of inputs of a graph, one of which must be a weight. A tensor is a weight if each of its
+#: alternatives holds: in conjunctive normal form, as the rules for the ops on its way combine.
+Alternatives = frozenset[frozenset[int]]
+
+_ALWAYS: Alternatives = frozenset()
+_NEVER: Alternatives = frozenset((frozenset(),))
+#: More alternatives than any function of weights has.
+_MOST = 256
+
+
+class _Result(NamedTuple):
+    """A tensor that a graph returns, or an input that it overwrites, which may be a weight by the end of a run."""
+
+    position: int
+    is_input: bool
+    made_of: Alternatives
+
+    def is_weight(self, inputs: tuple[Any, ...], state: ModelState) -> bool:
+        return all(any(is_weight(inputs[i], state) for i in some) for some in self.made_of)
+
+
+@torch.compiler.assume_constant_result
+def watch_graph() -> None:
+    """Learn of the graph that Dynamo traces: called in traced code, it changes what the graph is handed to."""
+    graph = current_translator().output
+    if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
+        graph.compiler_fn = _watched(graph.compiler_fn)
+
+
+def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiler, and let the region learn which results of each of its graphs are weights."""
+
+    @functools.wraps(compiler)
+    def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        results = _results_of(graph)
+        run = compiler(graph, inputs, **options)
+        if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
+            return run
+        return _in_region(run, results)
+
+    compile_watched.is_brevact = True  # type: ignore[attr-defined]
+    return compile_watched
+
+
+def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[..., Any]:
+    """Return a compiled graph, and mark its results in the region in which it runs."""
+    is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
+
+    def run_in_region(*inputs: Any) -> Any:
+        if not active.regions:
+            return run(*inputs)
+        region = active.regions[-1]
+        with DisableTorchFunction():
+            weights = [result for result in results if result.is_weight(inputs, region.state)]
+        outputs = _run_unseen(run, inputs, region.mode) if is_of_autograd else run(*inputs)
+        with DisableTorchFunction():
+            region.state.mark_graph(outputs)
+            for result in results:
+                x = (inputs if result.is_input else outputs)[result.position]
+                region.state.mark_result(x, weight=result in weights)
+        return outputs
+
+    return run_in_region
+
+
+def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], mode: Any) -> Any:
+    """Run a graph without the mode of the region around it, to which the ops of the graph say nothing new.
+
+    Code of an op in the graph may enter a region of its own, which is a first one then.
+    """
+    depth = len_function_stack()
+    if not depth or function_stack_at(depth - 1) is not mode:  # somebody else's mode stands above
+        return run(*inputs)
+    regions, active.regions = active.regions, []
+    pop_function_mode()
+    try:
+        return run(*inputs)
+    finally:
+        push_function_mode(mode)
+        active.regions = regions
+
+
+# --- the walk through a graph
+
+
+def _results_of(graph: fx.GraphModule) -> list[_Result]:
+    """Return the results of a graph that can be weights, and the inputs that it overwrites."""
+    made_of = _MadeOf()
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for i, node in enumerate(inputs):
+        made_of.set(node, _ALWAYS if is_parameter_or_buffer(node) else frozenset((frozenset((i,)),)))
+    overwritten: set[Any] = set()
+    outputs: Any = ()
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = functools.reduce(getattr, node.target.split("."), graph)
+            made_of.set(node, _ALWAYS if isinstance(value, nn.Parameter) else _NEVER)
+        elif node.op.startswith("call_"):
+            func, args, kwargs = _call_of(node)
+            made = _made_by(func, node, kwargs, made_of)
+            made_of.set(node, made)
+            changed = kwargs.get("out")
+            if changed is None and func is not None and args and (func in _INPLACE or is_inplace(func, args, kwargs)):
+                changed = args[0]
+            if isinstance(changed, fx.Node):
+                made_of.set(changed, made)
+                overwritten.add(made_of.key(changed))
+        elif node.op == "output":
+            outputs = node.args[0]
+    given = {made_of.key(node) for node in inputs} - overwritten
+    return [
+        *_results(inputs, made_of, is_input=True, of=lambda node: made_of.key(node) in overwritten),
+        *_results(
+            outputs,
+            made_of,
+            is_input=False,
+            of=lambda node: made_of.get(node) != _NEVER and made_of.key(node) not in given,
+        ),
+    ]
+
+
+def _results(nodes: Iterable[Any], made_of: _MadeOf, *, is_input: bool, of: Callable[[fx.Node], bool]) -> list[_Result]:
+    return [
+        _Result(i, is_input, made_of.get(node))
+        for i, node in enumerate(nodes)
+        if isinstance(node, fx.Node) and _is_marked(_value_of(node)) and of(node)
+    ]
+
+
+def _is_marked(value: Any) -> bool:
+    """Whether a region notes of tensors of this type whether they are weights."""
+    return isinstance(value, Tensor) and (_is_floating(value) or value.dtype is torch.bool)
+
+
+class _MadeOf:
+    """Of which inputs the tensors of a graph are made: views of one storage of the same ones, others by their nodes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Alternatives] = {}
+
+    def get(self, node: fx.Node) -> Alternatives:
+        return self._known.get(self.key(node), _NEVER)
+
+    def set(self, node: fx.Node, made_of: Alternatives) -> None:
+        self._known[self.key(node)] = made_of
+
+    @staticmethod
+    def key(node: fx.Node) -> Any:
+        value = _value_of(node)
+        if isinstance(value, Tensor):
+            try:
+                return value.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):  # a tensor of another layout, or of a class without storage
+                pass
+        return node
+
+
+def _value_of(node: fx.Node) -> Any:
+    """The tensor without values that stands for the result of a node, or another result."""
+    return node.meta.get("example_value")
+
+
+def _is_floating(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+_NAMED: dict[Any, Any] = {operator.getitem: Tensor.__getitem__, operator.setitem: Tensor.__setitem__}
+#: Operators that overwrite their first argument.
+_INPLACE = frozenset(
+    (
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift),
+        *(operator.irshift, Tensor.__setitem__),
+    )
+)
+
+
+def _call_of(node: fx.Node) -> tuple[Any, Any, dict[str, Any]]:
+    """Return function, arguments and keywords of a call in a graph; the function of a call that torch lacks is None."""
+    if node.target is call_in_graph:
+        name, _, _, args, kwargs = cast(tuple[Any, ...], node.args)
+        return function_of(name), args, kwargs
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None), node.args, node.kwargs
+    if node.op == "call_module":
+        return None, node.args, node.kwargs
+    target: Any = node.target
+    return _NAMED.get(target, target), node.args, node.kwargs
+
+
+def _made_by(func: Any, node: fx.Node, kwargs: dict[str, Any], made_of: _MadeOf) -> Alternatives:
+    """Return the inputs of which the result of a call is made, by the rule of ``Region.makes_weight``."""
+    row = None if func is None else row_of(func)
+    if row is not None and (row.is_layer or row.makes_weight):
+        return _NEVER if row.is_layer else _ALWAYS
+    counted, others, indices = [], [], []
+    trains = False
+    replaced = kwargs.get("out")
+    if row is not None and row.replaces:
+        replaced = node.args[0]
+    for x in node.all_input_nodes:
+        value = _value_of(x)
+        if x is replaced:
+            continue
+        if not isinstance(value, Tensor):
+            if isinstance(value, tuple | list):
+                counted.append(x)
+            continue
+        is_one = type(value.numel()) is int and value.numel() == 1
+        if _is_floating(value) and (value.requires_grad or not is_one):
+            counted.append(x)
+            trains = trains or value.requires_grad
+        else:
+            others.append(x)
+            if value.dtype is not torch.bool and not is_one:
+                indices.append(x)
+    if counted:
+        if row is not None and row.looks_up and trains:
+            counted += indices
+        return _limited(frozenset().union(*map(made_of.get, counted)))
+    found = [made_of.get(x) for x in others]
+    if not found:
+        return _NEVER
+    return functools.reduce(lambda a, b: _limited(frozenset(x | y for x in a for y in b)), found)
+
+
+def _limited(made_of: Alternatives) -> Alternatives:
+    return _NEVER if len(made_of) > _MOST or frozenset() in made_of else made_of
