@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from brevact.autograd import storage_report
 from brevact.autograd.active_regions import active
 from brevact.autograd.compiled.nodes import call_in_graph, function_of
 from brevact.autograd.ops.base import is_inplace
@@ -39,6 +41,7 @@ _ALWAYS: Alternatives = frozenset()
 _NEVER: Alternatives = frozenset((frozenset(),))
 #: More alternatives than any function of weights has.
 _MOST = 256
+_NO_CONTEXT = nullcontext()
 
 
 class _Result(NamedTuple):
@@ -85,7 +88,7 @@ def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[...,
         region = active.regions[-1]
         with DisableTorchFunction():
             weights = [result for result in results if result.is_weight(inputs, region.state)]
-        outputs = _run_unseen(run, inputs, region.mode) if is_of_autograd else run(*inputs)
+        outputs = _run_unseen(run, inputs, region) if is_of_autograd else run(*inputs)
         with DisableTorchFunction():
             region.state.mark_graph(outputs)
             for result in results:
@@ -96,20 +99,23 @@ def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[...,
     return run_in_region
 
 
-def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], mode: Any) -> Any:
-    """Run a graph without the mode of the region around it, to which the ops of the graph say nothing new.
+def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -> Any:
+    """Run a graph without the mode and the hooks of the region around it, to which it says nothing new.
 
-    Code of an op in the graph may enter a region of its own, which is a first one then.
+    What the graph packs it has packed itself. Code of an op in the graph may enter a region of its own, which is a
+    first one then.
     """
     depth = len_function_stack()
-    if not depth or function_stack_at(depth - 1) is not mode:  # somebody else's mode stands above
+    if not depth or function_stack_at(depth - 1) is not region.mode:  # somebody else's mode stands above
         return run(*inputs)
+    is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
     regions, active.regions = active.regions, []
     pop_function_mode()
     try:
-        return run(*inputs)
+        with _NO_CONTEXT if is_told else region.hooks.suspended:
+            return run(*inputs)
     finally:
-        push_function_mode(mode)
+        push_function_mode(region.mode)
         active.regions = regions
 
 
