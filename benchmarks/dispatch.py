@@ -8,7 +8,11 @@ counted: what other processes take does not enter. One is plain, the other packs
 (forward and backward passes), divided by the torch functions that a forward pass calls, is what a function costs;
 the ratio of their steps is what a user feels. Figures are medians of the rounds.
 
-"nothing packed" has a region whose tensors are all below `min_numel`.
+"nothing packed" has a region whose tensors are all below `min_numel`. "PyTorch's mechanism" has no region: a mode that
+passes functions on, and saved-tensor hooks that pass tensors on, both of a line of Python. No region can cost less.
+
+Of compiled steps, "packing ms" is what a step spends in the ops that pack and decode, by PyTorch's profiler: a ratio
+cannot be lower than that of the plain step and these together.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import brevact
@@ -98,15 +103,26 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable]]] = {
     "mamba2": _mamba2,
     "efficientnetv2-s": _efficientnet,
 }
+_MECHANISM = "PyTorch's mechanism"
 POLICIES: dict[str, Any] = {
+    _MECHANISM: None,
     "nothing packed": brevact.StochBackward4bit.let(min_numel=2**40),
     "LosslessBackward": brevact.LosslessBackward,
     "DEFAULT": brevact.DEFAULT,
 }
 
 
-class _Counting(TorchFunctionMode):
-    """Counts torch functions, those that ask for sizes included."""
+class _PassingOn(TorchFunctionMode):
+    """Passes torch functions on, those that ask for sizes included."""
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Counting(_PassingOn):
+    """Counts them."""
 
     calls = 0
 
@@ -114,7 +130,7 @@ class _Counting(TorchFunctionMode):
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.calls += 1
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def functions_of(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> int:
@@ -124,6 +140,16 @@ def functions_of(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) ->
     return counting.calls
 
 
+def _passed_on(loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module], torch.Tensor]:
+    """The loss, computed under a mode and hooks that do nothing else."""
+
+    def run(model: nn.Module) -> torch.Tensor:
+        with _PassingOn(), saved_tensors_hooks(lambda x: x, lambda x: x):
+            return loss(model)
+
+    return run
+
+
 def _step_of(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Step:
     def step() -> None:
         loss(model).backward()
@@ -131,6 +157,15 @@ def _step_of(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Ste
             parameter.grad = None
 
     return step
+
+
+def packing_ms(step: Step, steps: int = 10) -> float:
+    """Milliseconds that a compiled step spends in the package's ops, in the mean."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            step()
+    ours = (event.self_cpu_time_total for event in profile.key_averages() if event.key.startswith("brevact::"))
+    return sum(ours) / steps / 1e3
 
 
 def measure(name: str, policies: Sequence[str], rounds: int, compiled: bool = False) -> list[dict[str, Any]]:
@@ -147,9 +182,11 @@ def measure(name: str, policies: Sequence[str], rounds: int, compiled: bool = Fa
     calls = functions_of(plain, loss)
     models = {"plain": plain, **{policy: copy.deepcopy(plain) for policy in policies}}
     for policy in policies:
-        brevact.quantize_backward(models[policy], POLICIES[policy])
+        if policy != _MECHANISM:
+            brevact.quantize_backward(models[policy], POLICIES[policy])
     run = {kind: torch.compile(model, fullgraph=True) if compiled else model for kind, model in models.items()}
-    steps = {kind: _step_of(model, loss) for kind, model in run.items()}
+    losses = {kind: _passed_on(loss) if kind == _MECHANISM else loss for kind in run}
+    steps = {kind: _step_of(model, losses[kind]) for kind, model in run.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
     for index in range(rounds + 2):
         for kind, step in steps.items():
@@ -171,6 +208,7 @@ def measure(name: str, policies: Sequence[str], rounds: int, compiled: bool = Fa
                 "plain ms": f"{1e3 * statistics.median(seconds['plain']):.1f}",
                 "us a function": f"{1e6 * more / calls:.1f}",
                 "ratio": f"{statistics.median(packed / plain for plain, packed in pairs):.2f}",
+                "packing ms": f"{packing_ms(steps[policy]):.1f}" if compiled else "",
             }
         )
     return rows
@@ -185,6 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", action="store_true", help="compare steps that torch.compile has compiled")
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
+    if args.compiled and _MECHANISM in args.policies:
+        args.policies = [policy for policy in args.policies if policy != _MECHANISM]  # of eager steps
     torch.set_num_threads(1)
     declare_missing_ops()
     rows = [row for name in args.models for row in measure(name, args.policies, args.rounds, args.compiled)]
