@@ -97,6 +97,10 @@ get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
 #: What Dynamo traces: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", COMPILING)
+#: How Dynamo calls a class that traced code makes an object of.
+ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable", COMPILING)
+#: Makes the variable of Dynamo that stands for a Python object in traced code.
+variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create", COMPILING)
 _is_from_parameter_or_buffer = find("torch._dynamo.source.is_from_unspecialized_param_buffer_source", COMPILING)
 #: What Dynamo knows of the graph that it traces; None outside of a compilation.
 tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import threading
@@ -600,6 +601,29 @@ class Checkpointed(nn.Module):
         x = self.layers[0](x)
         x = torch.utils.checkpoint.checkpoint(self.layers[1], x, use_reentrant=False)
         return self.layers[2:](x)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_logits_of_a_loss_that_a_forward_makes_are_packed(around):
+    """Dynamo has a way of its own for `nn.CrossEntropyLoss()` in traced code."""
+    layer, images, labels = nn.Linear(64, 256), torch.randn(64, 64), torch.randint(256, (64,))
+    make: Callable[[], nn.Module] = lambda: nn.CrossEntropyLoss(reduction="sum", ignore_index=3)  # noqa: E731
+
+    def forward(x: Tensor) -> Tensor:
+        if around:
+            return make()(layer(x), labels)
+        with brevact.backward_quant(NEAREST):
+            return make()(layer(x), labels)
+
+    def step(run: Callable[[Tensor], Tensor]) -> tuple[int, Tensor]:
+        with watch_saved() as saved, brevact.backward_quant(NEAREST) if around else contextlib.nullcontext():
+            loss = run(images)
+        (grad,) = torch.autograd.grad(loss, layer.weight)
+        return saved.nbytes, grad
+
+    (packed, grad), (eager, expected) = step(compiled(forward)), step(forward)
+    assert_close([grad], [expected])
+    assert packed <= eager
 
 
 def test_checkpoint_inside_a_compiled_region():

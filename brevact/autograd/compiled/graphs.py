@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.active_regions import active
@@ -24,6 +25,7 @@ from brevact.autograd.rows import row_of
 from brevact.autograd.weights import ModelState, is_weight
 from brevact.private_names.of_graph import COMPILED
 from brevact.private_names.of_torch import (
+    ClassInGraph,
     DisableTorchFunction,
     current_translator,
     function_stack_at,
@@ -31,6 +33,7 @@ from brevact.private_names.of_torch import (
     len_function_stack,
     pop_function_mode,
     push_function_mode,
+    variable_of,
 )
 
 #: Alternatives: positions of inputs of a graph, one of which must be a weight. A tensor is a weight if each of its
@@ -55,9 +58,30 @@ class _Result(NamedTuple):
         return all(any(is_weight(inputs[i], state) for i in some) for some in self.made_of)
 
 
+@functools.cache
+def show_losses() -> None:
+    """Let Dynamo show modes the loss of an `nn.CrossEntropyLoss` that traced code makes.
+
+    It puts that loss into the graph itself, where no region would pack its logits; here it traces the function.
+    """
+
+    def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        return variable_of(translator, _cross_entropy_loss).call_function(translator, args, kwargs)
+
+    ClassInGraph._call_cross_entropy_loss = call
+
+
+def _cross_entropy_loss(*options: Any, **named: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(input: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(input, target, *options, **named)
+
+    return loss
+
+
 @torch.compiler.assume_constant_result
 def watch_graph() -> None:
     """Learn of the graph that Dynamo traces: called in traced code, it changes what the graph is handed to."""
+    show_losses()
     graph = current_translator().output
     if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
         graph.compiler_fn = _watched(graph.compiler_fn)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.compiled.graphs import watch_graph
+from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph, rounds_norm
+from brevact.autograd.first_region import before_first_region
 from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
@@ -66,6 +67,7 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
 
 # Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
 get_overridable_functions().update(HANDLERS)
+before_first_region(show_losses)
 
 
 class RegionMode(TorchFunctionMode):
@@ -85,6 +87,7 @@ class TracingMode(RegionMode):
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
         refuse_without(COMPILING)
+        watch_graph()
         self.text = text
         self.owner = owner
         self.norms_only = norms_only
@@ -111,8 +114,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
-    if not is_exporting():
-        watch_graph()
+    watch_graph()
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
