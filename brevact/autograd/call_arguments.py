@@ -1,12 +1,16 @@
-"""The tensors among the arguments of a call, and the constants beside them."""
+"""The arguments of a call: bound to places, and the tensors among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import get_testing_overrides
 
 #: Types of tensors that are no subclass which could mean something else.
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
@@ -36,3 +40,41 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
         elif isinstance(value, dict):
             found += tensors_of_call((), value)
     return found
+
+
+#: Names of NumPy's that torch's compiled functions take for their own.
+_NUMPY_NAMES = {"x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim", "keepdims": "keepdim"}
+
+
+@functools.cache
+def _parameters_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of the arguments that a torch function requires, in their order, and those of all."""
+    overrides, name = get_testing_overrides(), func.__name__
+    known = overrides.get(func)
+    if known is None:  # in-place variants, but for those of Python
+        known = overrides.get(getattr(torch, name.removesuffix("_"), None), func)
+    try:
+        parameters = inspect.signature(known).parameters.values()
+    except (TypeError, ValueError):
+        return ("input",), frozenset(("input",))
+    required = tuple(each.name for each in parameters if each.default is each.empty and each.kind <= 1)
+    return required, frozenset(each.name for each in parameters)
+
+
+def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of a torch function with those at their places that it requires.
+
+    Names of NumPy's become torch's. Counterparts and rules that look at a place find an operand there, however it was
+    given.
+    """
+    required, names = _parameters_of(func)
+    found = dict(kwargs)
+    if type(func) is not FunctionType:
+        for name in _NUMPY_NAMES.keys() & found.keys() - names:
+            found[_NUMPY_NAMES[name]] = found.pop(name)
+    places = list(args)
+    for name in required[len(args) :]:
+        if name not in found:
+            break
+        places.append(found.pop(name))
+    return tuple(places), found

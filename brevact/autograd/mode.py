@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
-from brevact.autograd.call_arguments import PLAIN_TYPES, tensors_of_call
+from brevact.autograd.call_arguments import PLAIN_TYPES, bound, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, operands_of, track_derived
@@ -65,7 +65,9 @@ class EagerMode(compiled_mode.RegionMode):
             if type(func) is MethodWrapperType:  # an attribute
                 return func(*args, **kwargs)
             row = row_of(func)
-        elif row.is_metadata:
+        elif kwargs:
+            args, kwargs = bound(func, args, kwargs)
+        if row.is_metadata:
             if row.is_unversioned and args and is_activation(args[0]):
                 known_values.forget(args[0])
             if stores_nothing(func, args):

@@ -1,42 +1,103 @@
-"""The way of a call changes no gradient: hooks and reports around a region, save modes, keywords."""
+"""The way of a call changes no gradient and no byte: hooks and reports around a region, save modes, forms of a call."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from types import MethodDescriptorType
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import brevact
 from brevact import BackwardSettings, DitherBackward4bit, NearestBackward4bit, SaveMode, StochBackward2bit
 from brevact.autograd import region, storage_report
 from tests.autograd import ops
 from tests.autograd.database_laws import are_same
+from tests.autograd.measuring import watch_saved
 from tests.crosses import taking_turns
 
 QUANTIZERS = {each.__name__: each for each in (StochBackward2bit, NearestBackward4bit, DitherBackward4bit)}
 
-#: What is around a region, and the save mode inside.
-WAYS: dict[str, tuple[Callable[[], AbstractContextManager], SaveMode]] = {
-    "identity hooks": (lambda: saved_tensors_hooks(lambda x: x, lambda x: x), SaveMode.SAVE_QUANTIZED),
-    "save_on_cpu": (save_on_cpu, SaveMode.SAVE_QUANTIZED),
-    "a report": (storage_report.recording, SaveMode.SAVE_QUANTIZED),
-    "quantize on backward": (nullcontext, SaveMode.QUANTIZE_ON_BACKWARD),
+
+class Way(NamedTuple):
+    """What is around a region and inside of it, and its save mode."""
+
+    around: Callable[[], AbstractContextManager] = nullcontext
+    inside: Callable[[], AbstractContextManager] = nullcontext
+    save_mode: SaveMode = SaveMode.SAVE_QUANTIZED
+
+
+class ByNames(TorchFunctionMode):
+    """Calls torch's functions with all arguments by their names; methods but for the tensor that has them."""
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        places = isinstance(func, MethodDescriptorType)
+        for names in names_of(func):
+            if places < len(args) <= len(names):
+                named = dict(zip(names[places:], args[places:], strict=False))
+                with suppress(TypeError):  # the names of another overload
+                    return func(*args[:places], **named, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def names_of(func: Callable) -> list[list[str]]:
+    """The names of the arguments of a function, of each of its overloads; none of operators."""
+    name = getattr(func, "__name__", "__").rstrip("_")
+    if name.startswith("_"):
+        return []
+    try:
+        return [list(inspect.signature(func).parameters)]
+    except ValueError:
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        return [["input" if each.name == "self" else each.name for each in schema.arguments] for schema in schemas]
+
+
+class OtherForm(TorchFunctionMode):
+    """Calls a method of tensors where torch has one of a function's name, and a function in place of a method."""
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        name = getattr(func, "__name__", "__")
+        home = torch if isinstance(func, MethodDescriptorType) else Tensor
+        other = None if name.startswith("__") else getattr(home, name, None)
+        if callable(other) and args and isinstance(args[0], Tensor):
+            with suppress(TypeError):  # torch.unsqueeze has no form of a size alone
+                return other(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = {
+    "identity hooks": Way(lambda: saved_tensors_hooks(lambda x: x, lambda x: x)),
+    "save_on_cpu": Way(save_on_cpu),
+    "a report": Way(storage_report.recording),
+    "autocast that is off": Way(lambda: torch.autocast("cpu", enabled=False)),
+    "keywords": Way(inside=ByNames),
+    "the other form": Way(inside=OtherForm),
+    "quantize on backward": Way(save_mode=SaveMode.QUANTIZE_ON_BACKWARD),
 }
 
 
+PLAIN = Way()
+#: Ways in which autograd stores the same bytes; hooks around the region may store others.
+SAME_BYTES = ("a report", "autocast that is off", "keywords", "the other form")
+
+
 def gradients(
-    call: Callable[[Tensor], Tensor], x: Tensor, settings: BackwardSettings, around: AbstractContextManager
+    call: Callable[[Tensor], Tensor], x: Tensor, settings: BackwardSettings, way: Way = PLAIN
 ) -> list[Tensor]:
     leaf = x.clone().requires_grad_()
     parameters = list(call.parameters()) if isinstance(call, nn.Module) else []
     torch.manual_seed(1)
-    with around, region(settings):
+    with way.around(), region(replace(settings, save_mode=way.save_mode)), way.inside():
         out = call(leaf * 1)
     torch.manual_seed(2)
     return list(torch.autograd.grad(out, [leaf, *parameters], torch.randn(out.shape), allow_unused=True))
@@ -47,12 +108,20 @@ def check(make: Callable[[], Callable], shape: tuple[int, ...], quantizer: str, 
     call, x = make(), torch.randn(shape)
     state = {k: v.clone() for k, v in call.state_dict().items()} if isinstance(call, nn.Module) else {}
     settings = BackwardSettings(brevact.quantizer(QUANTIZERS[quantizer]), min_numel=0)
-    expected = gradients(call, x, settings, nullcontext())
-    if state:
-        call.load_state_dict(state)
-    around, save_mode = WAYS[way]
-    found = gradients(call, x, replace(settings, save_mode=save_mode), around())
-    assert all(are_same(a, b) for a, b in zip(found, expected, strict=True))
+
+    def run(way: Way) -> list[Tensor]:
+        if state:
+            call.load_state_dict(state)
+        return gradients(call, x, settings, way)
+
+    assert all(are_same(a, b) for a, b in zip(run(WAYS[way]), run(PLAIN), strict=True))
+    if way in SAME_BYTES:
+        nbytes = []
+        for each in (WAYS[way], PLAIN):
+            with watch_saved() as saved:
+                run(each)
+            nbytes.append(saved.nbytes)
+        assert nbytes[0] == nbytes[1]
 
 
 ROWS = {op.name: op for op in ops.ALL}
@@ -61,6 +130,11 @@ ROWS = {op.name: op for op in ops.ALL}
 @pytest.mark.parametrize(("op", "quantizer", "way"), taking_turns(list(ROWS), list(QUANTIZERS), list(WAYS)))
 def test_the_way_changes_no_gradient_of_an_op(op, quantizer, way):
     check(ROWS[op].make, ROWS[op].shape, quantizer, way)
+
+
+@pytest.mark.parametrize("op", ROWS)
+def test_keywords_change_no_gradient_of_an_op(op):
+    check(ROWS[op].make, ROWS[op].shape, "StochBackward2bit", "keywords")
 
 
 def _block(activation: Callable[[], nn.Module]) -> nn.Module:
@@ -117,5 +191,5 @@ def test_keywords_change_no_gradient_of_a_batch_norm(quantizer):
             return F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
 
     x, settings = torch.randn(4, 16, 9, 9), BackwardSettings(brevact.quantizer(QUANTIZERS[quantizer]), min_numel=0)
-    found, expected = (gradients(Spelled(each), x, settings, nullcontext()) for each in (True, False))
+    found, expected = (gradients(Spelled(each), x, settings) for each in (True, False))
     assert all(are_same(a, b) for a, b in zip(found, expected, strict=True))

@@ -137,8 +137,6 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
             "they are"
         )
     # At full precision, too: in the graph the function is out of reach of a region around this one.
-    if not args and "input" in kwargs:
-        args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
     named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
     parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
     return call_in_graph(name, mode.text, parameters, args, kwargs)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.call_arguments import tensors_of_call
+from brevact.autograd.call_arguments import bound, tensors_of_call
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
@@ -76,6 +76,8 @@ def call_in_graph(name: str, text: str, parameters: tuple[int | str, ...], args:
 
 def _call(func: Callable, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     found = [kwargs[i] if isinstance(i, str) else args[i] for i in parameters]
+    if kwargs:
+        args, kwargs = bound(func, args, kwargs)
     if text != FULL_PRECISION:
         return _call_in(_TracedRegion(from_text(text), found), func, args, kwargs)
     return _call_in_full_precision(found, func, args, kwargs)

@@ -74,16 +74,16 @@ def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
 
 
 def _grouped(
-    region: Keeper, func: Callable, mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
     """Handle rows in groups, each of which meets a matrix; torch runs the other forms of grouped products."""
-    if not (region.packs_layer_input(mat_a) and region.is_activation(mat_b) and requires_grad(mat_a, mat_b)):
+    if not (region.packs_layer_input(input) and region.is_activation(mat2) and requires_grad(input, mat2)):
         return NotImplemented
-    if mat_a.dim() != 2 or mat_b.dim() != 3 or not isinstance(offs, Tensor) or not offs.numel():
+    if input.dim() != 2 or mat2.dim() != 3 or not isinstance(offs, Tensor) or not offs.numel():
         return NotImplemented
-    if bias is not None or out_dtype not in (None, mat_a.dtype) or mat_a.numel() < region.settings.min_numel:
+    if bias is not None or out_dtype not in (None, input.dtype) or input.numel() < region.settings.min_numel:
         return NotImplemented
-    return region.apply(_Grouped, func, mat_a, mat_b, offs)
+    return region.apply(_Grouped, func, input, mat2, offs)
 
 
 _FUNCTIONS = () if grouped_mm is None else (*everywhere("grouped_mm"), grouped_mm)

@@ -141,16 +141,13 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     return a.device == b.device and not region.are_weights(a, b)
 
 
-def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwargs: Any) -> Any:
-    """Handle products of two tensors; the second one has another name in each torch function."""
-    if len(others) + len(kwargs) != 1 or not kwargs.keys() <= {"other", "mat2", "vec", "tensor"}:
-        return NotImplemented
-    name, other = next(iter(kwargs.items()), (None, *others))
+def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
+    """Handle products of two tensors."""
     if not _can_pack(region, input, other):
         return NotImplemented
 
     def multiply(a: Tensor, b: Tensor, _: None) -> Tensor:
-        return func(a, b) if name is None else func(a, **{name: b})
+        return func(a, b)
 
     out = region.apply(_Product, multiply, _Matmul.of(input, other), None, input, other, (1, 1))
     _remember(region, _MATMUL, input, other, None, out)
