@@ -52,7 +52,7 @@ def _parameters_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
     overrides, name = get_testing_overrides(), func.__name__
     known = overrides.get(func)
     if known is None:  # in-place variants, but for those of Python
-        known = overrides.get(getattr(torch, name.removesuffix("_"), None), func)
+        known = overrides.get(getattr(torch, name.removesuffix("_"), func), func)
     try:
         parameters = inspect.signature(known).parameters.values()
     except (TypeError, ValueError):

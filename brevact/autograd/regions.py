@@ -37,6 +37,7 @@ from brevact.autograd.weights import (
     WEIGHT_NUMEL,
     ModelState,
     is_weight,
+    mark_node,
 )
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -201,7 +202,7 @@ class Region(Store):
         if type(result) is Tensor:
             node: Any = result.grad_fn
             if node is not None:
-                node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
+                mark_node(node, result, weight=is_weight)
                 return
             is_marked = result.is_floating_point() or result.is_complex() or result.dtype is torch.bool
         else:

@@ -94,7 +94,7 @@ class ModelState:
         for x in tensors_of_call((output,), {}):
             node: Any = x.grad_fn
             if node is not None:
-                node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
+                mark_node(node, x, weight=weight)
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
                 if len(self._derived) >= self._sweep_at:
@@ -112,19 +112,20 @@ class ModelState:
             if node is not None and function_of(node).startswith(COMPILED):
                 node.metadata.setdefault(WEIGHT_NUMEL, {})
 
-    def mark_result(self, x: Tensor, *, weight: bool) -> None:
-        """Note whether a result of a compiled graph is a weight, once the node is marked as one of a graph."""
-        node: Any = x.grad_fn
-        marked = None if node is None else node.metadata.get(WEIGHT_NUMEL)
-        if type(marked) is not dict:
-            self.mark_weight(x, weight=weight)
-        elif weight:
-            marked[x.output_nr] = x.numel()
-
     def close(self) -> None:
         """Stop watching modules."""
         if self._owner is None:
             _watchers.remove(self)
+
+
+def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
+    """Mark a tensor on its graph node; of the node of a compiled graph, the result that it is."""
+    metadata, numel = node.metadata, x.numel() if weight else 0
+    marked = metadata.get(WEIGHT_NUMEL)
+    if type(marked) is dict:
+        marked[x.output_nr] = numel
+    else:
+        metadata[WEIGHT_NUMEL] = numel
 
 
 def _addresses_of(module: nn.Module) -> list[int]:

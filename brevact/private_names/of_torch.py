@@ -101,7 +101,7 @@ current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.
 ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable", COMPILING)
 #: Makes the variable of Dynamo that stands for a Python object in traced code.
 variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create", COMPILING)
-_is_from_parameter_or_buffer = find("torch._dynamo.source.is_from_unspecialized_param_buffer_source", COMPILING)
+_ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource", COMPILING)
 #: What Dynamo knows of the graph that it traces; None outside of a compilation.
 tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
@@ -123,7 +123,7 @@ def has_compiled() -> bool:
 
 def is_parameter_or_buffer(node: Any) -> bool:
     """Return whether an input of a graph of Dynamo's is a parameter or buffer that Dynamo has found in a module."""
-    return _is_from_parameter_or_buffer(node.meta["grapharg"].source)
+    return isinstance(getattr(getattr(node, "_dynamo_source", None), "base", None), _ParametersOrBuffers)
 
 
 # --- autocast

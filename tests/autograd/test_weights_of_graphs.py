@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact.autograd import current_region, region
 from tests.autograd.measuring import settings, watch_saved
+from tests.crosses import taking_turns
 
 BACKENDS = ["aot_eager", "inductor"]
 POLICY = settings(bit_width=4)
@@ -31,6 +34,7 @@ class Net(nn.Module):
         self.frequencies = nn.Buffer(torch.rand(64, 64))
         self.places = nn.Buffer(torch.arange(64))
         self.mask = nn.Buffer(torch.rand(64, 64) > 0.5)
+        self.layer.weight.last_input = torch.rand(64, 64)
         self.make = make
 
     def forward(self, x: Tensor, at: Tensor) -> object:
@@ -91,6 +95,13 @@ CASES: dict[str, tuple[Callable[[Net, Tensor, Tensor], object], tuple[bool, ...]
     "written": (written, (True,)),
     "written as an output": (written_as_an_output, (True,)),
     "scaled in place": (scaled_in_place, (True, False)),
+    "of the size of an activation": (lambda net, x, at: net.frequencies[0].exp().expand(x.size()) * 1, (True,)),
+    "itself": (lambda net, x, at: (net.other.weight.detach(), net.frequencies, x), (True, True, False)),
+    "an attribute of it": (lambda net, x, at: net.layer.weight.last_input * 1, (False,)),
+    "a checkpoint": (
+        lambda net, x, at: checkpoint(lambda at: net.layer(net.table(at)), at, use_reentrant=False),
+        (False,),
+    ),
     "a layer of weights alone": (lambda net, x, at: net.layer(net.other.weight), (False,)),
 }
 
@@ -101,16 +112,17 @@ def weights_among(function: Callable[..., object], *inputs: Tensor) -> tuple[boo
         return tuple(map(current_region().is_weight, results if isinstance(results, tuple) else (results,)))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_eager_code(case, requires_grad):
+@pytest.mark.parametrize(
+    ("case", "compiler", "requires_grad"),
+    taking_turns(list(CASES), [("aot_eager", False), ("aot_eager", True), ("inductor", False)], [False, True]),
+)
+def test_weights_are_those_of_eager_code(case, compiler, requires_grad):
     make, expected = CASES[case]
     net, at = Net(make), torch.arange(64)
     x = torch.randn(64, 64, requires_grad=requires_grad)
     assert weights_among(net, x, at) == expected
-    for backend in BACKENDS:
-        torch._dynamo.reset()
-        assert weights_among(torch.compile(net, backend=backend), x, at) == expected, backend
+    backend, dynamic = compiler
+    assert weights_among(torch.compile(net, backend=backend, dynamic=dynamic), x, at) == expected
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
@@ -146,6 +158,26 @@ def test_one_graph_makes_activations_and_weights(backend):
             with torch.no_grad():
                 weight = layer.weight * 1
             assert current_region().is_weight(scale(weight))
+
+
+@pytest.mark.parametrize("op", [Tensor.float, Tensor.contiguous, torch.positive, lambda x: F.dropout(x, 0.5, False)])
+def test_ops_that_return_their_argument_change_no_other_result(op):
+    net, x = Net(lambda net, x, at: (net.layer(x), net.layer.weight * 2)), torch.randn(64, 64)
+    run = torch.compile(net, backend="aot_eager")
+    for changed in range(2):
+        with region(POLICY):
+            results = run(x, torch.arange(64))
+            assert op(results[changed]) is results[changed]
+            assert tuple(map(current_region().is_weight, results)) == (False, True)
+
+
+def test_graphs_for_some_sizes_are_compiled_twice():
+    """Dynamo hands a graph to the compiler again for a size that was asked for."""
+    net, x = Net(lambda net, x, at: net.layer(x)), torch.randn(8, 64)
+    torch._dynamo.mark_dynamic(x, 0, specialize_on=[lambda size: size == 8])
+    with region(POLICY):
+        found = torch.compile(net, backend="aot_eager")(x, torch.arange(64))
+    assert torch.equal(found, net.layer(x))
 
 
 class Scaled(nn.Module):

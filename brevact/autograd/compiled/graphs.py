@@ -43,7 +43,7 @@ Alternatives = frozenset[frozenset[int]]
 _ALWAYS: Alternatives = frozenset()
 _NEVER: Alternatives = frozenset((frozenset(),))
 #: More alternatives than any function of weights has.
-_MOST = 256
+_MOST = 1 << 12
 _NO_CONTEXT = nullcontext()
 
 
@@ -117,7 +117,7 @@ def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[...,
             region.state.mark_graph(outputs)
             for result in results:
                 x = (inputs if result.is_input else outputs)[result.position]
-                region.state.mark_result(x, weight=result in weights)
+                region.state.mark_weight(x, weight=result in weights)
         return outputs
 
     return run_in_region
@@ -133,13 +133,16 @@ def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -
     if not depth or function_stack_at(depth - 1) is not region.mode:  # somebody else's mode stands above
         return run(*inputs)
     is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
-    regions, active.regions = active.regions, []
-    pop_function_mode()
+    regions = active.regions
     try:
-        with _NO_CONTEXT if is_told else region.hooks.suspended:
-            return run(*inputs)
+        active.regions = []
+        pop_function_mode()
+        try:
+            with _NO_CONTEXT if is_told else region.hooks.suspended:
+                return run(*inputs)
+        finally:
+            push_function_mode(region.mode)
     finally:
-        push_function_mode(region.mode)
         active.regions = regions
 
 
@@ -151,7 +154,10 @@ def _results_of(graph: fx.GraphModule) -> list[_Result]:
     made_of = _MadeOf()
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for i, node in enumerate(inputs):
-        made_of.set(node, _ALWAYS if is_parameter_or_buffer(node) else frozenset((frozenset((i,)),)))
+        if is_parameter_or_buffer(node):
+            made_of.keep_weight(node)
+        else:
+            made_of.set(node, frozenset((frozenset((i,)),)))
     overwritten: set[Any] = set()
     outputs: Any = ()
     for node in graph.graph.nodes:
@@ -163,22 +169,16 @@ def _results_of(graph: fx.GraphModule) -> list[_Result]:
             made = _made_by(func, node, kwargs, made_of)
             made_of.set(node, made)
             changed = kwargs.get("out")
-            if changed is None and func is not None and args and (func in _INPLACE or is_inplace(func, args, kwargs)):
+            if changed is None and func is not None and args and (func in _INPLACE or _is_inplace(func, args, kwargs)):
                 changed = args[0]
             if isinstance(changed, fx.Node):
                 made_of.set(changed, made)
                 overwritten.add(made_of.key(changed))
         elif node.op == "output":
             outputs = node.args[0]
-    given = {made_of.key(node) for node in inputs} - overwritten
     return [
         *_results(inputs, made_of, is_input=True, of=lambda node: made_of.key(node) in overwritten),
-        *_results(
-            outputs,
-            made_of,
-            is_input=False,
-            of=lambda node: made_of.get(node) != _NEVER and made_of.key(node) not in given,
-        ),
+        *_results(outputs, made_of, is_input=False, of=lambda node: made_of.get(node) != _NEVER),
     ]
 
 
@@ -200,12 +200,20 @@ class _MadeOf:
 
     def __init__(self) -> None:
         self._known: dict[Any, Alternatives] = {}
+        self._weights: set[Any] = set()
+
+    def keep_weight(self, node: fx.Node) -> None:
+        """Note a parameter or buffer, which is a weight whatever overwrites it."""
+        self.set(node, _ALWAYS)
+        self._weights.add(self.key(node))
 
     def get(self, node: fx.Node) -> Alternatives:
         return self._known.get(self.key(node), _NEVER)
 
     def set(self, node: fx.Node, made_of: Alternatives) -> None:
-        self._known[self.key(node)] = made_of
+        key = self.key(node)
+        if key not in self._weights:
+            self._known[key] = made_of
 
     @staticmethod
     def key(node: fx.Node) -> Any:
@@ -251,6 +259,21 @@ def _call_of(node: fx.Node) -> tuple[Any, Any, dict[str, Any]]:
     return _NAMED.get(target, target), node.args, node.kwargs
 
 
+def _is_inplace(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return hasattr(func, "__name__") and is_inplace(func, args, kwargs)
+
+
+def _has_layers(graph: fx.GraphModule) -> bool:
+    """Whether ops in the body of a higher-order op make activations of weights: layers, and lookups."""
+    return any(
+        (row := row_of(func)).is_layer or row.looks_up
+        for body in graph.modules()
+        if isinstance(body, fx.GraphModule)
+        for node in body.graph.nodes
+        if node.op in ("call_function", "call_method") and (func := _call_of(node)[0]) is not None
+    )
+
+
 def _made_by(func: Any, node: fx.Node, kwargs: dict[str, Any], made_of: _MadeOf) -> Alternatives:
     """Return the inputs of which the result of a call is made, by the rule of ``Region.makes_weight``."""
     row = None if func is None else row_of(func)
@@ -265,8 +288,12 @@ def _made_by(func: Any, node: fx.Node, kwargs: dict[str, Any], made_of: _MadeOf)
         value = _value_of(x)
         if x is replaced:
             continue
+        if x.op == "get_attr" and not isinstance(value, Tensor):
+            body = functools.reduce(getattr, str(x.target).split("."), node.graph.owning_module)
+            if isinstance(body, fx.GraphModule) and _has_layers(body):
+                return _NEVER
         if not isinstance(value, Tensor):
-            if isinstance(value, tuple | list):
+            if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
                 counted.append(x)
             continue
         is_one = type(value.numel()) is int and value.numel() == 1

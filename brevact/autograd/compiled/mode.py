@@ -55,6 +55,7 @@ def is_compiled_graph(frame: FrameType) -> bool:
 #: on with rounded values do so there, too.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 @skipped_by_dynamo
@@ -87,7 +88,8 @@ class TracingMode(RegionMode):
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
         refuse_without(COMPILING)
-        watch_graph()
+        if _is_compiling():
+            watch_graph()
         self.text = text
         self.owner = owner
         self.norms_only = norms_only
@@ -114,7 +116,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
-    watch_graph()
+    if _is_compiling():  # not where a mode of traced code is in force between graphs
+        watch_graph()
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
