@@ -61,6 +61,10 @@ def _parameters_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
     return required, frozenset(each.name for each in parameters)
 
 
+#: Types that tell overloads apart, some of which have them in other places: of `Tensor.to`.
+_OF_OVERLOADS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str)
+
+
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call of a torch function with those at their places that it requires.
 
@@ -74,7 +78,7 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             found[_NUMPY_NAMES[name]] = found.pop(name)
     places = list(args)
     for name in required[len(args) :]:
-        if name not in found:
+        if name not in found or type(found[name]) in _OF_OVERLOADS:
             break
         places.append(found.pop(name))
     return tuple(places), found

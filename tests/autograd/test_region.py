@@ -24,7 +24,7 @@ from brevact.autograd import (
     has_region,
     region,
 )
-from brevact.autograd.mode import active
+from brevact.autograd.active_regions import active
 from brevact.autograd.other_code import name_of
 from brevact.autograd.settings import with_functions
 from brevact.private_names.of_torch import top_hooks

@@ -16,7 +16,7 @@ from benchmarks.model_zoo import MODELS, Subject, build, loss_of
 from benchmarks.models import gradient, loss_at, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
-from brevact.autograd.mode import current_region
+from brevact.autograd.active_regions import current_region
 from brevact.autograd.rows import row_of
 from brevact.injectors import backward_settings_from
 
