@@ -171,6 +171,13 @@ def test_ops_that_return_their_argument_change_no_other_result(op):
             assert tuple(map(current_region().is_weight, results)) == (False, True)
 
 
+def test_sizes_of_an_activation_are_none():
+    """Sizes that change are a value in the graph, a tuple without tensors."""
+    make, expected = CASES["of the size of an activation"]
+    run = torch.compile(Net(make), backend="aot_eager", dynamic=True)
+    assert weights_among(run, torch.randn(64, 64), torch.arange(64)) == expected
+
+
 def test_graphs_for_some_sizes_are_compiled_twice():
     """Dynamo hands a graph to the compiler again for a size that was asked for."""
     net, x = Net(lambda net, x, at: net.layer(x)), torch.randn(8, 64)
