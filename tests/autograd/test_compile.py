@@ -566,32 +566,6 @@ def test_graph_breaks_keep_the_region():
     assert packed <= eager
 
 
-class Scaled(nn.Module):
-    """It scales its result by a function of its weight, where Dynamo compiles nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale(self.layer(x))
-
-    @torch.compiler.disable
-    def scale(self, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = self.layer.weight.exp()
-        return y * scale
-
-
-def test_functions_between_graphs_make_weights_without_gradients():
-    model, plain = quantized(make=Scaled), Scaled()
-    x, grad = torch.randn(2, 64, 64)
-    torch.compile(model, backend="aot_eager")(x).backward(grad)
-    plain(x).backward(grad)
-    assert torch.equal(model.layer.bias.grad, plain.layer.bias.grad)
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

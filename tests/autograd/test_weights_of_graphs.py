@@ -188,27 +188,29 @@ def test_graphs_for_some_sizes_are_compiled_twice():
 
 
 class Scaled(nn.Module):
-    """A graph makes a weight without gradients, and a function outside of it saves that weight."""
+    """It makes a weight without gradients, in a graph or between graphs, and multiplies by that between graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_graph: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(64, 64)
+        self.layer, self.in_graph = nn.Linear(64, 64), in_graph
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
+        return self.product(self.layer(x), self.scale() if self.in_graph else None)
+
+    def scale(self) -> Tensor:
         with torch.no_grad():
-            scale = self.layer.weight.roll(1, 0) * 2
-        return self.product(y, scale)
+            return self.layer.weight.roll(1, 0) * 2
 
     @torch.compiler.disable
-    def product(self, y: Tensor, scale: Tensor) -> Tensor:
-        return y * scale
+    def product(self, y: Tensor, scale: Tensor | None) -> Tensor:
+        return y * (self.scale() if scale is None else scale)
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_a_model_whose_graph_makes_weights(backend):
-    model, plain = brevact.quantize_backward(Scaled(), POLICY), Scaled()
+def test_gradients_of_a_model_that_makes_weights(backend, in_graph):
+    model, plain = brevact.quantize_backward(Scaled(in_graph), POLICY), Scaled(in_graph)
     x, grad = torch.randn(2, 64, 64)
     with watch_saved() as saved:
         out = torch.compile(model, backend=backend)(x)
