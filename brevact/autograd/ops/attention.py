@@ -76,7 +76,7 @@ class _Attention(Saving):
         out, finer = out.detach(), _with_finer_scores(region)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
-        of_dropout = None if after_dropout is None else keep_mask(after_dropout != 0)
+        of_dropout = None if after_dropout is None else keep_mask(after_dropout.bool())
         token = None
         if region.recompute and options.dropout_p == 0.0 and not is_traced(query) and not needs[3]:
             token = _remember(region, (of_query, of_key, of_value), out, key.shape[-2], mask, options, needs[:3])

@@ -169,7 +169,7 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
         value = Value.of(func, rest, kwargs) if is_gentle else None
-        if value is not None and not inplace and input.numel() <= MOST_HELD:
+        if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
             run = _RUNNERS.get(func)
             out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
             if out is not None:
