@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,43 +42,56 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
     return found
 
 
-#: Names of NumPy's that torch's compiled functions take for their own.
-_NUMPY_NAMES = {"x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim", "keepdims": "keepdim"}
+#: Names of operands that are moved to their places.
+_OPERANDS = frozenset(("input", "other", "exponent", "mat1", "mat2", "batch1", "batch2", "mat", "vec"))
+#: Names of NumPy's that torch takes for them.
+_NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 @functools.cache
-def _parameters_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of the arguments that a torch function requires, in their order, and those of all."""
-    overrides, name = get_testing_overrides(), func.__name__
+def _operands_of(func: Callable) -> tuple[str, ...]:
+    """Return the names of the operands with which the arguments of a torch function begin."""
+    overrides = get_testing_overrides()
     known = overrides.get(func)
     if known is None:  # in-place variants, but for those of Python
-        known = overrides.get(getattr(torch, name.removesuffix("_"), func), func)
+        known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
     try:
-        parameters = inspect.signature(known).parameters.values()
+        return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
     except (TypeError, ValueError):
-        return ("input",), frozenset(("input",))
-    required = tuple(each.name for each in parameters if each.default is each.empty and each.kind <= 1)
-    return required, frozenset(each.name for each in parameters)
-
-
-#: Types that tell overloads apart, some of which have them in other places: of `Tensor.to`.
-_OF_OVERLOADS = (torch.dtype, torch.device, torch.layout, torch.memory_format, str)
+        return ()
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of a torch function with those at their places that it requires.
+    """Return the arguments of a call of a torch function with its operands at their places, if names were given.
 
-    Names of NumPy's become torch's. Counterparts and rules that look at a place find an operand there, however it was
-    given.
+    Counterparts and rules that look at a place find an operand there. Deprecated overloads, which begin with a number
+    or have one between operands, stay as they are.
     """
-    required, names = _parameters_of(func)
-    found = dict(kwargs)
-    if type(func) is not FunctionType:
-        for name in _NUMPY_NAMES.keys() & found.keys() - names:
-            found[_NUMPY_NAMES[name]] = found.pop(name)
-    places = list(args)
-    for name in required[len(args) :]:
-        if name not in found or type(found[name]) in _OF_OVERLOADS:
+    names = _operands_of(func)
+    if not names or not all(isinstance(x, Tensor) for x in args):
+        return args, kwargs
+    places, found = list(args), dict(kwargs)
+    for name in names[len(args) :]:
+        given = next((each for each in (name, *_NUMPY_NAMES.get(name, ())) if each in found), None)
+        if given is None:
             break
-        places.append(found.pop(name))
+        places.append(found.pop(given))
     return tuple(places), found
+
+
+def fills_storage(x: Any) -> bool:
+    """Return whether a tensor has all elements of its storage: nothing is left there of values that it overwrites."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+
+
+def operands_beside(tensors: list[Tensor], out: Any, *, is_first: bool) -> list[Tensor]:
+    """Return the tensors of a call of which the values go into its result.
+
+    Without the first one, or ``out``, if nothing is left of its values.
+    """
+    if not fills_storage(out):
+        return tensors
+    if is_first:
+        return tensors[1:]
+    places = [i for i, x in enumerate(tensors) if x is out]
+    return [x for i, x in enumerate(tensors) if i != places[-1]] if places else tensors

@@ -65,9 +65,7 @@ class EagerMode(compiled_mode.RegionMode):
             if type(func) is MethodWrapperType:  # an attribute
                 return func(*args, **kwargs)
             row = row_of(func)
-        elif kwargs:
-            args, kwargs = bound(func, args, kwargs)
-        if row.is_metadata:
+        elif row.is_metadata:
             if row.is_unversioned and args and is_activation(args[0]):
                 known_values.forget(args[0])
             if stores_nothing(func, args):
@@ -80,6 +78,8 @@ class EagerMode(compiled_mode.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
+        if kwargs and func in ROWS:
+            args, kwargs = bound(func, args, kwargs)
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from brevact.autograd import first_region
 from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
+from brevact.autograd.call_arguments import operands_beside
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
@@ -192,9 +193,9 @@ class Region(Store):
     def makes_weight(self, row: Row, tensors: list[Tensor], out: Any = None) -> bool:
         """Return whether a function of these tensors, of which it may overwrite ``out``, makes a weight of weights."""
         if row.replaces:
-            tensors = tensors[1:]
+            tensors = operands_beside(tensors, tensors[0], is_first=True)
         elif out is not None:
-            tensors = [x for x in tensors if x is not out]
+            tensors = operands_beside(tensors, out, is_first=False)
         return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:

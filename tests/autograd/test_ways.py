@@ -184,6 +184,38 @@ def test_the_way_changes_no_gradient_of_a_net(net, quantizer, way):
     check(NETS[net], (4, 3, 16, 16), quantizer, way)
 
 
+SPELLINGS: dict[str, tuple[Callable, Callable]] = {
+    "names of NumPy's": (lambda x, y: torch.div(x, y), lambda x, y: torch.div(x1=x, x2=y)),
+    "a later operand alone": (lambda x, y: torch.div(x, y), lambda x, y: x.div(other=y)),
+    "to, of a device": (lambda x, y: x.to(torch.float64), lambda x, y: x.to(device="cpu", dtype=torch.float64)),
+    "dot": (lambda x, y: torch.dot(x[0], y[0]), lambda x, y: torch.dot(x[0], tensor=y[0])),
+    "a deprecated overload": (lambda x, y: y.addmm(x, x, beta=0.5), lambda x, y: y.addmm(0.5, mat1=x, mat2=x)),
+    "instance norm": (
+        lambda x, y: torch.instance_norm(x[None], None, y[0], None, None, True, 0.1, 1e-5, False),
+        lambda x, y: torch.instance_norm(
+            *(x[None], None),
+            bias=y[0],
+            running_mean=None,
+            running_var=None,
+            use_input_stats=True,
+            momentum=0.1,
+            eps=1e-5,
+            cudnn_enabled=False,
+        ),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_a_call_change_no_gradient(name, quantizer):
+    other = nn.Parameter(torch.rand(48, 48) + 1)
+    x, settings = torch.randn(48, 48), BackwardSettings(brevact.quantizer(QUANTIZERS[quantizer]), min_numel=0)
+    plain, spelled = (gradients(lambda x, call=call: call(x, other * 1), x, settings) for call in SPELLINGS[name])
+    assert all(are_same(a, b) for a, b in zip(spelled, plain, strict=True))
+
+
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_keywords_change_no_gradient_of_a_batch_norm(quantizer):
     norm = nn.BatchNorm2d(16)

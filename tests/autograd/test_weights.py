@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -181,3 +183,22 @@ def test_what_is_larger_than_all_the_weights_it_came_from_is_packed():
         y = ScaledOutOfSight.apply(scale, x)
         y.sin()
     assert saved.tensors and not saved.holds(y)
+
+
+def test_a_tensor_that_is_written_over_has_the_values_of_others():
+    """Nothing is left of its own where the result fills its storage, and it is no operand itself."""
+    weight, x = nn.Parameter(torch.randn(64, 64)), torch.randn(64, 64)
+    with region(settings()), torch.no_grad():
+        region_now = current_region()
+
+        def is_weight(write: Callable[[Tensor], object], y: Tensor) -> bool:
+            write(y)
+            return region_now.is_weight(y)
+
+        assert is_weight(lambda y: y.copy_(weight), x.clone())
+        assert is_weight(lambda y: torch.exp(weight, out=y), x.clone())
+        assert is_weight(lambda y: torch.clamp(y, -1, 1, out=y), weight.clone())
+        assert not is_weight(lambda y: torch.mul(y, weight, out=y), x.clone())
+        assert not is_weight(lambda y: y[:1].copy_(weight[:1]), x.clone())
+        assert not is_weight(lambda y: torch.mul(weight[:1], 2, out=y[:1]), x.clone())
+        assert not is_weight(lambda y: y.copy_(x), weight.clone())

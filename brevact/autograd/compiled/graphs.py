@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.active_regions import active
+from brevact.autograd.call_arguments import fills_storage
 from brevact.autograd.compiled.nodes import call_in_graph, function_of
 from brevact.autograd.ops.base import is_inplace
 from brevact.autograd.rows import row_of
@@ -60,22 +61,29 @@ class _Result(NamedTuple):
 
 @functools.cache
 def show_losses() -> None:
-    """Let Dynamo show modes the loss of an `nn.CrossEntropyLoss` that traced code makes.
+    """Let Dynamo show modes the function of an `nn.CrossEntropyLoss` that traced code makes in a region.
 
-    It puts that loss into the graph itself, where no region would pack its logits; here it traces the function.
+    It puts that function into the graph itself, where no region would pack its logits.
     """
+    unseen = ClassInGraph._call_cross_entropy_loss
 
     def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        return variable_of(translator, _cross_entropy_loss).call_function(translator, args, kwargs)
+        made = unseen(self, translator, args, kwargs)
+
+        def loss(input: Any, target: Any) -> Any:
+            return variable_of(translator, F.cross_entropy).call_function(translator, [input, target, *args], kwargs)
+
+        return type(made)(loss) if _traces_region(translator) else made
 
     ClassInGraph._call_cross_entropy_loss = call
 
 
-def _cross_entropy_loss(*options: Any, **named: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss(input: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(input, target, *options, **named)
-
-    return loss
+def _traces_region(translator: Any) -> bool:
+    """Whether a region is around the code that Dynamo traces."""
+    if getattr(translator.output.compiler_fn, "is_brevact", False):
+        return True
+    modes = translator.symbolic_torch_function_state.mode_stack
+    return any(getattr(getattr(mode, "value", None), "is_region", False) for mode in modes)
 
 
 @torch.compiler.assume_constant_result
@@ -166,7 +174,7 @@ def _results_of(graph: fx.GraphModule) -> list[_Result]:
             made_of.set(node, _ALWAYS if isinstance(value, nn.Parameter) else _NEVER)
         elif node.op.startswith("call_"):
             func, args, kwargs = _call_of(node)
-            made = _made_by(func, node, kwargs, made_of)
+            made = _made_by(func, node, args, kwargs, made_of)
             made_of.set(node, made)
             changed = kwargs.get("out")
             if changed is None and func is not None and args and (func in _INPLACE or _is_inplace(func, args, kwargs)):
@@ -274,16 +282,25 @@ def _has_layers(graph: fx.GraphModule) -> bool:
     )
 
 
-def _made_by(func: Any, node: fx.Node, kwargs: dict[str, Any], made_of: _MadeOf) -> Alternatives:
+def _replaced(args: Any, kwargs: dict[str, Any], *, is_first: bool) -> Any:
+    """Return the argument of a call of whose values nothing is left, if there is one (``operands_beside``)."""
+    out = args[0] if is_first else kwargs.get("out")
+    if not isinstance(out, fx.Node) or not isinstance(_value_of(out), Tensor):
+        return None
+    others: list[fx.Node] = []
+    beside = args[1:] if is_first else (args, {name: x for name, x in kwargs.items() if name != "out"})
+    fx.map_arg(beside, others.append)
+    return out if out not in others and fills_storage(_value_of(out)) else None
+
+
+def _made_by(func: Any, node: fx.Node, args: Any, kwargs: dict[str, Any], made_of: _MadeOf) -> Alternatives:
     """Return the inputs of which the result of a call is made, by the rule of ``Region.makes_weight``."""
     row = None if func is None else row_of(func)
     if row is not None and (row.is_layer or row.makes_weight):
         return _NEVER if row.is_layer else _ALWAYS
     counted, others, indices = [], [], []
     trains = False
-    replaced = kwargs.get("out")
-    if row is not None and row.replaces:
-        replaced = node.args[0]
+    replaced = _replaced(args, kwargs, is_first=row is not None and row.replaces)
     for x in node.all_input_nodes:
         value = _value_of(x)
         if x is replaced:

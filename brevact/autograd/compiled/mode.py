@@ -76,6 +76,7 @@ class RegionMode(TorchFunctionMode):
 
     text: str | None
     norms_only: bool = False
+    is_region = True
 
 
 class TracingMode(RegionMode):

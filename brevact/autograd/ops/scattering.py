@@ -169,12 +169,14 @@ def _reducing(is_by_row: bool) -> Callable:
         input: Any,
         dim: Any,
         index: Any,
-        src: Any,
-        reduce: Any,
+        src: Any = None,
+        reduce: Any = None,
         *,
         include_self: Any = True,
         **kwargs: Any,
     ) -> Any:
+        if is_by_row and src is None:
+            src = kwargs.pop("source", None)
         if kwargs or reduce not in ("sum", "mean", *_EXTREMES) or not _can_store(region, input, dim, index, src):
             return NotImplemented  # products are singular
         if index.dim() != 1 if is_by_row else index.shape != src.shape:

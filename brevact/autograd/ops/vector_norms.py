@@ -190,28 +190,28 @@ def _norm(
 
 
 def _vector_norm(
-    region: Keeper, func: Callable, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
+    region: Keeper, func: Callable, input: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
 ) -> Any:
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), x, dim) if ord == 2 else NotImplemented
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, dim) if ord == 2 else NotImplemented
 
 
 def _linalg_norm(
-    region: Keeper, func: Callable, A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
+    region: Keeper, func: Callable, input: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
 ) -> Any:
     of_vector = ord is None or (ord == "fro" and (dim is None or not isinstance(dim, int)))
     if not of_vector and not (ord == 2 and isinstance(dim, int)):
         return NotImplemented  # another norm, or that of a matrix
-    if ord == "fro" and (A.dim() != 2 if dim is None else len(dim) != 2):
+    if ord == "fro" and (input.dim() != 2 if dim is None else len(dim) != 2):
         return NotImplemented  # torch raises the error
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, dim)
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, dim)
 
 
 def _matrix_norm(
-    region: Keeper, func: Callable, A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
+    region: Keeper, func: Callable, input: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
 ) -> Any:
     if ord != "fro" or not isinstance(dim, tuple | list) or len(dim) != 2:
         return NotImplemented
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, tuple(dim))
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, tuple(dim))
 
 
 def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
