@@ -932,7 +932,7 @@ FAULTS = (
         "operands by name are not found at their places",
         "autograd/call_arguments.py",
         "bound",
-        "required[len(args):]",
+        "names[len(args):]",
         "()",
         ("autograd/test_ways.py",),
     ),

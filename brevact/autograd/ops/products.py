@@ -141,9 +141,11 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     return a.device == b.device and not region.are_weights(a, b)
 
 
-def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any = None, *, tensor: Any = None) -> Any:
-    """Handle products of two tensors; the second one has another name in `torch.dot`."""
-    other = tensor if other is None else other
+def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
+    """Handle products of two tensors; the second one has another name in each torch function."""
+    if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2", "vec", "tensor"}:
+        return NotImplemented
+    (other,) = others or named.values()
     if not _can_pack(region, input, other):
         return NotImplemented
 
