@@ -70,7 +70,8 @@ class _EnterRegion:
     @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_compiling():
-            compiled_mode.enter(self.settings, module, inherits=self.inherits)
+            if not (self.inherits and compiled_mode.is_covered(module)):  # before the settings, which Dynamo guards
+                compiled_mode.enter(self.settings, module, inherits=self.inherits)
             return
         regions, frame = active.regions, sys._getframe(1)
         if regions:

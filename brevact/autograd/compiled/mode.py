@@ -191,6 +191,14 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
     TracingMode(text, module, not module.training and (around is None or around.norms_only)).__enter__()
 
 
+def is_covered(module: nn.Module) -> bool:
+    """Return whether a module without a rule of its own runs in the region around it, whatever the settings are."""
+    around = _innermost()
+    if around is None or _inside.higher_order or _belongs_to(around, module):
+        return False
+    return not (around.norms_only and module.training)
+
+
 def leave(module: nn.Module | None) -> None:
     """Leave the region that :func:`enter` entered for the module, if it did."""
     around = _innermost()
