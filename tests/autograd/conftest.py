@@ -1,11 +1,7 @@
 """Fixtures of the tests of regions."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor import cpu_vec_isa
 
 from brevact.cpu_kernels import launch
 
@@ -23,12 +19,3 @@ def sums_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     test that compares with ATen's own formula.
     """
     monkeypatch.setattr(launch, "packed_batch_norm_backward", lambda *arguments: NotImplemented)
-
-
-@pytest.fixture
-def scalar_code() -> Iterator[None]:
-    """Inductor writes loops without vectors, and compiles no file for each kind of vectors to see whether it can."""
-    with inductor_config.patch({"cpp.vec_isa_ok": False}):
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
-        yield
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()

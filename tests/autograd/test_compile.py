@@ -648,7 +648,6 @@ class Branches(nn.Module):
         return sum(branch(x) for branch in self.branches)
 
 
-@pytest.mark.usefixtures("scalar_code")
 def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
     chosen = settings(24, Rounding.NEAREST)
     model = brevact.quantize_backward(Branches(), chosen)
@@ -863,7 +862,6 @@ def test_another_threads_compiler_does_not_stop_packing():
     assert len(sizes) == 1
 
 
-@pytest.mark.usefixtures("scalar_code")
 def test_convolution_of_few_channels_compiles_for_any_number_of_rows(monkeypatch):
     monkeypatch.setattr("brevact.autograd.ops.convolution._MANY_PADDED", 1 << 14)
     monkeypatch.setattr("brevact.autograd.ops.convolution._PADDED_OF_PART", 1 << 12)
