@@ -187,7 +187,9 @@ class Tuning:
 
     is_on = True
     passed = 0
+    """Elements that kernels have packed or decoded since the last look."""
     next_look = LOOKED_AFTER
+    """Such elements after which the process is looked at again."""
     heap: _Heap | None = None
 
 
@@ -200,21 +202,15 @@ def is_left_alone(environment: Mapping[str, str]) -> bool:
     return any(name in environment for name in _SETTINGS) or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
 
 
-def note_passed(elements: int) -> None:
-    """Take note of elements that a kernel packs or decodes, and look at the process now and then.
-
-    Args:
-        elements: their number.
-    """
-    Tuning.passed += elements
-    if Tuning.passed >= Tuning.next_look:
-        Tuning.passed = 0
-        heap = Tuning.heap
-        if heap is not None and Tuning.is_on:
-            try:
-                Tuning.next_look = min(max(heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
-            except OSError:  # no file can be opened any more: training goes on without
-                Tuning.heap = None
+def look() -> None:
+    """Look at the process, now that kernels have packed or decoded enough elements (`Tuning.next_look`)."""
+    Tuning.passed = 0
+    heap = Tuning.heap
+    if heap is not None and Tuning.is_on:
+        try:
+            Tuning.next_look = min(max(heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
+        except OSError:  # no file can be opened any more: training goes on without
+            Tuning.heap = None
 
 
 def tune_heap() -> bool:

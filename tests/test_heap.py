@@ -308,7 +308,7 @@ def unknown():
 heap.tune_heap()
 before = heap.Tuning.heap is not None
 heap.memory_left, heap.FEW_FREE = unknown, -(1 << 40)
-heap.note_passed(heap.LOOKED_AFTER)
+heap.look()
 print(before, heap.Tuning.heap is not None)
 """
 
@@ -323,7 +323,7 @@ NEXT_LOOK = """
 heap.tune_heap()
 for room in (-100, 0, 15, 32, 1000):
     heap.Tuning.heap.look = lambda: room << 20
-    heap.note_passed(heap.Tuning.next_look)
+    heap.look()
     print(heap.Tuning.next_look >> 20)
 """
 

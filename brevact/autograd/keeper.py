@@ -84,6 +84,10 @@ class Keeper(Protocol):
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
         ...
 
+    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
+        """Return whether the input of a layer with this weight can be packed, and one of these needs a gradient."""
+        ...
+
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a function can be packed: floating point and no weight."""
         ...

@@ -227,6 +227,15 @@ class Region(Store):
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
         return type(x) is Tensor and is_activation(x)
 
+    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
+        """Return whether the input of a layer with this weight can be packed, and one of these needs a gradient."""
+        return (
+            type(input) is Tensor
+            and is_activation(input)
+            and is_activation(weight)
+            and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        )
+
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a function can be packed: floating point and no weight."""
         return type(x) is Tensor and is_activation(x) and (x.grad_fn is None or not is_weight(x, self.state))

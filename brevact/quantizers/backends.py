@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import note_passed, tune_heap
+from brevact.heap import Tuning, look, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 from brevact.user_lines import warn
 
@@ -66,7 +66,9 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
             launch = getattr(kernels, name, None)
             if launch is not None and (result := launch(*args)) is not NotImplemented:
                 if first.is_cpu:
-                    note_passed(first.numel() if last is None else max(first.numel(), last.numel()))
+                    Tuning.passed += first.numel() if last is None else max(first.numel(), last.numel())
+                    if Tuning.passed >= Tuning.next_look:
+                        look()
                 return result
         _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():

@@ -26,7 +26,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import Saving, is_inplace
+from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
@@ -183,6 +183,9 @@ class _TracedRegion(Keeper):
 
     def packs_layer_input(self, x: Any) -> bool:
         return self.is_activation(x) and not any(x is parameter for parameter in self.parameters)
+
+    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
+        return self.packs_layer_input(input) and self.is_activation(weight) and requires_grad(input, weight, bias)
 
     def packs_input(self, x: Any) -> bool:
         return self.packs_layer_input(x) and not self.is_weight(x)

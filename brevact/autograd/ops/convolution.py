@@ -21,7 +21,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requires_grad, save
+from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
@@ -194,7 +194,7 @@ def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geo
     """Return whether ATen's copies of a layer of few channels take far more memory than its tensors."""
     settings = region.settings
     channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
-    if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * channels > _BLOCK:
+    if 2 * channels > _BLOCK or settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu:
         return False
     if type(input) is not Tensor:  # traced: compilers plan memory, and sizes of parts may be none that they know
         return False
@@ -213,9 +213,7 @@ def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> t
 
 def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
     return (
-        region.packs_layer_input(input)
-        and region.is_activation(weight)
-        and requires_grad(input, weight, bias)
+        region.packs_layer(input, weight, bias)
         and input.dim() in (dims + 1, dims + 2)
         and weight.dim() == dims + 2
         and input.numel() > 0

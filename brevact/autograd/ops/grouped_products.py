@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import Op, Saves, everywhere
 from brevact.autograd.ops.operands import keep_operand
 from brevact.autograd.ops.products import STORED
@@ -77,7 +77,7 @@ def _grouped(
     region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
     """Handle rows in groups, each of which meets a matrix; torch runs the other forms of grouped products."""
-    if not (region.packs_layer_input(input) and region.is_activation(mat2) and requires_grad(input, mat2)):
+    if not region.packs_layer(input, mat2):
         return NotImplemented
     if input.dim() != 2 or mat2.dim() != 3 or not isinstance(offs, Tensor) or not offs.numel():
         return NotImplemented

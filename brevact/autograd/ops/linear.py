@@ -14,7 +14,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.convolution import STORED, to_autocast
 from brevact.autograd.ops.op import Op, Saves, everywhere
 
@@ -55,9 +55,7 @@ class _Linear(Saving):
 
 
 def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight, bias)):
-        return NotImplemented
-    if weight.dim() != 2 or input.dim() == 0:
+    if not region.packs_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None
     if region.recompute and is_large_and_recomputed(region, input):

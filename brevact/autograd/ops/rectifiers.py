@@ -19,7 +19,7 @@ from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops import piecewise_linear
-from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.store import keep_mask, reported
@@ -81,7 +81,7 @@ class _PReLU(Saving):
 
 
 def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
-    if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight)):
+    if not region.packs_layer(input, weight):
         return NotImplemented
     if weight.requires_grad and region.settings.is_exact:
         return NotImplemented  # torch keeps the input alone: a mask would come on top
