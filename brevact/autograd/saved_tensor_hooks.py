@@ -10,6 +10,7 @@ active around the region see each tensor that is really stored.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -40,6 +41,9 @@ from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
 
+#: The object that autograd holds for a saved tensor: its saved form, or the tensor as it is, and its version.
+_Packed = SavedByHook | tuple[Tensor, int]
+
 
 class SavedTensorHooks(HookStack):
     """The saved-tensor hooks of one region, inside those ``around`` it, which pack the tensors of torch's own ops."""
@@ -52,23 +56,10 @@ class SavedTensorHooks(HookStack):
         # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
         # that it may be packed: then other code saves the tensors that the hooks see.
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
-        # Input and weight of torch's own layer that runs in place of a Function.
-        self.layer: tuple[Tensor, Tensor | None] | None = None
-        # Whether that layer flattens the leading dimensions of its input, and transposes its weight.
-        self.flattens = False
-        # The saved form of that input, where it is known before the layer runs.
-        self.kept: Saved | None = None
         # Whether a backward pass runs, whose gradients are to be differentiated again.
         self.is_in_backward = False
-        # Packs the one tensor that torch's own function saves.
-        self.keep_by: Callable[[Tensor], Saved] | None = None
-        # Makes a mask of the output that torch's own function saves; the mask is saved in its place.
-        self.mask_of: Callable[[Tensor], Tensor] | None = None
-        # Running statistics of torch's own norm that runs.
-        self.buffers: tuple[Tensor | None, Tensor | None] = None, None
-        # The input of torch's own norm, kept once its statistics are there.
-        self.waiting: list[tuple[SavedByHook, Tensor]] | None = None
-        self._of_weights: list[tuple[SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
+        # Packs each tensor that the function saves which runs in place of a Function of ours, or makes a weight.
+        self._packer: Callable[[Tensor], _Packed] | None = None
 
     def run_torch(
         self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, flattens: bool = False
@@ -79,10 +70,10 @@ class SavedTensorHooks(HookStack):
         transposed. The two calls of hooks for each cost less than a Function.
         """
         try:
-            self.layer, self.flattens = (input, weight), flattens
+            self._packer = functools.partial(self._pack_of_layer, input, weight, flattens)
             out = layer(input, weight, *args)
         finally:
-            self.layer, self.flattens = None, False
+            self._packer = None
         ModelState.mark_activation(out)
         return out
 
@@ -101,10 +92,10 @@ class SavedTensorHooks(HookStack):
         until another op packs that.
         """
         try:
-            self.layer, self.kept, self.keep_by, self.mask_of = (input, None), kept, keep, mask_of
+            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of)
             out = function(input)
         finally:
-            self.layer = self.kept = self.keep_by = self.mask_of = None
+            self._packer = None
         ModelState.mark_activation(out)
         return out
 
@@ -122,34 +113,32 @@ class SavedTensorHooks(HookStack):
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does; of its input the normalized values are kept."""
+        waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is kept once its statistics are there
         try:
-            self.layer, self.waiting = (input, weight), []
-            self.buffers = norm.running
+            self._packer = functools.partial(self._pack_of_norm, weight, norm.running, waiting)
             out, mean, spread = norm.forward(input, weight, bias)
-            given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
-            kept = self._keep_waiting(given)
-            derive_output(self._region, given, kept, out, weight, bias)
-            ModelState.mark_activation(out)
-            return out
         finally:
-            self.layer = self.waiting = None
-            self.buffers = None, None
+            self._packer = None
+        given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
+        kept = self._keep_waiting(waiting, input, given)
+        derive_output(self._region, given, kept, out, weight, bias)
+        ModelState.mark_activation(out)
+        return out
 
-    def _keep_waiting(self, norm: NormInput) -> Saved | None:
+    def _keep_waiting(self, waiting: list[tuple[SavedByHook, Tensor]], input: Tensor, norm: NormInput) -> Saved | None:
         """Pack the tensors that torch's own norm, which has run, saves; return the saved form of its input.
 
         The packed input comes back less its means: those are 0 then, and are not kept.
         """
         kept = None
-        waiting, layer = self.waiting or [], self.layer
         with self.suspended:
             for stored, x in waiting:
-                if layer is not None and x.shape == layer[0].shape:
-                    is_same = storage_address(x) == storage_address(layer[0]) and x.stride() == layer[0].stride()
-                    kept = self._region.keep(layer[0] if is_same else x, norm=norm)  # with its place in the graph
+                if x.shape == input.shape:
+                    is_same = storage_address(x) == storage_address(input) and x.stride() == input.stride()
+                    kept = self._region.keep(input if is_same else x, norm=norm)  # with its place in the graph
                     stored.fill(kept, self._outer)
             for stored, x in waiting:
-                if layer is None or x.shape != layer[0].shape:
+                if x.shape != input.shape:
                     is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
                     is_zero = is_mean and kept is not None and isinstance(kept[1], Centred)
                     stored.fill(((), Zeros.like(x)) if is_zero else keep_as_it_is(x), self._outer)
@@ -160,11 +149,12 @@ class SavedTensorHooks(HookStack):
 
         The saved forms of the tensors that torch stores, the result among them, are known once the function has run.
         """
-        collected = self._of_weights = []
+        collected: list[tuple[SavedByHook, Tensor]] = []
         try:
+            self._packer = functools.partial(_put_off, collected)
             result = func(*args, **kwargs)
         finally:
-            self._of_weights = None
+            self._packer = None
         remember(self._region, func, args, kwargs, result, [x for _, x in collected])
         for stored, x in collected:
             kept = self._region.keep_weight(x)
@@ -173,13 +163,9 @@ class SavedTensorHooks(HookStack):
             stored.fill(kept, self._outer)
         return result
 
-    def _pack(self, x: Tensor) -> SavedByHook | tuple[Tensor, int]:
-        if self._of_weights is not None:
-            stored = SavedByHook()
-            self._of_weights.append((stored, x))
-            return stored
-        if self.layer is not None:
-            return self._pack_of_layer(x, *self.layer)
+    def _pack(self, x: Tensor) -> _Packed:
+        if self._packer is not None:
+            return self._packer(x)
         if self.cast_shapes is None:
             frame = sys._getframe().f_back
             if self.is_in_backward or frame is None:  # a thread of autograd's has no frame
@@ -191,51 +177,81 @@ class SavedTensorHooks(HookStack):
             return self._pack_for_other_code(x, frame)
         return self._hand_on(self._keep(x, self._region, sys._getframe(1)))
 
-    def _pack_of_layer(self, x: Tensor, input: Tensor, weight: Tensor | None) -> SavedByHook | tuple[Tensor, int]:
+    def _pack_of_layer(self, input: Tensor, weight: Tensor, flattens: bool, x: Tensor) -> _Packed:
         """Pack a tensor that torch's own layer saves, which runs in place of a Function."""
-        if x is weight or (
-            self.flattens and x._is_view() and (x._base is weight or (weight is not None and x._base is weight._base))
-        ):
-            is_untouched = self._outer is None and not storage_report.recorders
-            if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
-                return x if x.grad_fn is None else x.detach(), x._version
-            return self._hand_on(self._region.keep_weight(x))
-        if self.kept is not None:
-            return self._hand_on(self.kept)
-        if self.mask_of is not None:
-            stored = SavedByHook()
-            with self.suspended:
-                stored.fill(keep_signs(self.mask_of(x.detach()), x.dtype), self._outer)
-            offer_mask(x, stored)
-            return stored
-        if self.waiting is not None:
-            if x is self.buffers[0] or x is self.buffers[1]:
-                return self._hand_on(keep_as_it_is(x))
-            stored = SavedByHook()
-            self.waiting.append((stored, x.detach()))
-            return stored
         if x is input:
             return self._hand_on(self._region.keep(x))
-        if self.flattens:
+        if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
+            return self._pack_weight(x)
+        if flattens:
             tensors, decoder = self._region.keep(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
                 return self._hand_on(((x,), AS_IT_IS))
             return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
-        if self.keep_by is not None:
-            with self.suspended:
-                kept = self.keep_by(x.detach())
-            return self._hand_on(kept)
-        if x.shape != input.shape:
-            return self._hand_on(keep_as_it_is(x))  # statistics
-        return self._hand_on(self._keep(x, self._region, sys._getframe(2)))  # the input in another order of memory
+        return self._pack_of_shape(x, input)
 
-    def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
+    def _pack_of_function(
+        self,
+        input: Tensor,
+        kept: Saved | None,
+        keep: Callable[[Tensor], Saved] | None,
+        mask_of: Callable[[Tensor], Tensor] | None,
+        x: Tensor,
+    ) -> _Packed:
+        """Pack the tensor that torch's own function saves: its input, or its output."""
+        if kept is not None:
+            return self._hand_on(kept)
+        if mask_of is not None:
+            stored = SavedByHook()
+            with self.suspended:
+                stored.fill(keep_signs(mask_of(x.detach()), x.dtype), self._outer)
+            offer_mask(x, stored)
+            return stored
+        if x is input:
+            return self._hand_on(self._region.keep(x))
+        if keep is not None:
+            with self.suspended:
+                kept = keep(x.detach())
+            return self._hand_on(kept)
+        return self._pack_of_shape(x, input)
+
+    def _pack_of_norm(
+        self,
+        weight: Tensor | None,
+        running: tuple[Tensor | None, Tensor | None],
+        waiting: list[tuple[SavedByHook, Tensor]],
+        x: Tensor,
+    ) -> _Packed:
+        """Pack the weight and running statistics that torch's own norm saves; other tensors wait until it has run."""
+        if x is weight:
+            return self._pack_weight(x)
+        if x is running[0] or x is running[1]:
+            return self._hand_on(keep_as_it_is(x))
+        return _put_off(waiting, x.detach())
+
+    def _pack_weight(self, x: Tensor) -> _Packed:
+        """Pack the weight of torch's own layer, or a view of it: as it is, or as it was made of weights."""
+        is_untouched = self._outer is None and not storage_report.recorders
+        if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
+            return x if x.grad_fn is None else x.detach(), x._version
+        return self._hand_on(self._region.keep_weight(x))
+
+    def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Packed:
+        """Pack a tensor of torch's own function: its input in another order of memory, or else statistics, as they are.
+
+        The input is packed if the frame that runs the function may pack (:meth:`_keep`).
+        """
+        if x.shape != input.shape:
+            return self._hand_on(keep_as_it_is(x))
+        return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
+
+    def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
         """Pack a tensor that other code than a torch function saves: the region's mode is active here."""
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
             return self._hand_on(self._keep(x, region, saver, unknown))
 
-    def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
+    def _hand_on(self, kept: Saved) -> _Packed:
         """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
@@ -346,3 +362,10 @@ class SavedTensorHooks(HookStack):
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
+
+
+def _put_off(waiting: list[tuple[SavedByHook, Tensor]], x: Tensor) -> SavedByHook:
+    """Note a tensor whose saved form is filled in once the function that saves it has run."""
+    stored = SavedByHook()
+    waiting.append((stored, x))
+    return stored
