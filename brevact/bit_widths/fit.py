@@ -32,7 +32,7 @@ from brevact.quantizers.brief import brief
 from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.in_place import in_place
-from brevact.reports.memory import memory_of
+from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
 from brevact.reports.step import StepLoss
@@ -163,16 +163,17 @@ def fit(
         with in_place(model):
             exact = exact_gradients(model, batches, loss, on_pass)
             plain_peak = peak_of_step(model, batches[0], loss, packs=False)
+            memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
 
             def fit_at(recompute: int) -> Policy:
                 options = {"double_backward": double_backward, "recompute": recompute}
-                return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
+                return _Fit(model, batches, loss, budget, exact, memory, plain_peak, on_pass, options, quick).policy()
 
             if double_backward and time is None:  # the graph of a gradient needs what would be recomputed
                 policy = fit_at(0)
             else:
                 quiet = _QUICK_QUIET if quick else QUIET
-                levels = Levels(model, batches[0], loss, on_pass, quiet=quiet, is_quick=quick)
+                levels = Levels(model, batches[0], loss, memory, on_pass, quiet=quiet, is_quick=quick)
                 policy = levels.policy(fit_at, budget)
     if budget.noise is None:
         _warn_of_noise(cast(FitReport, policy.report))
@@ -204,6 +205,7 @@ class _Fit:
         loss: Loss,
         budget: Budget,
         exact: ExactGradients,
+        memory: MemoryOfPass,
         plain_peak: int,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
@@ -211,7 +213,7 @@ class _Fit:
     ) -> None:
         self._together, self._rounds = (_QUICK_TOGETHER, _QUICK_ROUNDS) if is_quick else (_TOGETHER, _ROUNDS)
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
-        self._exact, self._passes, self._told = exact, len(batches) + 1, on_pass
+        self._exact, self._memory, self._passes, self._told = exact, memory, len(batches) + 1, on_pass
         at = {width: quantizer_of(width, attends=True, **options) for width in BIT_WIDTHS}
         reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
         self._groups = groups_of(model, reports, **options)
@@ -273,7 +275,7 @@ class _Fit:
         for _ in range(TRIES):
             widths = self._chosen()
             with with_quantizers(self._model, groups.quantizers(widths)):
-                saved_bytes = self._memory().saved_bytes
+                saved_bytes = self._memory.measured().saved_bytes
             error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
             self._more_bytes += error
             if saved_bytes <= limit and -error <= SLACK * saved_bytes:
@@ -300,7 +302,7 @@ class _Fit:
         peak = self._peak(widths)
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
-            memory = self._memory()
+            memory = self._memory.measured()
             batches = self._batches[: self._together]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
         of_layers = {row.layer: row.saved_bytes for row in memory.rows}
@@ -373,11 +375,7 @@ class _Fit:
 
     def _memory_with(self, quantizer: Any) -> MemoryReport:
         with with_quantizers(self._model, {"": quantizer}):
-            return self._memory()
-
-    def _memory(self) -> MemoryReport:
-        batch = self._batches[0]
-        return memory_of(self._model, lambda model: self._loss(model, batch), batch)
+            return self._memory.measured()
 
     def _count(self) -> None:
         self._passes += 1

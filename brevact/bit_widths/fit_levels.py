@@ -16,7 +16,7 @@ from brevact.bit_widths.budgets import Budget, BudgetRefusal
 from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients
-from brevact.reports.memory import memory_of
+from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
 
 #: Multiplications and additions that an element of a layer may cost, from none on.
@@ -42,6 +42,7 @@ class Levels:
         model: module without a policy; it stays as it was.
         batch: what the loss takes.
         loss: takes the model and a batch, and returns a scalar.
+        memory: measures the loss of this batch.
         on_pass: is told of each pass whose time is measured.
         quiet: noise and squared bias below which nothing is recomputed to lower them.
         is_quick: whether two levels are fitted at most where time has no budget.
@@ -52,12 +53,14 @@ class Levels:
         model: nn.Module,
         batch: Any,
         loss: Loss,
+        memory: MemoryOfPass,
         on_pass: Callable[[], object],
         *,
         quiet: float = QUIET,
         is_quick: bool = False,
     ) -> None:
         self._model, self._batch, self._loss, self._on_pass = model, batch, loss, on_pass
+        self._memory = memory
         self._quiet, self._is_quick = quiet, is_quick
 
     def policy(self, fit_at: Callable[[int], Policy], budget: Budget) -> Policy:
@@ -103,7 +106,7 @@ class Levels:
         for recompute in _LEVELS:
             if recompute > most:
                 return
-            saved_bytes = self._memory(recompute, _BIT_WIDTH).saved_bytes
+            saved_bytes = self._memory_at(recompute, _BIT_WIDTH).saved_bytes
             if saved_bytes < (1 - _LEAST_SAVING) * least:
                 least = saved_bytes
                 yield recompute
@@ -116,15 +119,15 @@ class Levels:
         needs_bits = budget.noise is None or budget.noise <= self._quiet
         levels = [each for each in _LEVELS if each <= _MOST_WITHOUT_TIME]
         for recompute in levels[:-1]:
-            memory = self._memory(recompute, _QUICK_BIT_WIDTH) if needs_bits else None
+            memory = self._memory_at(recompute, _QUICK_BIT_WIDTH) if needs_bits else None
             if memory is None or memory.saved_bytes <= budget.bytes_of(memory.plain_bytes):
                 yield recompute
                 break
         yield levels[-1]
 
-    def _memory(self, recompute: int, bit_width: int) -> MemoryReport:
+    def _memory_at(self, recompute: int, bit_width: int) -> MemoryReport:
         with with_quantizers(self._model, _everywhere(recompute, bit_width)):
-            return memory_of(self._model, lambda model: self._loss(model, self._batch), self._batch)
+            return self._memory.measured()
 
     def _timed(self, policy: Policy, recompute: int, predicted: float) -> Policy:
         """Return the policy with the time of a step in its report."""

@@ -34,6 +34,11 @@ _DEEPEST = 2
 #: Packages whose objects hold nothing that a forward pass changes and a model would miss.
 _NOT_OURS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "builtins"))
 _NEVER = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+#: Classes whose objects hold nothing, and those whose objects have items and no attributes.
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+_WITHOUT_ATTRIBUTES = frozenset((dict, list, tuple, set, deque))
+_NO_PAIRS: dict[Any, Any] = {}
+_NO_ITEMS: list[Any] = []
 
 
 @contextmanager
@@ -127,8 +132,9 @@ class _State:
             else:
                 continue
             self._seen[id(value)] = value
-            inside += self._note_attributes(value)
-            pending += [(item, depth) for item in inside]
+            if type(value) not in _WITHOUT_ATTRIBUTES:
+                inside += self._note_attributes(value)
+            pending += [(item, depth) for item in inside if type(item) not in _PLAIN]
 
     def _note_scripted(self, module: nn.Module) -> list[Any]:
         """Take note of the modes of a module of torch.jit, whose state is not in Python's, and return its tensors."""
@@ -140,6 +146,9 @@ class _State:
     def _note_contents(self, container: Any) -> list[Any]:
         """Take note of a container, and return its items."""
         is_mapping = isinstance(container, dict)
+        if type(container) in _CONTAINERS and not container:  # as most dictionaries of hooks
+            self._contents.append((container, _NO_PAIRS if is_mapping else _NO_ITEMS))
+            return []
         items = dict(container) if is_mapping else list(container)
         self._contents.append((container, items))
         return list(items.values()) if isinstance(items, dict) else [*items]
@@ -150,7 +159,8 @@ class _State:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             inside += self._note_contents(attributes)
-        slots = _slots_of(value)
+        kind: Any = type(value)
+        slots = _slots_of(kind)
         if slots:
             before = {name: getattr(value, name) for name in slots if hasattr(value, name)}
             self._others.append(functools.partial(_set_slots, value, slots, before))
@@ -172,16 +182,18 @@ class _State:
             each.restore()
 
 
-def _is_ours(value: Any) -> bool:
-    """Whether an object is of a class that is neither Python's nor torch's: a user's, or ours."""
-    return type(value).__module__.partition(".")[0] not in _NOT_OURS
+@functools.lru_cache(maxsize=1024)
+def _is_ours(kind: Any) -> bool:
+    """Whether a class is neither Python's nor torch's: a user's, or ours."""
+    return kind.__module__.partition(".")[0] not in _NOT_OURS
 
 
 def _holds_state(value: Any) -> bool:
     """Whether an object has attributes that a forward pass may change."""
     if isinstance(value, _OF_PYTHON):
         return True
-    return _is_ours(value) and (hasattr(value, "__dict__") or bool(_slots_of(value)))
+    kind: Any = type(value)
+    return _is_ours(kind) and (hasattr(value, "__dict__") or bool(_slots_of(kind)))
 
 
 def _restorer_of(value: Any) -> Callable[[], object] | None:
@@ -201,16 +213,11 @@ def _restorer_of(value: Any) -> Callable[[], object] | None:
     return None
 
 
-def _slots_of(value: Any) -> list[str]:
-    """Return the names of the slots that an object has, of a class that is neither Python's nor torch's."""
-    kind: Any = type(value)
-    return _slots_of_class(kind) if _is_ours(value) else []
-
-
 @functools.lru_cache(maxsize=1024)
-def _slots_of_class(kind: type) -> list[str]:
-    found = []
-    for each in kind.__mro__:
+def _slots_of(kind: Any) -> list[str]:
+    """Return the names of the slots that objects of a class have, if it is neither Python's nor torch's."""
+    found: list[str] = []
+    for each in kind.__mro__ if _is_ours(kind) else ():
         slots = vars(each).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
             is_private = name.startswith("__") and not name.endswith("__")
@@ -240,15 +247,9 @@ def _set_class(value: Any, kind: type) -> None:
 
 def _refill(container: Any, items: Any) -> None:
     """Put items back into a container, unless it has just these."""
-    now = [*container.items()] if isinstance(items, dict) else [*container]
-    before = [*items.items()] if isinstance(items, dict) else items
-    if len(now) == len(before) and all(_is_same(a, b) for a, b in zip(now, before, strict=True)):
-        return
+    if len(container) == len(items) and all(map(operator.is_, container, items)):
+        if not (items and isinstance(items, dict)) or all(map(operator.is_, container.values(), items.values())):
+            return
     kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, deque) else kind.update)(container, items)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two items are one object, or two pairs of a key and a value hold the same ones."""
-    return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))

@@ -131,31 +131,51 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
     A function runs the model, and computes a loss of its output, say, which then counts, too. The arguments
     are tensors that it works on.
     """
-    note = ""
-    saved = _measure(model, run)
-    if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
-        with regions_disabled():
-            plain = _measure(model, run)
-    else:
-        plain = saved
-        try:
-            saved, note = _measure(model, run, attach_policy), BY_DEFAULT
-        except (TypeError, RuntimeError) as error:  # NotImplementedError, too
-            note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
-    plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
-    kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
-    rows = tuple(
-        LayerMemory(
-            *(name, kind, plain_bytes[name], saved_bytes[name]),
-            saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+    return MemoryOfPass(model, run, arguments).measured()
+
+
+class MemoryOfPass:
+    """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once.
+
+    Args:
+        model: to measure.
+        run: runs the model, and computes a loss of its output, say, which then counts, too.
+        arguments: tensors that it works on.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
+        self._model, self._run, self._arguments = model, run, arguments
+        self._plain: _Measured | None = None
+
+    def measured(self) -> MemoryReport:
+        """Return what the pass stores under the policy that the model has now, or would have by default."""
+        model, run, note = self._model, self._run, ""
+        saved = _measure(model, run)
+        if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
+            if self._plain is None:
+                with regions_disabled():
+                    self._plain = _measure(model, run)
+            plain = self._plain
+        else:
+            plain = saved
+            try:
+                saved, note = _measure(model, run, attach_policy), BY_DEFAULT
+            except (TypeError, RuntimeError) as error:  # NotImplementedError, too
+                note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
+        plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
+        kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
+        rows = tuple(
+            LayerMemory(
+                *(name, kind, plain_bytes[name], saved_bytes[name]),
+                saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+            )
+            for name, kind in kinds.items()
+            if plain_bytes[name] or saved_bytes[name]
         )
-        for name, kind in kinds.items()
-        if plain_bytes[name] or saved_bytes[name]
-    )
-    note = note if rows else _why_nothing(model, arguments, plain.has_graph)
-    if saved.is_generator:
-        note = GENERATOR
-    return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
+        note = note if rows else _why_nothing(model, self._arguments, plain.has_graph)
+        if saved.is_generator:
+            note = GENERATOR
+        return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
 
 
 def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
