@@ -862,13 +862,14 @@ def test_another_threads_compiler_does_not_stop_packing():
     assert len(sizes) == 1
 
 
-def test_convolution_of_few_channels_compiles_for_any_number_of_rows(monkeypatch):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_convolution_of_few_channels_compiles_for_any_number_of_rows(backend, monkeypatch):
     monkeypatch.setattr("brevact.autograd.ops.convolution._MANY_PADDED", 1 << 14)
     monkeypatch.setattr("brevact.autograd.ops.convolution._PADDED_OF_PART", 1 << 12)
     torch.manual_seed(0)
     layers = nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)
     model = brevact.quantize_backward(nn.Sequential(*layers), brevact.NearestBackward8bit)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend=backend)
     for rows in (64, 96):  # the second graph is that of any number
         x = torch.randn(2, 2, rows, 64, requires_grad=True)
         (expected,) = torch.autograd.grad(model(x).square().mean(), x)

@@ -206,6 +206,7 @@ def test_fork_while_another_thread_waits(folder: Path):
     assert child.exitcode == 0
 
 
+@pytest.mark.exhaustive
 def test_file_that_cannot_be_replaced_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def refused(path: Path, **_: bool) -> None:
         raise PermissionError(path)
@@ -215,6 +216,7 @@ def test_file_that_cannot_be_replaced_is_passed_over(folder: Path, monkeypatch: 
     assert _counts(_as_in_another_process(example_kernels.count))
 
 
+@pytest.mark.exhaustive
 def test_folder_that_is_relative(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("NUMBA_CACHE_DIR", ".")
@@ -229,6 +231,7 @@ def test_user_without_a_home_gets_no_folder_there(monkeypatch: pytest.MonkeyPatc
     assert libraries.folders() == [libraries.PACKAGE / "__pycache__"]
 
 
+@pytest.mark.exhaustive
 def test_paths_that_are_no_text_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     assert _counts(_as_in_another_process(example_kernels.count))

@@ -424,7 +424,8 @@ cpp_extension.load = load
 """
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("native", [False, True])
 def test_quantizers_work_where_brevitas_scripts_them(native: bool):
     script = f"NATIVE = {native}{'' if native else WITHOUT_COMPILER}{SCRIPT}"
     done = subprocess.run(

@@ -49,6 +49,7 @@ def check_fitted(summary, folder):
     return report
 
 
+@pytest.mark.exhaustive
 def test_main_fits_a_policy_to_a_budget_and_goes_on_with_it(tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*ONE_EPOCH, "--budget", "20x", "--out-dir", str(whole)]) == 0
