@@ -39,6 +39,7 @@ from brevact.autograd.weights import (
     ModelState,
     is_weight,
     mark_node,
+    node_of,
 )
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -177,7 +178,7 @@ class Region(Store):
         """
         found = trains = indexed = False
         for x in tensors:
-            node: Any = x.grad_fn
+            node = node_of(x)
             if node is not None and node.metadata.get(WEIGHT_NUMEL) == 0:
                 return False
             if is_weight(x, self.state):
@@ -201,7 +202,7 @@ class Region(Store):
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether a function's result is a weight or an activation."""
         if type(result) is Tensor:
-            node: Any = result.grad_fn
+            node = node_of(result)
             if node is not None:
                 mark_node(node, result, weight=is_weight)
                 return
@@ -238,7 +239,7 @@ class Region(Store):
 
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a function can be packed: floating point and no weight."""
-        return type(x) is Tensor and is_activation(x) and (x.grad_fn is None or not is_weight(x, self.state))
+        return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:
         """Apply one of our Functions, whose saved tensors are packed already."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.autograd.storages import WeakStorage, referent, storage_address
 from brevact.private_names.of_graph import COMPILED, function_of
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
@@ -57,7 +58,9 @@ class ModelState:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
         self._unread: list[nn.Module] = []  # whose own hooks may still make or move their tensors
-        self._addresses: set[int] | None = None
+        # By their addresses, which others have once they are freed: buffers that are replaced, parameters of
+        # `torch.func.functional_call`.
+        self._stored: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
         #: Quantizers of Brevitas that have run in the region, and what lets their next call be found unchanged sooner.
@@ -73,11 +76,12 @@ class ModelState:
 
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is that of a weight."""
-        if self._addresses is None:
-            self._addresses = set() if self._owner is None else _addresses_below(self._owner)
+        if self._stored is None:
+            self._stored = {} if self._owner is None else _storages_below(self._owner)
         while self._unread:
-            self._addresses.update(_addresses_of(self._unread.pop()))
-        if address in self._addresses:
+            self._stored.update(_storages_of(self._unread.pop()))
+        stored = self._stored.get(address)
+        if stored is not None and referent(stored) is not None:
             return True
         derived = self._derived.get(address)
         return derived is not None and not derived.expired()
@@ -92,7 +96,7 @@ class ModelState:
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether an op's result is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_of_call((output,), {}):
-            node: Any = x.grad_fn
+            node = node_of(x)
             if node is not None:
                 mark_node(node, x, weight=weight)
             elif weight and x.layout is torch.strided:
@@ -118,6 +122,18 @@ class ModelState:
             _watchers.remove(self)
 
 
+def node_of(x: Tensor) -> Any:
+    """Return the graph node that made ``x``; None if there is none.
+
+    Torch refuses to name that of a view made without gradients once its base has changed (``with torch.no_grad():
+    x[0] *= 2``): no op can differentiate such a view.
+    """
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
+
+
 def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
     """Mark a tensor on its graph node; of the node of a compiled graph, the result that it is."""
     metadata, numel = node.metadata, x.numel() if weight else 0
@@ -128,20 +144,27 @@ def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
         metadata[WEIGHT_NUMEL] = numel
 
 
-def _addresses_of(module: nn.Module) -> list[int]:
-    """Addresses of the storages of a module's own parameters and buffers."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [storage_address(tensor) for tensor in tensors if tensor is not None]
+def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+    """Storages of a module's own parameters and buffers, by address."""
+    found = {}
+    for x in (*module._parameters.values(), *module._buffers.values()):
+        if x is not None:
+            try:
+                storage = x.untyped_storage()
+                found[storage._cdata] = weakref.ref(storage)
+            except (NotImplementedError, RuntimeError, ValueError):  # no storage, as of a lazy module
+                continue
+    return found
 
 
-def _addresses_below(module: nn.Module) -> set[int]:
-    """Addresses of the storages of all parameters and buffers of a module: once a forward pass, of many modules."""
-    found: set[int] = set()
+def _storages_below(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+    """Storages of all parameters and buffers of a module, by address: once a forward pass, of many modules."""
+    found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     pending, seen = [module], {module}
     while pending:
         module = pending.pop()
         if module._parameters or module._buffers:
-            found.update(_addresses_of(module))
+            found.update(_storages_of(module))
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
@@ -197,7 +220,7 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
     """Return whether ``x`` is a weight of the region's model."""
     if type(x) is not Tensor and is_parameter(x):
         return True
-    node: Any = x.grad_fn
+    node = node_of(x)
     if node is not None:
         return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x)
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
