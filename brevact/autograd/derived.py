@@ -37,7 +37,6 @@ from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
 from brevact.autograd.saved import Saved
-from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
@@ -129,20 +128,17 @@ def keep_smooth(function: TensorFunction, source: Saved, like: Tensor, *, is_poi
     return kept if kept is None else reported(kept)
 
 
-def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> Saved | None:
+def keep_source(region: Keeper, x: Tensor) -> Saved | None:
     """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
 
-    None where a region stores the derivative instead; ``is_overwritten`` says that the function works in place.
+    None where a region stores the derivative instead.
     """
     known, settings = region.find_known(x), region.settings
     if known is not None:
         return known if known[1].quality.serves(settings, bends=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
-    if is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-        kept = region.keep(x.detach().clone(), share=False)  # the input itself is gone when backward starts
-    else:
-        kept = region.keep(x)
+    kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
 
 

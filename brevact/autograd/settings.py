@@ -22,8 +22,8 @@ class SaveMode(str, enum.Enum):
     """When a saved activation is quantized.
 
     ``SAVE_QUANTIZED`` quantizes in the forward pass and stores the packed codes, which saves memory.
-    ``QUANTIZE_ON_BACKWARD`` stores full precision and quantizes when the backward pass of the op starts, with the
-    seed that the forward pass drew: the gradients are those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation
+    ``QUANTIZE_ON_BACKWARD`` stores a copy in full precision and quantizes when the backward pass of the op starts, with
+    the seed that the forward pass drew: the gradients are those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation
     separates the effect of the noise from everything else.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, section 4.2.4.

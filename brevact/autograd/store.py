@@ -174,7 +174,9 @@ class Store(EagerKeeper):
         if settings.draws_size:
             numel = Layout.of(x).numel
             quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
-        if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+        if settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+            x = _copy_of(x.detach() if norm is not None else without_gaps(x.detach()))
+        elif _is_grad_enabled():
             x = x.detach()
         if settings.observes:
             quantizer = quantizer.with_statistics_of(x if norm is None else norm.normalize(x), place)
@@ -248,6 +250,18 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     if x.layout is not torch.strided or x.is_nested:
         return None
     return _shared.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
+
+
+def _copy_of(x: Tensor) -> Tensor:
+    """Return a copy without gaps, to be packed when backward starts; expanded dimensions stay expanded.
+
+    Like codes it has a storage of its own: other tensors derive from it, and changes of ``x`` in place leave it alone.
+    """
+    distinct = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:
+            distinct = distinct.narrow(dim, 0, 1)
+    return distinct.clone().expand(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)

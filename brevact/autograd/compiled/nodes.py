@@ -29,7 +29,7 @@ from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterp
 from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
-from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is, pack
 from brevact.autograd.weights import comes_from_layer
 from brevact.private_names.lookup import refuse_without
@@ -236,7 +236,8 @@ class _TracedRegion(Keeper):
         if self.settings.draws_size:
             quantizer = self._once(f"quantizer{of}", x, share, lambda: self._sized(x))
         key = self._once(f"seed{of}", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
-        return pack(x.detach(), quantizer, self.settings.save_mode, key, norm)
+        is_later = self.settings.save_mode is not SaveMode.SAVE_QUANTIZED  # ops may overwrite x before backward
+        return pack(x.detach().clone() if is_later else x.detach(), quantizer, self.settings.save_mode, key, norm)
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         return _TracedRegion(self.settings.for_normalized, []).keep(x, norm=norm)

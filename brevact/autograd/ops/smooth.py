@@ -58,7 +58,7 @@ class _Smooth(Saving):
         input: Tensor,
         inplace: bool,
     ) -> Tensor:
-        source = None if value is None else keep_source(region, input, is_overwritten=inplace)
+        source = None if value is None else keep_source(region, input)
         kept = None if source is None else keep_smooth(Slope(derivative), source, input)
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
