@@ -259,7 +259,7 @@ def _copy_of(x: Tensor) -> Tensor:
     """
     distinct = x
     for dim, stride in enumerate(x.stride()):
-        if stride == 0:
+        if stride == 0 and x.numel():
             distinct = distinct.narrow(dim, 0, 1)
     return distinct.clone().expand(x.shape)
 

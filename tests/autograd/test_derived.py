@@ -612,6 +612,7 @@ READ_TWICE: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     ),
     "a tensor that is changed afterwards": lambda x, v, w: (F.conv2d(x, v), F.linear(x.mul_(2).flatten(1), w)),
     "an expanded tensor": lambda x, v, w: (F.conv2d(x[:1].expand(2, -1, -1, -1), v), F.linear(x.flatten(1), w)),
+    "a tensor of no elements": lambda x, v, w: (F.conv2d(x, v), F.silu(x[:0, :1].expand(-1, 8, -1, -1)).exp()),
     "a norm of an expanded tensor": lambda x, v, w: (F.layer_norm(x[:1].expand(2, -1, -1, -1), (6,)) @ x,),
 }
 

@@ -109,6 +109,36 @@ def test_quantize_on_backward_gives_the_same_gradients(op):
         assert torch.equal(a, b)
 
 
+class _Cut(torch.autograd.Function):
+    """Returns no gradient, as Functions do that round or sample."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+@pytest.mark.parametrize("op", [*ops.ALL, *ops.INPLACE], **by_name)
+def test_no_gradient_stays_none(op, bits):
+    """Zeros in its place would be a step of an optimizer: its momentum, and decay of weights."""
+    function, leaf = op.make(), torch.randn(op.shape, requires_grad=True)
+    leaves = [leaf, *(function.parameters() if isinstance(function, nn.Module) else ())]
+
+    def grads(chosen: BackwardSettings | None) -> list[Tensor | None]:
+        with region(chosen):
+            out = _Cut.apply(function(leaf.clone()))
+        out.sum().backward()
+        return [x.grad for x in leaves]
+
+    expected = grads(None)
+    assert expected == [None] * len(leaves)
+    assert grads(settings(bit_width=bits)) == expected
+
+
 @pytest.mark.parametrize("op", [op for op in ops.ALL if op.stored != "nothing"], **by_name)
 def test_stored_bytes_shrink(op):
     function = op.make()

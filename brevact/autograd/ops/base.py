@@ -60,6 +60,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
         for x in exact:
             if x is not None:
                 keep_as_it_is(x)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *exact)
     ctx.recipe, ctx.kept_count = recipe, stop
 
@@ -98,6 +99,8 @@ class Saving(torch.autograd.Function):
         cls.record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]  # of a class in C++
         if "forward" in vars(cls) and not cls.returns_new:
             cls.forward = staticmethod(_returning_no_views(cls.forward))  # type: ignore[method-assign]
+        if "backward" in vars(cls):
+            cls.backward = staticmethod(_of_defined_gradients(cls.backward))  # type: ignore[method-assign]
 
 
 def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,6 +115,21 @@ def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(out, Tensor) and out._is_view() and not any(x is out or x is out._base for x in args):
             return out.detach()
         return out
+
+    return wrapped
+
+
+def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a backward pass on a gradient that is none, as that of a Function which returns None, in place of zeros.
+
+    Parameters in front of it have no gradient then, as in torch, and no step of an optimizer.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None and not any(grad is not None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        return backward(ctx, *grads)
 
     return wrapped
 
@@ -131,6 +149,7 @@ class OfSizes(Saving):
         backward: Callable[[Tensor, InputLike], Tensor],
         input: Tensor,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.run_backward = backward
         ctx.input_like = (input.shape, input.stride(), input.dtype)
         return call(input)

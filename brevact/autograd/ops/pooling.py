@@ -134,13 +134,10 @@ class _MaxPool(Saving):
         ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
         ctx.input_like = (input.shape, input.stride(), input.dtype)
         ctx.mark_non_differentiable(index)
-        ctx.set_materialize_grads(False)
         return out, index
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 5
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         (packed,) = load(ctx)
         index = _Positions(ctx.windows, ctx.out_shape).decode((packed,))
         return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)

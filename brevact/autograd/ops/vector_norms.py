@@ -108,10 +108,14 @@ class _Deviation(Saving):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
         kept, *std = load(ctx)
-        factor = grad.reshape(ctx.group.sizes) / ctx.divisor
-        grad_input = kept.decode() * (factor * (2 * std[0]) if std else factor)
+        unit = kept.decode()
+        if grad is None:
+            grad_input = torch.zeros_like(unit)
+        else:
+            factor = grad.reshape(ctx.group.sizes) / ctx.divisor
+            grad_input = unit * (factor * (2 * std[0]) if std else factor)
         if grad_mean is not None:
             grad_input += grad_mean.reshape(ctx.group.sizes) / ctx.group.length
         return None, None, None, None, None, grad_input

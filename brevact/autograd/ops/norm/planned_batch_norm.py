@@ -91,6 +91,7 @@ class _PlannedBatchNorm(Saving):
             if bias is not None:
                 kept += (bias.clone(),)
             known_values.register(out, kept, plan.output, scope=region.hooks.scope, is_new=True)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(buffer, invstd, weight)
         ctx.packing, ctx.eps = plan.packing, eps
         return out
