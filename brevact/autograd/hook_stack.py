@@ -13,6 +13,12 @@ from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
+def is_checkpoint_innermost() -> bool:
+    """Return whether the hooks entered last are those of a non-reentrant checkpoint, in forward or again."""
+    hooks = top_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+
+
 class _Suspended(AbstractContextManager[None]):
     """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
 

@@ -14,6 +14,7 @@ from torch import nn
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.active_regions import active
 from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.hook_stack import is_checkpoint_innermost
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
@@ -94,7 +95,7 @@ class _EnterRegion:
         if compiled_mode.is_exporting():
             compiled_mode.enter(self.settings, module, inherits=self.inherits)
         elif self._is_needed(module):
-            enclosing = active.regions[-1] if active.regions else None
+            enclosing = _region_around()
             norms_only = not module.training and (enclosing is None or enclosing.norms_only)
             entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
             running.forwards.append((module, entered, frame))
@@ -102,16 +103,17 @@ class _EnterRegion:
     def _is_needed(self, module: nn.Module) -> bool:
         if active.disabled:
             return False
-        settings, regions = self.settings, active.regions
+        settings = self.settings
         if is_tracing():
             if settings is not None and settings.changes_forward:
                 raise NotImplementedError(NO_ROUNDED_NORMS)
             return False
-        enclosing = regions[-1] if regions else None
+        enclosing = _region_around()
         around = None if enclosing is None else enclosing.attachment
         if self.yields and around is not None and around is not self.attachment:
             return False
-        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):
+        outer = None if enclosing is None else enclosing.outer_settings
+        if not _is_grad_enabled() and not _change_forward(settings, outer):
             return False
         if enclosing is None:
             if settings is None:
@@ -122,6 +124,15 @@ class _EnterRegion:
         same = enclosing.outer_settings is settings or enclosing.outer_settings == settings
         same = same or (self.inherits and enclosing.attachment is self.attachment)
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
+
+
+def _region_around() -> Region | None:
+    """Return the region around a module that is called; None also in a checkpoint that was entered in the region.
+
+    The checkpoint runs the module again where that region is gone, and expects equal saved tensors: whether these are
+    packed must not depend on the region.
+    """
+    return active.regions[-1] if active.regions and not is_checkpoint_innermost() else None
 
 
 class _InheritRegion(_EnterRegion):

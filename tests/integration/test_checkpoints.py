@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import brevact
 from brevact import NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
+from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
 LEAF = StochBackward2bit.let(min_numel=0)
@@ -99,6 +101,23 @@ def test_what_is_recomputed_has_the_input_of_the_forward_pass(run, rules):
         first, *others = block.seen
         assert others or run.startswith("sequential")  # whose last part is no checkpoint
         assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_checkpoints_of_layers_in_eval_mode(run, in_block):
+    """Whether they pack does not depend on the region around, which is gone when they are recomputed."""
+    model, x = Net(RUNS[run]), batch()
+    expected = with_gradients(model, x)
+    brevact.quantize_backward(model, UniformQuantizer(bit_width=32), min_numel=0)
+    model.blocks[1].eval()
+    model.blocks[2].body.eval()
+    with brevact.backward_quant(model) if in_block else nullcontext():
+        out = model(x).square().mean()
+    model.zero_grad()
+    out.backward()
+    for p, reference in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, reference)
 
 
 @pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
