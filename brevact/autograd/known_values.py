@@ -267,7 +267,7 @@ def register(
     An op that keeps ``x`` hands the tensors to autograd in its place.
 
     Args:
-        x: any tensor; of others than those above nothing is remembered.
+        x: any tensor; of others than those above, and of conjugates and negatives, nothing is remembered.
         tensors: those to save, none of them in the storage of ``x``.
         decoder: gives ``x`` back.
         scope: the checkpoint in which the region runs, None outside of one.
@@ -275,7 +275,7 @@ def register(
         is_new: whether it has just been made, so that it is known to be dense and alone in its storage.
     """
     if not is_new:
-        if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
+        if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense or x.is_neg() or x.is_conj():
             return
         storage = x.untyped_storage()
         if storage.nbytes() != x.numel() * x.itemsize:
@@ -319,7 +319,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     except (NotImplementedError, RuntimeError):  # no storage, or no version
         return None
     _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
-    if dtype is not x.dtype or x.is_neg():
+    if dtype is not x.dtype or x.is_neg() or x.is_conj():
         return None
     try:
         for kept, version in zip(tensors, versions, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -184,6 +185,31 @@ def test_views_keep_their_values_and_strides(make):
     expected = (1 + 1j) * z.conj()
     step = (torch.view_as_real(z.resolve_conj()).max() - torch.view_as_real(z.resolve_conj()).min()) / 255
     assert (grad - expected).abs().max() <= 2 * step
+
+
+SQUARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda x: (torch.complex(x, x * x) * torch.complex(x + 1, 2 * x)).real,
+    "squared magnitude": lambda x: (torch.complex(x, x + 1) * torch.complex(x, x + 1).conj()).real,
+    "magnitude by itself": lambda x: (z := torch.complex(x, x.sin())).mul(z.conj()).real,
+    "exp": lambda x: torch.complex(x, x).exp().imag,
+    "matrix product": lambda x: (torch.complex(x, x) @ torch.complex(x, 1 - x).mH).imag,
+    "correlation": lambda x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(x.sin()).conj()),
+}
+
+
+@pytest.mark.parametrize("read", SQUARED.values(), ids=SQUARED)
+def test_second_derivatives_tell_conjugates_apart(read):
+    """The second graph saves decoded tensors, and conjugates of them in the same memory."""
+
+    def gradient(chosen: BackwardSettings | None) -> Tensor:
+        x = torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with region(chosen):
+            (first,) = torch.autograd.grad(read(x * 1).square().sum(), x, create_graph=True)
+            loss = first.square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    found = gradient(settings(bit_width=32, double_backward=True))
+    torch.testing.assert_close(found, gradient(None))
 
 
 def test_division_by_complex_numbers_stays_exact():
