@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType, MethodWrapperType
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.abandoned_forwards import is_alive
+from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
 from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import PLAIN_TYPES, bound, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
@@ -86,6 +87,8 @@ class EagerMode(compiled_mode.RegionMode):
                     return self.__torch_function__(func, types, args, kwargs)
             if func is F.multi_head_attention_forward and row.handler is not None:  # whose ops may have others
                 return row.handler(region, func, *args, **kwargs)
+        if row.is_backward and not (region.packs and region.settings.double_backward):
+            return _run_backward(region, func, args, kwargs)
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
@@ -155,6 +158,17 @@ def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: di
         result = func(*args, **kwargs)
     region.mark(result, is_weight=makes_weight)
     return result
+
+
+def _run_backward(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a backward pass as after the region: its mode is gone there, and checkpoints recompute in their regions."""
+    regions, active.regions = active.regions, []
+    try:
+        with region.hooks.suspended if top_hooks(True) == region.hooks.pair else nullcontext():
+            return func(*args, **kwargs)
+    finally:
+        leave_abandoned(sys._getframe())
+        active.regions = regions
 
 
 _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import brevact
 from brevact import NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
+from brevact.autograd import current_region
+from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
@@ -116,6 +118,25 @@ def test_checkpoints_of_layers_in_eval_mode(run, in_block):
         out = model(x).square().mean()
     model.zero_grad()
     out.backward()
+    for p, reference in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, reference)
+
+
+@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
+@pytest.mark.parametrize("block", ["model", "quantizer", "full precision"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.filterwarnings("ignore:.*packed nothing")
+def test_checkpoints_recompute_in_a_block_of_code(run, block, backward):
+    """A backward pass in the block runs as after it: torch takes the region's mode away."""
+    model, x, quantizer = Net(RUNS[run]), batch(), UniformQuantizer(bit_width=32)
+    expected = with_gradients(model, x)
+    model.zero_grad()
+    brevact.quantize_backward(model, quantizer, min_numel=0)
+    with brevact.backward_quant({"model": model, "quantizer": quantizer, "full precision": None}[block]):
+        region = current_region()
+        backward(model(x).square().mean())
+        assert current_region() is region
+    assert current_region() is None and top_hooks(True) is None
     for p, reference in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, reference)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 
 OPS = (
-    Op((torch.autograd.grad, Tensor.backward), is_backward=True),
+    Op((torch.autograd.grad, torch.autograd.backward, Tensor.backward), is_backward=True),
     Op(
         everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "to", "type", "type_as", "float"),
