@@ -95,25 +95,23 @@ class _EnterRegion:
         if compiled_mode.is_exporting():
             compiled_mode.enter(self.settings, module, inherits=self.inherits)
         elif self._is_needed(module):
-            enclosing = _region_around()
-            norms_only = not module.training and (enclosing is None or enclosing.norms_only)
+            norms_only = not (module.training or _trains_around())
             entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
             running.forwards.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
         if active.disabled:
             return False
-        settings = self.settings
+        settings, regions = self.settings, active.regions
         if is_tracing():
             if settings is not None and settings.changes_forward:
                 raise NotImplementedError(NO_ROUNDED_NORMS)
             return False
-        enclosing = _region_around()
+        enclosing = regions[-1] if regions else None
         around = None if enclosing is None else enclosing.attachment
         if self.yields and around is not None and around is not self.attachment:
             return False
-        outer = None if enclosing is None else enclosing.outer_settings
-        if not _is_grad_enabled() and not _change_forward(settings, outer):
+        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):
             return False
         if enclosing is None:
             if settings is None:
@@ -126,13 +124,13 @@ class _EnterRegion:
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
 
 
-def _region_around() -> Region | None:
-    """Return the region around a module that is called; None also in a checkpoint that was entered in the region.
+def _trains_around() -> bool:
+    """Return whether a region packs around a module in eval mode, which then packs, too.
 
-    The checkpoint runs the module again where that region is gone, and expects equal saved tensors: whether these are
-    packed must not depend on the region.
+    Not in a checkpoint that was entered in the region: it runs the module again where the region is gone, and expects
+    equal saved tensors.
     """
-    return active.regions[-1] if active.regions and not is_checkpoint_innermost() else None
+    return bool(active.regions) and not (active.regions[-1].norms_only or is_checkpoint_innermost())
 
 
 class _InheritRegion(_EnterRegion):

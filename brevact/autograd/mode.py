@@ -162,12 +162,16 @@ def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: di
 
 def _run_backward(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a backward pass as after the region: its mode is gone there, and checkpoints recompute in their regions."""
+    if not is_alive(sys._getframe(1)):
+        return func(*args, **kwargs)
     regions, active.regions = active.regions, []
     try:
         with region.hooks.suspended if top_hooks(True) == region.hooks.pair else nullcontext():
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                leave_abandoned(sys._getframe())  # what an interrupt has ended, before the hooks are there again
     finally:
-        leave_abandoned(sys._getframe())
         active.regions = regions
 
 

@@ -17,7 +17,8 @@ from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 NO_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which a model with backward "
     "quantization stores packed activations. Differentiate by torch.autograd.grad, put the model in eval mode "
-    "(model.eval()), where it packs nothing, or call brevact.restore_backward(model) first"
+    "(model.eval()), where it packs nothing, or call brevact.restore_backward(model) first. "
+    "torch.autograd.graph.disable_saved_tensors_hooks forbids these hooks, too: leave it"
 )
 NO_ROUNDED_NORMS = (
     "quantize_forward: norms go on with rounded values neither under torch.func transforms and forward-mode AD nor in "

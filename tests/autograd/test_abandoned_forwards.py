@@ -143,17 +143,37 @@ def test_contexts_around_an_interrupted_forward_end(around, count, checkpointed)
     assert torch.uint8 in {t.dtype for t in saved.tensors}
 
 
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: brevact.backward_quant(StochBackward8bit)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_an_interrupted_recomputation_leaves_nothing_behind(use_reentrant):
-    interrupted, other = quantized_layers()
-    interrupted.append(nn.Linear(64, 64))
-    interrupted[1].waits = False
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "later"])
+def test_an_interrupted_recomputation_leaves_nothing_behind(use_reentrant, place, around):
+    layer, other = Interrupted(), quantized_layers()[1]
+    layer.waits = False
+    layers = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    layers.insert(place, layer)
+    interrupted = brevact.quantize_backward(nn.Sequential(*layers), StochBackward2bit, min_numel=0)
     x = torch.randn(64, 64, requires_grad=True)
-    loss = checkpoint(interrupted, x, use_reentrant=use_reentrant).sum()
-    interrupted[1].waits = True
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    other(x).sum().backward()
+    with around():
+        loss = checkpoint(interrupted, x * 1, use_reentrant=use_reentrant).sum()
+        layer.waits = True
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        other(x).sum().backward()
+    assert current_region() is None and top_hooks(True) is None and torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_backward_pass_after_an_interrupted_forward(in_block):
+    layer, other = quantized_layers()[1], quantized_layers()[0]
+    x = torch.randn(64, 64)
+    with brevact.backward_quant(layer) if in_block else contextlib.nullcontext():
+        loss = layer(x).sum()
+        try:
+            other(x)
+        except KeyboardInterrupt:
+            loss.backward()
+    assert all(p.grad is not None for p in layer.parameters())
+    layer(x)  # clears the interrupted forward away
     assert current_region() is None and top_hooks(True) is None and torch._C._len_torch_function_stack() == 0
 
 

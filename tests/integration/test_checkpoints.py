@@ -49,6 +49,15 @@ class Net(nn.Module):
         return self.run(self.blocks, x) + side
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, body: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.use_reentrant = body, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+
+
 def each(use_reentrant: bool) -> Callable[[nn.Sequential, Tensor], Tensor]:
     def run(blocks: nn.Sequential, x: Tensor) -> Tensor:
         for block in blocks:
@@ -120,6 +129,23 @@ def test_checkpoints_of_layers_in_eval_mode(run, in_block):
     out.backward()
     for p, reference in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, reference)
+
+
+@pytest.mark.parametrize("rule", [None, LEAF], ids=["full precision", "own quantizer"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpointed_norm_is_rounded_by_its_own_rule_alone(use_reentrant, rule, trains):
+    """The region around, whose norms go on with rounded values, is gone when the norm is recomputed."""
+    torch.manual_seed(0)
+    first, norm, x = nn.Linear(64, 64), nn.LayerNorm(64), torch.randn(32, 64)
+    expected = norm(first(x))
+    model = nn.Sequential(first, Checkpointed(norm, use_reentrant))
+    rounded = brevact.L2Backward.let(quantize_forward=True, min_numel=0)
+    brevact.quantize_backward(model, {"1.body": rule, "*": rounded})
+    norm.train(trains)
+    out = model(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
 
 
 @pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
