@@ -231,7 +231,7 @@ def track_derived(
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the strides of the result are known apart
     derive(
         *(region, out, _as_function(func, args, kwargs), operands),
-        is_pointwise=is_elementwise and {out.shape}.issuperset([x.shape for x, _ in operands]),
+        is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # of symbols, too
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
-from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
+from brevact.autograd.ops import ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -67,7 +67,7 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
 
 
 # Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
-get_overridable_functions().update(HANDLERS)
+get_overridable_functions().update(NAMES)
 before_first_region(show_losses)
 
 

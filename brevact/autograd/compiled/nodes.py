@@ -22,11 +22,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.call_arguments import bound, tensors_of_call
+from brevact.autograd.derivations import MOST_DECODED
+from brevact.autograd.derived import Kind, operands_of, track_derived
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
+from brevact.autograd.ops.base import Saving, is_inplace, out_of_place, requires_grad
+from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -46,8 +49,10 @@ from brevact.quantizers import Layout, from_text, is_traced
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
+#: Functions without a counterpart whose results derive from their arguments (``derived.Kind``).
+_TRACKED = [func for func, row in ROWS.items() if row.kind is not None and func is not Tensor.__float__]
 NAMES: dict[Callable, str] = {
-    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))
+    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS, *_TRACKED)))
 }
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
@@ -108,6 +113,43 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
             return HANDLERS[func](region, func, *args, **kwargs)
         if region.settings.quantizer is None:
             return _call_in_full_precision(region.parameters, func, args, kwargs)
+    row = row_of(func)
+    if row.kind is None:
+        return _run(region, func, args, kwargs)
+    tensors = tensors_of_call(args, kwargs)
+    operands = operands_of(region, tensors) if row.overwrites else None
+    result = _run(region, func, args, kwargs)
+    _track(region, row, func, args, kwargs, result, tensors, operands)
+    return result
+
+
+def _track(
+    region: _TracedRegion,
+    row: Row,
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Any,
+    tensors: list[Tensor],
+    operands: list[tuple[Tensor, Saved | None]] | None,
+) -> None:
+    """Record the result of a call as a function of its arguments, unless its counterpart has done so.
+
+    If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
+    """
+    if not isinstance(result, FunctionalTensor) or region.find_known(result) is not None:
+        return
+    if not row.overwrites:
+        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
+            return
+        operands = operands_of(region, tensors)
+    if operands is not None:
+        assert row.kind is not None
+        track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+
+
+def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the counterpart of a function, or the function itself."""
     if func in NAMES:
         is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
         if func not in HANDLERS or is_of_weight:
@@ -217,7 +259,10 @@ class _TracedRegion(Keeper):
         return known if version == x._version and known[1].quality.serves(self.settings) else None
 
     def find_kept(self, x: Tensor) -> Saved | None:
-        return self.find_known(x)
+        known = self.find_known(x)
+        if known is None and isinstance(x, FunctionalTensor) and self.settings.derives:
+            known = _drawn.get(x, {}).get(("packed", x._version, self.settings.key))
+        return known
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         if isinstance(out, FunctionalTensor):  # an op that Dynamo itself runs leaves no trace
@@ -237,7 +282,10 @@ class _TracedRegion(Keeper):
             quantizer = self._once(f"quantizer{of}", x, share, lambda: self._sized(x))
         key = self._once(f"seed{of}", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
         is_later = self.settings.save_mode is not SaveMode.SAVE_QUANTIZED  # ops may overwrite x before backward
-        return pack(x.detach().clone() if is_later else x.detach(), quantizer, self.settings.save_mode, key, norm)
+        kept = pack(x.detach().clone() if is_later else x.detach(), quantizer, self.settings.save_mode, key, norm)
+        if share and norm is None and isinstance(x, FunctionalTensor):
+            _drawn.setdefault(x, {})["packed", x._version, self.settings.key] = kept
+        return kept
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         return _TracedRegion(self.settings.for_normalized, []).keep(x, norm=norm)
