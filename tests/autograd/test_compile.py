@@ -35,7 +35,7 @@ from brevact.quantizers import (
     to_text,
 )
 from tests.autograd import ops
-from tests.autograd.measuring import settings, watch_saved
+from tests.autograd.measuring import kept_bytes, settings, watch_saved
 from tests.crosses import taking_turns
 
 NEAREST = settings(bit_width=4, rounding=Rounding.NEAREST)
@@ -875,3 +875,73 @@ def test_convolution_of_few_channels_compiles_for_any_number_of_rows(backend, mo
         (expected,) = torch.autograd.grad(model(x).square().mean(), x)
         (found,) = torch.autograd.grad(compiled(x).square().mean(), x)
         torch.testing.assert_close(found, expected)
+
+
+def written_out_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.797884560 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def attending(x: Tensor) -> Tensor:
+    scores = F.softmax(x / 8.0, dim=-1, dtype=torch.float32).to(x.dtype)
+    return F.dropout(scores, 0.0, training=True) @ x
+
+
+def overwritten(x: Tensor) -> Tensor:
+    x = F.layer_norm(x, (64,))
+    rows = x.view(-1, 64)
+    x += 1.0
+    x *= 0.5
+    return rows.view(x.shape)
+
+
+#: Functions of (8, 64, 64) behind which a layer reads a tensor that derives from a packed one.
+DERIVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "GELU written out": written_out_gelu,
+    "sum": lambda x: F.layer_norm(x, (64,)) + 1.0,
+    "difference": lambda x: 2.0 - F.layer_norm(x, (64,)),
+    "in place": lambda x: F.layer_norm(x, (64,)).add_(1.0),
+    "scaled": lambda x: F.layer_norm(x, (64,)) / 3.0,
+    "cat": lambda x: torch.cat([F.layer_norm(x, (64,)), F.layer_norm(x, (64,)).flip(1)]),
+    "pad": lambda x: F.pad(F.layer_norm(x, (64,)), (0, 0, 1, 1)),
+    "slice": lambda x: F.layer_norm(x, (64,))[:, 1:],
+    "first token": lambda x: F.layer_norm(x, (64,))[:, 0],
+    "transposed": lambda x: F.layer_norm(x, (64,)).transpose(0, 1),
+    "windows": lambda x: F.layer_norm(x, (64,)).view(8, 8, 8, 64).permute(0, 2, 1, 3).reshape(64, 8, 64),
+    "unflattened": lambda x: F.layer_norm(x, (64,)).transpose(0, 1).unflatten(1, (2, 4)).squeeze(),
+    "attention": attending,
+}
+
+
+class Deriving(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.function = nn.Linear(64, 64), nn.Linear(64, 64), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def bytes_and_gradients(
+    function: Callable[[Tensor], Tensor], *, dynamic: bool = False
+) -> list[tuple[int, list[Tensor]]]:
+    """Return the bytes that a step keeps, and its gradients, in eager mode and compiled."""
+    x, found = torch.randn(8, 64, 64), []
+    for wrap in (lambda model: model, lambda model: compiled(model, dynamic=dynamic)):
+        model = quantized(settings(8, Rounding.NEAREST), lambda: Deriving(function))
+        run = wrap(model)
+        nbytes = kept_bytes(model, lambda run=run: run(x).square().sum().backward())
+        found.append((nbytes, gradients(model)))
+    return found
+
+
+@pytest.mark.parametrize("name, dynamic", taking_turns(list(DERIVING), [False, True]))
+def test_tensors_that_derive_from_packed_ones_take_no_byte_in_graphs(name, dynamic):
+    (eager, expected), (graph, grads) = bytes_and_gradients(DERIVING[name], dynamic=dynamic)
+    assert graph <= eager
+    assert_close(grads, expected)
+
+
+def test_views_of_what_is_overwritten_are_packed_anew_in_graphs():
+    (_, expected), (_, grads) = bytes_and_gradients(overwritten)
+    assert_close(grads, expected)

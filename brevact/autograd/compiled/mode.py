@@ -125,6 +125,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         func = torch.unflatten
     elif func is Tensor.__pow__:  # Python functions of a class, which Dynamo does not find in a table
         func = torch.pow
+    elif func is Tensor.__rsub__:
+        func = torch.rsub
     elif func is Tensor.norm:
         func = torch.norm
     name = NAMES.get(func)

@@ -29,6 +29,7 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import Saving, is_inplace, out_of_place, requires_grad
+from brevact.autograd.ops.op import everywhere
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
@@ -49,11 +50,26 @@ from brevact.quantizers import Layout, from_text, is_traced
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-#: Functions without a counterpart whose results derive from their arguments (``derived.Kind``).
-_TRACKED = [func for func, row in ROWS.items() if row.kind is not None and func is not Tensor.__float__]
-NAMES: dict[Callable, str] = {
-    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS, *_TRACKED)))
-}
+#: Functions without a counterpart whose results derive from their arguments (``derived.Kind``), but for Python functions
+#: of a class, which Dynamo does not find in a table.
+_TRACKED = [
+    func
+    for func, row in ROWS.items()
+    if row.kind is not None and func not in (Tensor.__float__, Tensor.__rsub__, Tensor.__rdiv__)
+]
+#: Functions that return a view of their first argument, which an eager region knows by its storage; those whose results
+#: have its elements in its own order.
+_VIEWS = frozenset(
+    func
+    for func in everywhere(
+        *("squeeze", "unsqueeze", "expand", "broadcast_to", "permute", "transpose", "swapaxes", "swapdims", "movedim"),
+        *("moveaxis", "t", "adjoint", "narrow", "select", "getitem"),
+    )
+    if not is_inplace(func, (), {})
+)
+_RESHAPES = frozenset((Tensor.view, torch.unflatten))
+_IN_GRAPHS = dict.fromkeys((*HANDLERS, *PRODUCTS, *_TRACKED, *_VIEWS, *_RESHAPES))
+NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(_IN_GRAPHS)}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -113,6 +129,10 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
             return HANDLERS[func](region, func, *args, **kwargs)
         if region.settings.quantizer is None:
             return _call_in_full_precision(region.parameters, func, args, kwargs)
+    if func in _VIEWS or func in _RESHAPES:
+        result = _run(region, func, args, kwargs)
+        _track_view(region, func, args, kwargs, result)
+        return result
     row = row_of(func)
     if row.kind is None:
         return _run(region, func, args, kwargs)
@@ -146,6 +166,17 @@ def _track(
     if operands is not None:
         assert row.kind is not None
         track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+
+
+def _track_view(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    """Record a view of a known tensor, whose decoded values may lie in another order of memory."""
+    if not args or not isinstance(result, FunctionalTensor) or result.dtype is not args[0].dtype:
+        return
+    operands = operands_of(region, args[:1])
+    if operands is not None:
+        if func in _RESHAPES:
+            func, args, kwargs = torch.reshape, (args[0], result.shape), {}
+        track_derived(region, func, args, kwargs, result, operands, Kind.MOVE)
 
 
 def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

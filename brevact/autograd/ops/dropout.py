@@ -151,7 +151,8 @@ def _dropout(
     region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not _drops(region, input, p, training):
-        return NotImplemented
+        is_kept_whole = not inplace and region.is_activation(input) and (p == 0.0 or not training)
+        return input if is_kept_whole and is_traced(input) else NotImplemented  # a compiler copies it otherwise
     return region.apply(_Dropout, input, p, inplace)
 
 

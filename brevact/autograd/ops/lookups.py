@@ -199,7 +199,7 @@ OPS = (
     Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),
     Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True),
     Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True),
-    Op((F.pad,), moves=True),
+    Op((F.pad, nn_pad), moves=True),
     Op(
         everywhere(
             *("pad", "constant_pad_nd", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy"),

@@ -45,7 +45,7 @@ class _Softmax(Saving):
         ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
     ) -> Tensor:
         out = call(input)
-        save(ctx, region.keep(out.detach()))
+        save(ctx, region.keep(out))
         ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
