@@ -894,6 +894,12 @@ def overwritten(x: Tensor) -> Tensor:
     return rows.view(x.shape)
 
 
+def overwritten_through_a_view(x: Tensor) -> Tensor:
+    x = F.layer_norm(x, (64,))
+    x.view(-1, 64)[:9].mul_(0.5)
+    return x
+
+
 #: Functions of (8, 64, 64) behind which a layer reads a tensor that derives from a packed one.
 DERIVING: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU written out": written_out_gelu,
@@ -906,6 +912,7 @@ DERIVING: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: F.layer_norm(x, (64,))[:, 1:],
     "first token": lambda x: F.layer_norm(x, (64,))[:, 0],
     "transposed": lambda x: F.layer_norm(x, (64,)).transpose(0, 1),
+    "expanded": lambda x: F.layer_norm(x, (64,))[:1].expand(4, -1, -1),
     "windows": lambda x: F.layer_norm(x, (64,)).view(8, 8, 8, 64).permute(0, 2, 1, 3).reshape(64, 8, 64),
     "unflattened": lambda x: F.layer_norm(x, (64,)).transpose(0, 1).unflatten(1, (2, 4)).squeeze(),
     "attention": attending,
@@ -942,6 +949,7 @@ def test_tensors_that_derive_from_packed_ones_take_no_byte_in_graphs(name, dynam
     assert_close(grads, expected)
 
 
-def test_views_of_what_is_overwritten_are_packed_anew_in_graphs():
-    (_, expected), (_, grads) = bytes_and_gradients(overwritten)
+@pytest.mark.parametrize("function", [overwritten, overwritten_through_a_view, lambda x: x[torch.arange(4)]])
+def test_what_is_overwritten_or_picked_is_packed_anew_in_graphs(function):
+    (_, expected), (_, grads) = bytes_and_gradients(function)
     assert_close(grads, expected)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.compiled.graphs import show_losses, watch_graph
-from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph, rounds_norm
+from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.ops import ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
@@ -136,6 +136,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if func not in ROUNDS_FORWARD or not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
             return func(*args, **kwargs)
     if mode.text is None:
+        if func in DERIVING:
+            return func(*args, **kwargs)
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
             "top level of a module, with fields that are numbers, strings, None, enums or dtypes; or, for one that "

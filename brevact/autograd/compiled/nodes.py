@@ -11,6 +11,7 @@ ops save is packed once by the compiler, which sees equal ops.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,15 +23,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.call_arguments import bound, tensors_of_call
-from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.compiled.tracking import TRACKED, run_tracked
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import Saving, is_inplace, out_of_place, requires_grad
-from brevact.autograd.ops.op import everywhere
-from brevact.autograd.rows import ROWS, Row, row_of
+from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -50,26 +48,11 @@ from brevact.quantizers import Layout, from_text, is_traced
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-#: Functions without a counterpart whose results derive from their arguments (``derived.Kind``), but for Python functions
-#: of a class, which Dynamo does not find in a table.
-_TRACKED = [
-    func
-    for func, row in ROWS.items()
-    if row.kind is not None and func not in (Tensor.__float__, Tensor.__rsub__, Tensor.__rdiv__)
-]
-#: Functions that return a view of their first argument, which an eager region knows by its storage; those whose results
-#: have its elements in its own order.
-_VIEWS = frozenset(
-    func
-    for func in everywhere(
-        *("squeeze", "unsqueeze", "expand", "broadcast_to", "permute", "transpose", "swapaxes", "swapdims", "movedim"),
-        *("moveaxis", "t", "adjoint", "narrow", "select", "getitem"),
-    )
-    if not is_inplace(func, (), {})
-)
-_RESHAPES = frozenset((Tensor.view, torch.unflatten))
-_IN_GRAPHS = dict.fromkeys((*HANDLERS, *PRODUCTS, *_TRACKED, *_VIEWS, *_RESHAPES))
+_IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*HANDLERS, *PRODUCTS, *TRACKED))
+#: Names are the same in each process: they are part of the keys of the compiler's caches.
 NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(_IN_GRAPHS)}
+#: Those of functions that store nothing: their results may derive from their arguments (``derived.Kind``).
+DERIVING = frozenset(NAMES) - {*HANDLERS, *PRODUCTS}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -129,54 +112,7 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
             return HANDLERS[func](region, func, *args, **kwargs)
         if region.settings.quantizer is None:
             return _call_in_full_precision(region.parameters, func, args, kwargs)
-    if func in _VIEWS or func in _RESHAPES:
-        result = _run(region, func, args, kwargs)
-        _track_view(region, func, args, kwargs, result)
-        return result
-    row = row_of(func)
-    if row.kind is None:
-        return _run(region, func, args, kwargs)
-    tensors = tensors_of_call(args, kwargs)
-    operands = operands_of(region, tensors) if row.overwrites else None
-    result = _run(region, func, args, kwargs)
-    _track(region, row, func, args, kwargs, result, tensors, operands)
-    return result
-
-
-def _track(
-    region: _TracedRegion,
-    row: Row,
-    func: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    result: Any,
-    tensors: list[Tensor],
-    operands: list[tuple[Tensor, Saved | None]] | None,
-) -> None:
-    """Record the result of a call as a function of its arguments, unless its counterpart has done so.
-
-    If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
-    """
-    if not isinstance(result, FunctionalTensor) or region.find_known(result) is not None:
-        return
-    if not row.overwrites:
-        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
-            return
-        operands = operands_of(region, tensors)
-    if operands is not None:
-        assert row.kind is not None
-        track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
-
-
-def _track_view(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-    """Record a view of a known tensor, whose decoded values may lie in another order of memory."""
-    if not args or not isinstance(result, FunctionalTensor) or result.dtype is not args[0].dtype:
-        return
-    operands = operands_of(region, args[:1])
-    if operands is not None:
-        if func in _RESHAPES:
-            func, args, kwargs = torch.reshape, (args[0], result.shape), {}
-        track_derived(region, func, args, kwargs, result, operands, Kind.MOVE)
+    return run_tracked(region, functools.partial(_run, region, func), func, args, kwargs)
 
 
 def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,112 @@
+"""Functions of a compiled graph that store nothing: their results derive from packed tensors as in eager regions.
+
+An eager region knows a view by its storage. Tensors of a traced graph have none to tell by, so that views are nodes of
+the graph, too, and a view of a known tensor is recorded as the function that returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.call_arguments import tensors_of_call
+from brevact.autograd.derivations import MOST_DECODED
+from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import is_inplace, out_of_place
+from brevact.autograd.ops.op import everywhere
+from brevact.autograd.rows import ROWS, Row, row_of
+from brevact.autograd.saved import Saved
+from brevact.private_names.of_torch import FunctionalTensor
+
+#: Functions that return a view of their first argument.
+_VIEWS: tuple[Callable, ...] = tuple(
+    func
+    for func in everywhere(
+        *("squeeze", "unsqueeze", "expand", "broadcast_to", "permute", "transpose", "swapaxes", "swapdims", "movedim"),
+        *("moveaxis", "t", "adjoint", "narrow", "select", "getitem"),
+    )
+    if not is_inplace(func, (), {})
+)
+#: Those whose results have the elements in their own order.
+_RESHAPES: tuple[Callable, ...] = (Tensor.view, torch.unflatten)
+#: May return something else than a tensor, or are Python functions of a class, which Dynamo does not find in a table.
+_LEFT_OUT = Tensor.__float__, Tensor.type, Tensor.__rsub__, Tensor.__rdiv__
+#: Functions whose results may derive from their arguments, in the same order in each process.
+TRACKED: tuple[Callable, ...] = (
+    *(func for func, row in ROWS.items() if row.kind is not None and func not in _LEFT_OUT),
+    *(*_VIEWS, *_RESHAPES),
+)
+_OF_VIEWS = frozenset((*_VIEWS, *_RESHAPES))
+
+
+def run_tracked(
+    region: Keeper, run: Callable[[tuple, dict[str, Any]], Any], func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Run a call of a torch function, and record its result as that function of its arguments' saved forms.
+
+    Args:
+        region: of the call.
+        run: runs the call, given its arguments; a counterpart may have recorded the result.
+        func: the torch function.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        The result of ``run``.
+    """
+    row = row_of(func)
+    if row.kind is None and func not in _OF_VIEWS:
+        return run(args, kwargs)
+    tensors = tensors_of_call(args, kwargs)
+    operands = _known(region, tensors) if row.overwrites else None
+    result = run(args, kwargs)
+    if not isinstance(result, FunctionalTensor) or region.find_known(result) is not None:
+        return result
+    if not row.overwrites:
+        operands = _known(region, tensors)
+    if operands is not None:
+        if row.kind is None:
+            _track_view(region, func, args, kwargs, result, operands)
+        else:
+            _track(region, row, row.kind, func, args, kwargs, result, operands)
+    return result
+
+
+def _known(region: Keeper, tensors: list[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
+    """Return the arguments with their saved forms; without one nothing is asked of sizes, which may be symbols."""
+    return operands_of(region, tensors) if any([region.find_kept(x) is not None for x in tensors]) else None
+
+
+def _track(
+    region: Keeper,
+    row: Row,
+    kind: Kind,
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Tensor,
+    operands: list[tuple[Tensor, Saved | None]],
+) -> None:
+    if kind is Kind.AVERAGE and not row.overwrites and result.numel() * MOST_DECODED < operands[0][0].numel():
+        return
+    track_derived(region, out_of_place(func), args, kwargs, result, operands, kind)
+
+
+def _track_view(
+    region: Keeper,
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Tensor,
+    operands: list[tuple[Tensor, Saved | None]],
+) -> None:
+    """Record a view of a known tensor, whose decoded values may lie in another order of memory."""
+    if len(operands) != 1 or result.dtype is not operands[0][0].dtype:
+        return  # indices, and bytes as numbers
+    if func in _RESHAPES:
+        func, args, kwargs = torch.reshape, (operands[0][0], result.shape), {}
+    track_derived(region, func, args, kwargs, result, operands, Kind.MOVE)
