@@ -47,7 +47,9 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
 
 def is_compact(x: Tensor) -> bool:
     """Return whether ``x`` is no view of a storage of more than twice its size, as a class token is."""
-    return (type(x) is not Tensor and is_traced(x)) or x.untyped_storage().nbytes() <= 2 * x.nbytes
+    if type(x) is not Tensor and is_traced(x):
+        return x._base is None or x._base.numel() <= 2 * x.numel()
+    return x.untyped_storage().nbytes() <= 2 * x.nbytes
 
 
 def compact(x: Tensor) -> Tensor:

@@ -930,12 +930,12 @@ class Deriving(nn.Module):
 
 
 def bytes_and_gradients(
-    function: Callable[[Tensor], Tensor], *, dynamic: bool = False
+    function: Callable[[Tensor], Tensor], *, dynamic: bool = False, min_numel: int = 0
 ) -> list[tuple[int, list[Tensor]]]:
     """Return the bytes that a step keeps, and its gradients, in eager mode and compiled."""
     x, found = torch.randn(8, 64, 64), []
     for wrap in (lambda model: model, lambda model: compiled(model, dynamic=dynamic)):
-        model = quantized(settings(8, Rounding.NEAREST), lambda: Deriving(function))
+        model = quantized(settings(8, Rounding.NEAREST, min_numel=min_numel), lambda: Deriving(function))
         run = wrap(model)
         nbytes = kept_bytes(model, lambda run=run: run(x).square().sum().backward())
         found.append((nbytes, gradients(model)))
@@ -952,4 +952,11 @@ def test_tensors_that_derive_from_packed_ones_take_no_byte_in_graphs(name, dynam
 @pytest.mark.parametrize("function", [overwritten, overwritten_through_a_view, lambda x: x[torch.arange(4)]])
 def test_what_is_overwritten_or_picked_is_packed_anew_in_graphs(function):
     (_, expected), (_, grads) = bytes_and_gradients(function)
+    assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:, 0], lambda x: F.layer_norm(x, (64,))[:, 0]])
+def test_small_views_are_kept_as_they_are_without_the_rest_of_their_storage_in_graphs(function):
+    (eager, expected), (graph, grads) = bytes_and_gradients(function, min_numel=1024)
+    assert graph <= eager
     assert_close(grads, expected)

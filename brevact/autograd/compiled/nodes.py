@@ -32,7 +32,7 @@ from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.store import keep_as_it_is, pack
+from brevact.autograd.store import keep_as_it_is, keep_small, pack
 from brevact.autograd.weights import comes_from_layer
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -236,10 +236,12 @@ class _TracedRegion(Keeper):
             _known[out] = out._version + is_dirty, kept
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        if x.numel() < self.settings.min_numel:
+            return keep_small(x, self.settings) if norm is None else norm.unpacked(keep_small(x, self.settings))
         known = self.find_known(x) if share and norm is None else None
         if known is not None:
             return known
-        if x.numel() < self.settings.min_numel or self.settings.is_exact:
+        if self.settings.is_exact:
             return keep_as_it_is(x) if norm is None else norm.unpacked(keep_as_it_is(x))
         quantizer = self.settings.quantizer
         if norm is not None and self.settings.is_lossless:
