@@ -960,3 +960,18 @@ def test_small_views_are_kept_as_they_are_without_the_rest_of_their_storage_in_g
     (eager, expected), (graph, grads) = bytes_and_gradients(function, min_numel=1024)
     assert graph <= eager
     assert_close(grads, expected)
+
+
+def test_dropout_that_drops_nothing_copies_in_graphs():
+    """As in graphs of plain PyTorch, also where the copy derives from a packed tensor."""
+
+    def function(x: Tensor) -> Tensor:
+        x = F.layer_norm(x, (64,))
+        return x + F.dropout(x, 0.0, training=True).mul_(3.0)
+
+    x, outs = torch.randn(8, 64, 64), []
+    for model in (Deriving(function), quantized(settings(32, min_numel=0), lambda: Deriving(function))):
+        out = compiled(model)(x)
+        out.square().sum().backward()
+        outs.append([out.detach(), *gradients(model)])
+    assert_close(outs[1], outs[0])

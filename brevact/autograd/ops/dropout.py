@@ -147,12 +147,22 @@ def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 
+def _copy_of_known(region: Keeper, func: Callable, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
+    """Run a dropout that drops nothing: a compiled one copies its input, and the copy derives as the input does."""
+    if inplace or not (region.is_activation(input) and is_traced(input) and (p == 0.0 or not training)):
+        return NotImplemented
+    out = func(input, p, training)
+    known = region.find_kept(input)
+    if known is not None and out is not input:
+        region.register(out, known)
+    return out
+
+
 def _dropout(
     region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not _drops(region, input, p, training):
-        is_kept_whole = not inplace and region.is_activation(input) and (p == 0.0 or not training)
-        return input if is_kept_whole and is_traced(input) else NotImplemented  # a compiler copies it otherwise
+        return _copy_of_known(region, func, input, p, training, inplace)
     return region.apply(_Dropout, input, p, inplace)
 
 
