@@ -81,7 +81,12 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def fills_storage(x: Any) -> bool:
     """Return whether a tensor has all elements of its storage: nothing is left there of values that it overwrites."""
-    return isinstance(x, Tensor) and x.layout is torch.strided and x.untyped_storage().nbytes() == x.nbytes
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return False
+    nbytes = x.untyped_storage().nbytes()
+    if all([type(size) is int for size in (nbytes, *x.shape)]):
+        return nbytes == x.nbytes
+    return not x._is_view()  # symbols of a traced graph, which a comparison would bind to numbers
 
 
 def operands_beside(tensors: list[Tensor], out: Any, *, is_first: bool) -> list[Tensor]:

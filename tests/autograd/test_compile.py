@@ -975,3 +975,28 @@ def test_dropout_that_drops_nothing_copies_in_graphs():
         out.square().sum().backward()
         outs.append([out.detach(), *gradients(model)])
     assert_close(outs[1], outs[0])
+
+
+def copied_over(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (64,)).clone().copy_(x * 3.0)
+
+
+def written_to(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        shifted = torch.add(x, 1.0, out=torch.empty_like(x))
+    return x * shifted
+
+
+@pytest.mark.parametrize("function", [copied_over, written_to])
+@pytest.mark.parametrize("source", [settings(32, min_numel=0), brevact.LosslessBackward], ids=["32 bits", "lossless"])
+def test_results_that_are_overwritten_compile_for_any_size(function, source):
+    model = quantized(source, lambda: Deriving(function))
+    run = compiled(model, dynamic=True)
+    for rows in (8, 6):
+        x, found = torch.randn(rows, 64, 64), []
+        for call in (model, run):
+            model.zero_grad()
+            out = call(x)
+            out.square().sum().backward()
+            found.append([out.detach(), *gradients(model)])
+        assert_close(found[1], found[0])
