@@ -121,7 +121,7 @@ class _Cut(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("bits", [2, 32])
+@pytest.mark.parametrize("bits", [2, pytest.param(32, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("op", [*ops.ALL, *ops.INPLACE], **by_name)
 def test_no_gradient_stays_none(op, bits):
     """Zeros in its place would be a step of an optimizer: its momentum, and decay of weights."""

@@ -64,6 +64,7 @@ def test_kernel_runs_where_no_linker_is(folder: Path, monkeypatch: pytest.Monkey
     assert _counts(_as_in_another_process(example_kernels.count))
 
 
+@pytest.mark.exhaustive
 def test_kernel_is_compiled_again_where_its_file_is_damaged(folder: Path):
     assert _counts(_as_in_another_process(example_kernels.count))
     (path,) = folder.glob("*.so")
@@ -152,6 +153,7 @@ def test_kernel_that_many_processes_want_at_once_is_compiled_once(folder: Path):
     assert len(list(folder.glob("*.so"))) == 1 and len(list(folder.iterdir())) == 2  # nothing half written
 
 
+@pytest.mark.exhaustive
 def test_kernel_that_may_raise_is_refused_and_others_are_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch):
     bad, good = map(_as_in_another_process, (example_kernels.divide, example_kernels.count))
     with pytest.raises(RuntimeError, match="divide could not be compiled: TypeError: divide: kernels raise nothing"):

@@ -103,6 +103,7 @@ def test_main_lets_a_finished_run_write_more(whole_run, tmp_path, capsys):
     assert "was started with --context 16 (now 8)" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_main_takes_forward_quantizers_and_a_text_of_its_own(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"line {number}" for number in range(100)))

@@ -154,6 +154,7 @@ def assert_same_in_slices(run, place):
     assert list(place.csv.with_suffix(".checkpoints").iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_train_all_in_slices_gives_the_same_row(place):
     assert_same_in_slices(FULL.with_policy("StochBackward2bit4bitMix@linear:0.8:0.2"), place)
 
