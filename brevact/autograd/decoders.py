@@ -149,11 +149,15 @@ def without_gaps(x: Tensor) -> Tensor:
             expected *= size
     else:
         return x
-    distinct = x
+    return distinct_elements(x).contiguous().expand(x.shape)
+
+
+def distinct_elements(x: Tensor) -> Tensor:
+    """Return ``x`` with one place in each expanded dimension; an empty tensor as it is."""
     for dim, stride in enumerate(x.stride()):
-        if stride == 0:
-            distinct = distinct.narrow(dim, 0, 1)
-    return distinct.contiguous().expand(x.shape)
+        if stride == 0 and x.numel():
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,12 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 def is_checkpoint_innermost() -> bool:
     """Return whether the hooks entered last are those of a non-reentrant checkpoint, in forward or again."""
-    hooks = top_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+    return _are_of_checkpoint(top_hooks(True))
+
+
+def _are_of_checkpoint(pair: tuple[Callable, Callable] | None) -> bool:
+    """Return whether a pair of hooks is that of a non-reentrant checkpoint, in forward or again."""
+    return pair is not None and pair[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
 
 class _Suspended(AbstractContextManager[None]):
@@ -97,4 +101,4 @@ class HookStack:
 
     def are_in_checkpoint(self) -> bool:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+        return _are_of_checkpoint(self._outer)

@@ -19,6 +19,7 @@ from brevact.autograd.decoders import (
     decoder_of_mask,
     decoder_of_packed,
     decoder_of_pairs,
+    distinct_elements,
     pairs_of,
     without_gaps,
 )
@@ -259,11 +260,7 @@ def _copy_of(x: Tensor) -> Tensor:
 
     Like codes it has a storage of its own: other tensors derive from it, and changes of ``x`` in place leave it alone.
     """
-    distinct = x
-    for dim, stride in enumerate(x.stride()):
-        if stride == 0 and x.numel():
-            distinct = distinct.narrow(dim, 0, 1)
-    return distinct.clone().expand(x.shape)
+    return distinct_elements(x).clone().expand(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,10 +69,7 @@ def run_tracked(
     if not row.overwrites:
         operands = _known(region, tensors)
     if operands is not None:
-        if row.kind is None:
-            _track_view(region, func, args, kwargs, result, operands)
-        else:
-            _track(region, row, row.kind, func, args, kwargs, result, operands)
+        _track(region, row, func, args, kwargs, result, operands)
     return result
 
 
@@ -84,29 +81,20 @@ def _known(region: Keeper, tensors: list[Tensor]) -> list[tuple[Tensor, Saved | 
 def _track(
     region: Keeper,
     row: Row,
-    kind: Kind,
     func: Callable,
     args: tuple,
     kwargs: dict[str, Any],
     result: Tensor,
     operands: list[tuple[Tensor, Saved | None]],
 ) -> None:
-    if kind is Kind.AVERAGE and not row.overwrites and result.numel() * MOST_DECODED < operands[0][0].numel():
+    """Record a result; the decoded values of a view of a known tensor may lie in another order of memory."""
+    first, kind = operands[0][0], row.kind
+    if kind is None:
+        if len(operands) != 1 or result.dtype is not first.dtype:
+            return  # indices, and bytes as numbers
+        kind = Kind.MOVE
+        if func in _RESHAPES:
+            func, args, kwargs = torch.reshape, (first, result.shape), {}
+    elif kind is Kind.AVERAGE and not row.overwrites and result.numel() * MOST_DECODED < first.numel():
         return
     track_derived(region, out_of_place(func), args, kwargs, result, operands, kind)
-
-
-def _track_view(
-    region: Keeper,
-    func: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    result: Tensor,
-    operands: list[tuple[Tensor, Saved | None]],
-) -> None:
-    """Record a view of a known tensor, whose decoded values may lie in another order of memory."""
-    if len(operands) != 1 or result.dtype is not operands[0][0].dtype:
-        return  # indices, and bytes as numbers
-    if func in _RESHAPES:
-        func, args, kwargs = torch.reshape, (operands[0][0], result.shape), {}
-    track_derived(region, func, args, kwargs, result, operands, Kind.MOVE)
