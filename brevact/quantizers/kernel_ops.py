@@ -186,11 +186,13 @@ def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, ke
     return shifts(key, geometry.groups).masked_fill(~is_shifted, float("nan"))
 
 
-def _uneven_positions(
-    flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: Tensor, shift: Tensor | None
-) -> Tensor:
+def _uneven_positions(flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     """Write the metadata of uneven groups, and return (n,) positions of their elements, -1 for others."""
-    steps, inner, bit_width = torch.full_like(flat, -1.0, dtype=torch.float32), plan.geometry.inner, plan.geometry.bit_width
+    steps, inner, bit_width = (
+        torch.full_like(flat, -1.0, dtype=torch.float32),
+        plan.geometry.inner,
+        plan.geometry.bit_width,
+    )
     whole = flat.numel() // inner * inner
     for start, stop in ((0, whole), (whole, flat.numel())):
         if start == stop:

@@ -22,7 +22,7 @@ SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 LINEAR = 8
 """Octave bits of evenly spaced levels: 256 of them lie in the first octave."""
 _STEP_UNIT = 1 << 20  # steps have four significant bits
-_SPECIAL = 0x7F800000
+_SPECIAL, _QUIET = 0x7F800000, 0x7FC00000
 
 
 def reach(count: Tensor, octave_bits: int) -> Tensor:
@@ -52,7 +52,7 @@ def is_uneven(x: Tensor) -> Tensor:
 
 def _ends(x: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
     """(R,) least and largest finite value, and those of the elements above the former and below the latter."""
-    low, high = x.masked_fill(~finite, torch.inf).amin(1), x.masked_fill(~finite, -torch.inf).amax(1)
+    low, high = x.masked_fill(~finite, torch.inf).amin(1) + 0.0, x.masked_fill(~finite, -torch.inf).amax(1) + 0.0
     second_low = x.masked_fill(~finite | (x <= low[:, None]), torch.inf).amin(1)
     second_high = x.masked_fill(~finite | (x >= high[:, None]), -torch.inf).amax(1)
     return low, high, second_low, second_high
@@ -150,20 +150,20 @@ def _offsets(low: Tensor, high: Tensor, most: int) -> tuple[Tensor, ...]:
 def _far_bits(x: Tensor, finite: Tensor, is_far: Tensor) -> Tensor:
     """(R,) int32: the far value in float32 with 16 significant bits; a pattern of an infinity or a NaN for others.
 
-    The 15 bits behind its exponent then are 0 for the largest float, 1 for infinity, 2 and up for `SENTINELS`, and
-    2^14 for NaN.
+    The 15 bits behind its exponent are then 0 for the largest float, and 2^14 (a quiet NaN) plus 0 for NaN, 1 for
+    infinity, 2 and up for `SENTINELS`.
     """
     missing = ~finite
     has_missing = missing.any(1)
-    value = torch.where(is_far & finite, x, -torch.inf).amax(1)
+    value = torch.where(is_far & finite, x, -torch.inf).amax(1) + 0.0
     value = torch.where(has_missing | ~value.isfinite(), 0.0, value)
     bits = value.view(torch.int32)
     rounded = (bits + 0x7F + (bits >> 8 & 1)) & ~0xFF
     for place, sentinel in enumerate(SENTINELS):
-        rounded = torch.where(value.abs() == sentinel, (bits & -(2**31)) | _SPECIAL | 2 + place << 8, rounded)
+        rounded = torch.where(value.abs() == sentinel, (bits & -(2**31)) | _QUIET | 2 + place << 8, rounded)
     plus, minus = (((x == end) | ~missing).all(1) for end in (torch.inf, -torch.inf))
-    infinity = torch.where(plus, _SPECIAL | 1 << 8, (_SPECIAL | 1 << 8) - 2**31)
-    return torch.where(has_missing, torch.where(plus | minus, infinity, _SPECIAL | 1 << 22), rounded).to(torch.int32)
+    infinity = torch.where(plus, _QUIET | 1 << 8, (_QUIET | 1 << 8) - 2**31)
+    return torch.where(has_missing, torch.where(plus | minus, infinity, _QUIET), rounded).to(torch.int32)
 
 
 def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_width: int) -> Tensor:
@@ -204,9 +204,8 @@ def _parts(minimum: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _far_value(far: Tensor, limit: float) -> Tensor:
     """The value of far bits."""
-    size, payload = far & 0x7FFFFFFF, far >> 8 & 0x7FFF
+    size = far & 0x7FFFFFFF
     value = torch.where(size > _SPECIAL, torch.nan, size.view(torch.float32).clamp(max=limit))
-    value = torch.where(size == _SPECIAL | 1 << 8, torch.inf, value)
-    for place, sentinel in enumerate(SENTINELS):
-        value = torch.where((size > _SPECIAL) & (payload == 2 + place), min(sentinel, limit), value)
+    for place, special in enumerate((torch.inf, *(min(sentinel, limit) for sentinel in SENTINELS)), 1):
+        value = torch.where(size == _QUIET | place << 8, special, value)
     return torch.where(far < 0, -value, value)
