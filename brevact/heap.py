@@ -35,7 +35,6 @@ import mmap
 import os
 import platform
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from brevact.room import memory_left
 
@@ -248,37 +247,6 @@ def _glibc() -> ctypes.CDLL | None:
         return libc if _address(process.posix_memalign) == _address(libc.posix_memalign) else None
     except (AttributeError, OSError):
         return None
-
-
-class HeapSize(NamedTuple):
-    """Bytes that glibc's malloc has in all of its heaps and mappings: in use, and free, resident or not."""
-
-    in_use: int
-    free: int
-
-
-class HeapProbe:
-    """Reads the sizes of glibc's heap, whether or not the package tunes it."""
-
-    def __init__(self, libc: ctypes.CDLL) -> None:
-        libc.mallinfo2.restype = _Mallinfo
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-        self._libc = libc
-
-    @classmethod
-    def of_process(cls) -> HeapProbe | None:
-        """Return a probe; None for another allocator, and glibc before 2.33."""
-        libc = _glibc()
-        return None if libc is None or not hasattr(libc, "mallinfo2") else cls(libc)
-
-    def size(self) -> HeapSize:
-        """Return the present sizes."""
-        info = self._libc.mallinfo2()
-        return HeapSize(info.uordblks + info.hblkhd, info.fordblks)
-
-    def trim(self) -> None:
-        """Return the pages of free blocks to the system."""
-        self._libc.malloc_trim(0)
 
 
 def _can_map(size: int) -> bool:

@@ -29,7 +29,7 @@ def _imports(path: Path) -> set[str]:
         ("private_names", {"brevact.private_names", "brevact.user_lines"}, {"numpy", "torch"}),
         (
             "cpu_kernels",
-            {"brevact.cpu_kernels", "brevact.geometry", "brevact.integers", "brevact.loaded", "brevact.private_names"},
+            {"brevact.cpu_kernels", "brevact.geometry", "brevact.integers", "brevact.private_names"},
             {"numba", "llvmlite", "numpy", "torch"},
         ),
         (
