@@ -12,7 +12,7 @@ import logging
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
-import brevact.large_pages  # noqa: F401  (before torch allocates anything large)
+import brevact.heap  # noqa: F401  (before torch allocates anything large)
 from brevact.version import __version__ as __version__
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"

@@ -44,7 +44,6 @@ def _imports(path: Path) -> set[str]:
                 "brevact.geometry",
                 "brevact.integers",
                 "brevact.heap",
-                "brevact.large_pages",
                 "brevact.private_names",
                 "brevact.user_lines",
             },
