@@ -176,10 +176,12 @@ def is_left_alone(environment: Mapping[str, str]) -> bool:
 
 def _glibc() -> ctypes.CDLL | None:
     """Return glibc if it has the `posix_memalign` of this process, by which PyTorch allocates."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
     try:
         process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
         first, second = (ctypes.cast(each.posix_memalign, ctypes.c_void_p).value for each in (process, libc))
-        return libc if platform.libc_ver()[0] == "glibc" and first == second else None
+        return libc if first == second else None
     except (AttributeError, OSError):
         return None
 
