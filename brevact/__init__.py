@@ -12,19 +12,15 @@ import logging
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
-import torch as _torch  # noqa: F401  (whose memory is not counted as loaded by this package)
-
-import brevact.large_pages  # noqa: F401  (before torch allocates anything large)
-from brevact.loaded import counted as _counted
+import brevact.heap  # noqa: F401  (before torch allocates anything large)
 from brevact.version import __version__ as __version__
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"
 
 if TYPE_CHECKING or _find_spec("brevitas") is not None:
-    with _counted():
-        from brevact import nn as nn
-        from brevact import quant as quant
-        from brevact.api import *
+    from brevact import nn as nn
+    from brevact import quant as quant
+    from brevact.api import *
 
     if not TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
         __all__ = [

@@ -1,28 +1,16 @@
-"""The heap while activations are packed: memory that holds nothing must not stay resident.
+"""glibc's heap: memory that holds nothing must not stay resident while activations are packed on the CPU.
 
-glibc takes tensors from its heap up to a size that it learns from those it has freed, 32 MiB at most; larger ones it
-maps by themselves. When more is free at the end of the heap than it has learned to keep, 64 MiB at most, it returns all
-of it, and each step of a training run faults it in again, page by page. So both sizes are set when the first activation
-on the CPU is about to be packed by kernels: up to 128 MiB that are free at the end of the heap stay, and tensors from
-32 MiB on are mapped, and returned as soon as they are freed, unless free memory of the heap holds them.
+When CPU kernels are first needed, two sizes are set: up to 128 MiB that are free at the end of the heap stay there,
+which glibc would return and fault in again at each step, and tensors from 32 MiB on are mapped by themselves.
 
-In between, freed activations do not always serve the next ones. PyTorch asks for aligned blocks; glibc looks for a
-free block that is larger than what was asked, and hands the rest back as small pieces, which other requests take. A
-block that an activation leaves is then too small for the next one, and the heap grows. So the process is looked at
-whenever kernels have passed over 4 million elements, or as many as the last look found room for, up to 16 million:
-where 96 MiB more are resident than were ever in use, free blocks inside of the heap are returned to the system, until
-no more than 64 are.
+PyTorch asks for aligned blocks, and glibc hands the rest of a free block to others: the block that an activation leaves
+is too small for the next one, and the heap grows. So kernels look at the process after every 4 million elements, or as
+many as the last look found room for. Where 96 MiB more are resident than were ever in use, or more is free than the
+container has left, free blocks go back to the system. The largest ones are taken by `malloc` and returned in place
+(`madvise`), those above 8 MiB as whole large pages, which one fault brings back; `malloc_trim` returns what is left.
 
-`malloc_trim` returns every free page, and each of them costs a page fault when it is used again, also where a large
-page (2 MiB) was before. So free blocks are first taken by `malloc`, the largest ones first, and returned in place
-(`madvise`): of those of more than 8 MiB only whole large pages, which one fault brings back. What is too much beyond
-that is left to `malloc_trim`.
-
-Near the limit of the container, or of the machine, no more may be free than what is left to it (`brevact.room`).
-
-`brevact.set_heap_tuning(False)` turns all of that off, and so do settings of glibc's own in the environment that
-concern these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is
-overridden. Other allocators and other systems are left alone.
+PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed. So the import of `brevact`
+sets it: with small pages the heap keeps more gaps, and a step faults in four to twenty times as many pages.
 """
 
 from __future__ import annotations
@@ -34,148 +22,112 @@ import logging
 import mmap
 import os
 import platform
+import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
 
-from brevact.room import memory_left
-
-SMALLEST_MAPPED = 32 << 20
-"""Bytes from which a tensor is mapped by itself, if free memory of the heap does not hold it."""
-
-MOST_KEPT = 128 << 20
-"""Bytes that may be free at the end of the heap."""
-
-LOOKED_AFTER = 4 << 20
-"""Elements of activations that kernels pack or decode between two looks at the process."""
-
-MOST_UNSEEN = 16 << 20
-"""Such elements where the last look found room for as many, in float32, before there is memory to return."""
-
-MOST_FREE = 96 << 20
-"""Bytes of the heap that may be free and resident where it is larger than its use has ever been."""
-
-FEW_FREE = 16 << 20
-"""Bytes that may be free, however near the process is to its limit."""
-
-MORE_RETURNED = 32 << 20
-"""Bytes that are returned beyond those that are too many, or the next look would find too many again."""
-
+SMALLEST_MAPPED, MOST_KEPT = 32 << 20, 128 << 20
+LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements that kernels pack or decode between two looks
+MOST_FREE = 96 << 20  # bytes that may be free and resident where the heap is larger than its use has ever been
+FEW_FREE = 16 << 20  # bytes that may be free however near the limit is
+MORE_RETURNED = 32 << 20  # beyond those that are too many, or the next look would find too many again
 LARGE_PAGE = 2 << 20
-"""Bytes of a large page of x86-64 and of most other processors."""
-
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # of <sys/mman.h>
-
-_SMALLEST_GAP = 1 << 20  # free blocks of fewer bytes are left to malloc_trim
-_SMALLEST_GAP_OF_LARGE_PAGES = 8 << 20
-_LARGEST_GAP = 1 << 30
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-_SETTINGS = (
-    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"),
-    "MALLOC_PERTURB_",  # glibc writes to all of a block that it hands out: looking for gaps would fill 1 GiB
-)
+_SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "PERTURB_")
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _log = logging.getLogger("brevact")
 
 
+VARIABLE = "THP_MEM_ALLOC_ENABLE"
+_is_ours = VARIABLE not in os.environ
+
+
+def ask_for_large_pages(enabled: bool) -> None:
+    """Set the variable, or take it back; a value that the program has chosen stays."""
+    if _is_ours and enabled:
+        os.environ.setdefault(VARIABLE, "1")
+    elif _is_ours and os.environ.get(VARIABLE) == "1":
+        del os.environ[VARIABLE]
+
+
+ask_for_large_pages(True)
+
+
 class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of <malloc.h>."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
-            "keepcost",
-        )
-    )
+    _names = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
-class _Heap:
-    """What is free and resident in the heap of this process, and its return to the system.
-
-    An AttributeError or an OSError says that it cannot be known: glibc before 2.33, or no /proc.
-    """
+class Heap:
+    """The heap of this process; an AttributeError or an OSError says that it cannot be known."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
-        self._libc = libc
+        size, address = ctypes.c_size_t, ctypes.c_void_p
         libc.mallinfo2.restype = _Mallinfo
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-        libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-        libc.free.argtypes, libc.free.restype = (ctypes.c_void_p,), None
-        libc.sbrk.argtypes, libc.sbrk.restype = (ctypes.c_ssize_t,), ctypes.c_void_p
-        libc.malloc_usable_size.argtypes, libc.malloc_usable_size.restype = (ctypes.c_void_p,), ctypes.c_size_t
-        libc.madvise.argtypes, libc.madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-        self._page = os.sysconf("SC_PAGE_SIZE")
-        self._start = libc.sbrk(0) - libc.mallinfo2().arena  # other threads' heaps lie above sbrk(0)
-        self._beside = self._resident() - self._in_use()
-        self._most_in_use = 0
+        for name, result, *arguments in (
+            *(("malloc", address, size), ("free", None, address), ("malloc_usable_size", size, address)),
+            *(("malloc_trim", ctypes.c_int, size), ("sbrk", address, ctypes.c_ssize_t)),
+            ("madvise", ctypes.c_int, address, size, ctypes.c_int),
+        ):
+            function = getattr(libc, name)
+            function.restype, function.argtypes = result, arguments
+        self.libc = libc
+        maps = (PROC / "self" / "maps").read_text()
+        self.start = int(re.search(r"^(\w+)-.*\[heap\]$", maps, re.M)[1], 16)  # type: ignore[index]
+        self.beside = self.resident() - self.in_use()  # resident memory of others, such as Python's objects
+        self.most_in_use = 0
 
-    def _resident(self) -> int:
-        """Return the bytes of this process that are resident, without those of files: data may be mapped."""
+    def resident(self) -> int:
         with open("/proc/self/statm", "rb", buffering=0) as statm:  # anew: threads and forks share no file
             _, resident, of_files, *_ = statm.read().split()
-        return (int(resident) - int(of_files)) * self._page
+        return (int(resident) - int(of_files)) * mmap.PAGESIZE
 
-    def _in_use(self) -> int:
-        info = self._libc.mallinfo2()
+    def in_use(self) -> int:
+        info = self.libc.mallinfo2()
         return info.uordblks + info.hblkhd
 
     def look(self) -> int:
-        """Return free memory to the system, if the process is larger than it was ever used for, or nearly full.
-
-        Returns:
-            Bytes by which the process may have grown before there is something to return; 0 where that is not known.
-        """
-        in_use, resident = self._in_use(), self._resident()
-        self._most_in_use = max(self._most_in_use, in_use)
-        free = resident - self._beside - in_use
+        """Return what is too much to the system; return the bytes by which the process may grow until the next look."""
+        in_use, resident = self.in_use(), self.resident()
+        self.most_in_use = max(self.most_in_use, in_use)
+        free, most = resident - self.beside - in_use, self.beside + self.most_in_use + MOST_FREE
         if free <= FEW_FREE:
             return 0
         left = memory_left()
-        if free > left:
-            self._trim()
-            return 0
-        most = self._beside + self._most_in_use + MOST_FREE
-        if resident > most:
-            self._return_gaps(most - MORE_RETURNED)
-            if self._resident() > most - FEW_FREE:  # too little was in large blocks
-                self._trim()
-        return min(most - resident, (left - free) // 2)  # memory that is taken is no longer left
+        if free <= left and resident > most:
+            self.return_gaps(most - MORE_RETURNED)
+        if free > left or (resident > most and self.resident() > most - FEW_FREE):  # too little was in large blocks
+            self.libc.malloc_trim(0)
+            self.beside = max(self.beside, self.resident() - self.in_use() - FEW_FREE)
+        return 0 if free > left else min(most - resident, (left - free) // 2)
 
-    def _trim(self) -> None:
-        self._libc.malloc_trim(0)
-        # What stays is of others, such as Python's objects: it is no reason to return memory again and again.
-        self._beside = max(self._beside, self._resident() - self._in_use() - FEW_FREE)
-
-    def _return_gaps(self, enough: int) -> None:
-        """Return free blocks of the heap to the system, the largest first, as whole large pages where they are large.
-
-        Args:
-            enough: resident bytes of the process at which no more is returned.
-        """
-        libc, taken = self._libc, []
-        size = min(_LARGEST_GAP, libc.mallinfo2().fordblks)
-        if not _can_map(size):  # nor could malloc, which then moves this thread to another arena for good
+    def return_gaps(self, enough: int) -> None:
+        """Return free blocks to the system, the largest first, until so many bytes are resident."""
+        libc, taken, size = self.libc, [], min(1 << 30, self.libc.mallinfo2().fordblks)
+        try:  # malloc would move this thread to another arena for good where nothing can be mapped
+            mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError:
             return
         end = libc.sbrk(0)
         try:
-            libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_GAP)  # or the heap would grow by a block that it does not have
-            while size >= _SMALLEST_GAP:
-                if block := libc.malloc(size):
-                    if self._start <= block <= end - size:  # up to its former end: it grows where no mapping is left
-                        taken.append(block)
-                        continue
-                    libc.free(block)  # mapped by itself, or grown: no free block is as large
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # or the heap would grow by a block that it does not have
+            while size >= 1 << 20:
+                block = libc.malloc(size)
+                if block and self.start <= block <= end - size:
+                    taken.append(block)
+                    continue
+                libc.free(block)  # mapped by itself, or grown: no free block is as large
                 size -= size // 8
             for block in taken:
-                if self._resident() <= enough:
+                if self.resident() <= enough:
                     break
-                usable = libc.malloc_usable_size(block)
-                unit = self._page if usable <= _SMALLEST_GAP_OF_LARGE_PAGES else LARGE_PAGE
-                start, stop = -(-block // unit) * unit, (block + usable) // unit * unit
-                if start < stop:
-                    libc.madvise(start, stop - start, MADV_DONTNEED)
-                    if unit == LARGE_PAGE:
-                        libc.madvise(start, stop - start, MADV_HUGEPAGE)
+                stop = block + libc.malloc_usable_size(block)
+                unit = mmap.PAGESIZE if stop - block <= 4 * LARGE_PAGE else LARGE_PAGE
+                start = -(-block // unit) * unit
+                if start < stop // unit * unit:
+                    for advice in (MADV_DONTNEED, MADV_HUGEPAGE)[: 1 + (unit == LARGE_PAGE)]:
+                        libc.madvise(start, stop // unit * unit - start, advice)
         finally:
             libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED)
             for block in taken:
@@ -183,32 +135,18 @@ class _Heap:
 
 
 class Tuning:
-    """What this process does to its heap."""
+    """What this process does to its heap: elements since the last look, and until the next one."""
 
-    is_on = True
-    passed = 0
-    """Elements that kernels have packed or decoded since the last look."""
-    next_look = LOOKED_AFTER
-    """Such elements after which the process is looked at again."""
-    heap: _Heap | None = None
-
-
-def is_left_alone(environment: Mapping[str, str]) -> bool:
-    """Whether an environment says how the heap is to be.
-
-    Args:
-        environment: variables by name.
-    """
-    return any(name in environment for name in _SETTINGS) or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+    is_on, passed, next_look = True, 0, LOOKED_AFTER
+    heap: Heap | None = None
 
 
 def look() -> None:
     """Look at the process, now that kernels have packed or decoded enough elements (`Tuning.next_look`)."""
     Tuning.passed = 0
-    heap = Tuning.heap
-    if heap is not None and Tuning.is_on:
+    if Tuning.heap is not None and Tuning.is_on:
         try:
-            Tuning.next_look = min(max(heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
+            Tuning.next_look = min(max(Tuning.heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
         except OSError:  # no file can be opened any more: training goes on without
             Tuning.heap = None
 
@@ -220,75 +158,59 @@ def tune_heap() -> bool:
 
 @functools.cache
 def _tune() -> bool:
-    if is_left_alone(os.environ) or (libc := _glibc()) is None:
+    libc = None if is_left_alone(os.environ) else _glibc()
+    if libc is None or libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) != 1:
         return False
-    done = libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) == 1 and libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT) == 1
-    if done:
-        with contextlib.suppress(AttributeError, OSError):
-            Tuning.heap = _Heap(libc)
-        _log.info(
-            "glibc keeps up to %d MiB of the heap, maps tensors from %d MiB on, and returns what more is free "
-            "(brevact.set_heap_tuning(False) leaves it alone); with mimalloc the process grows half as much: "
-            "python -m brevact run SCRIPT",
-            *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20),
-        )
-    return done
+    libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc before 2.33, no /proc, no heap
+        Tuning.heap = Heap(libc)
+    _log.info("glibc's heap is tuned (brevact.set_heap_tuning); mimalloc takes less: python -m brevact run SCRIPT")
+    return True
+
+
+def is_left_alone(environment: Mapping[str, str]) -> bool:
+    """Whether an environment says how the heap is to be."""
+    of_tunables = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+    return of_tunables or any(f"MALLOC_{name}" in environment for name in _SETTINGS)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return glibc if this process allocates by it; None for another C library or a preloaded allocator.
-
-    PyTorch asks posix_memalign. The address of malloc is that of a stub in executables at fixed addresses, such as
-    Debian's and Ubuntu's Python, whichever allocator there is.
-    """
+    """Return glibc if it has the `posix_memalign` of this process, by which PyTorch allocates."""
     if platform.libc_ver()[0] != "glibc":
         return None
     try:
         process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
-        return libc if _address(process.posix_memalign) == _address(libc.posix_memalign) else None
+        first, second = (ctypes.cast(each.posix_memalign, ctypes.c_void_p).value for each in (process, libc))
+        return libc if first == second else None
     except (AttributeError, OSError):
         return None
 
 
-class HeapSize(NamedTuple):
-    """Bytes that glibc's malloc has in all of its heaps and mappings: in use, and free, resident or not."""
-
-    in_use: int
-    free: int
-
-
-class HeapProbe:
-    """Reads the sizes of glibc's heap, whether or not the package tunes it."""
-
-    def __init__(self, libc: ctypes.CDLL) -> None:
-        libc.mallinfo2.restype = _Mallinfo
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-        self._libc = libc
-
-    @classmethod
-    def of_process(cls) -> HeapProbe | None:
-        """Return a probe; None for another allocator, and glibc before 2.33."""
-        libc = _glibc()
-        return None if libc is None or not hasattr(libc, "mallinfo2") else cls(libc)
-
-    def size(self) -> HeapSize:
-        """Return the present sizes."""
-        info = self._libc.mallinfo2()
-        return HeapSize(info.uordblks + info.hblkhd, info.fordblks)
-
-    def trim(self) -> None:
-        """Return the pages of free blocks to the system."""
-        self._libc.malloc_trim(0)
+def memory_left() -> int:
+    """Return the bytes that the machine, or a control group of this process, has left; an OSError if none says so."""
+    lines = (PROC / "meminfo").read_text("ascii").splitlines()
+    left = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    for group in _groups():
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
+            of = {name: int(count) for name, count in map(str.split, (group / "memory.stat").read_text().splitlines())}
+            if "hierarchical_memory_limit" in of:  # version 1
+                left.append(of["hierarchical_memory_limit"] - of["total_rss"] - of["total_shmem"])
+            else:
+                left.append(int((group / "memory.max").read_text()) - of["anon"] - of["shmem"])
+    if not left:
+        raise OSError("/proc/meminfo has no line MemAvailable:")
+    return min(left)
 
 
-def _can_map(size: int) -> bool:
-    """Whether this process may map so many bytes: limits, a full table of mappings or strict overcommit forbid it."""
-    try:
-        mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError:
-        return False
-    return True
-
-
-def _address(function: object) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+@functools.cache
+def _groups() -> list[Path]:
+    """Return the folders of the control groups of this process that may limit its memory, with those around them."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (PROC / "self" / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds or "memory" in kinds.split(","):
+                top = GROUPS / ("memory" if kinds else "")
+                folder = top / path.lstrip("/")
+                found += [each for each in (folder, *folder.parents) if each.is_relative_to(top)]
+    return found

@@ -12,7 +12,7 @@ import pytest
 
 import brevact
 from brevact import heap
-from brevact.large_pages import VARIABLE
+from brevact.heap import VARIABLE
 from tests.forks import forks
 
 OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", VARIABLE)
@@ -114,18 +114,6 @@ def test_no_more_than_the_bound_stays_resident(probe):
     assert float(kept) < 128 + 24 + 1  # the end of the heap, and large pages of one tensor below it
 
 
-@glibc
-def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(heap.ctypes, "CDLL", missing)
-    monkeypatch.setattr(heap, "is_left_alone", lambda environment: False)
-    with caplog.at_level("INFO", "brevact"):
-        assert not heap._tune.__wrapped__()
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("environment", "is_left_alone"),
     [
@@ -190,38 +178,6 @@ def test_free_memory_inside_of_the_heap_is_returned(probe):
     assert kept < 100 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 400 / 2 < left
 
 
-#: Prints the MiB that looks at the process return of gaps in the heap, while 200 MiB are resident that are not of the
-#: heap: of a file, of others; there the first look may return the gaps, since it cannot know.
-BESIDE = """
-import mmap, tempfile
-
-def returned():
-    between = gaps(20)
-    before = resident()
-    heap.Tuning.heap.look()
-    return before - resident()
-
-heap.tune_heap()
-if OF_FILE:
-    file = tempfile.TemporaryFile()
-    file.truncate(200 << 20)
-    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sum(memory[place] for place in range(0, 200 << 20, 4096))
-else:
-    memory = mmap.mmap(-1, 200 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for place in range(0, 200 << 20, 4096):
-        memory[place] = 1
-    returned()
-print(returned())
-"""
-
-
-@glibc
-@pytest.mark.parametrize("of_file", ["True", "False"])
-def test_memory_of_others_is_no_reason_to_return_the_heaps(probe, of_file):
-    assert float(probe(BESIDE.replace("OF_FILE", of_file))[0]) < 40  # of 80 in the gaps
-
-
 #: Prints the MiB that a look returns of one large gap and of 20 small ones, while 1 MiB more than the bound is free, or
 #: while less is left to the limit than is free; and whether their neighbours keep their values, and the heap works.
 RETURNED = """
@@ -266,7 +222,7 @@ import resource, threading
 
 heap.tune_heap()
 process = heap.Tuning.heap
-libc = process._libc
+libc = process.libc
 threading.Thread(target=threading.Event().wait, daemon=True).start()  # glibc has one arena until there are threads
 neighbours = gaps(80)
 heap.MOST_FREE, heap.FEW_FREE, heap.memory_left = 50 << 20, 1 << 20, lambda: 1 << 40
@@ -279,22 +235,17 @@ def malloc(size, malloc=libc.malloc):
 
 with open("/proc/self/statm") as file:
     limit = int(file.read().split()[0]) * 4096
-if CAUSE == "limit":
-    resource.setrlimit(resource.RLIMIT_AS, (limit + (200 << 20),) * 2)
-else:
-    resource.setrlimit(resource.RLIMIT_AS, (limit + (4 << 30),) * 2)
-    libc.mallopt(-4, 0)  # M_MMAP_MAX
+resource.setrlimit(resource.RLIMIT_AS, (limit + (200 << 20),) * 2)
 before = resident()
 libc.malloc = malloc
 process.look()
-print(before - resident(), max(grown) >> 20, process._start <= libc.malloc(200_000) < libc.sbrk(0))
+print(before - resident(), max(grown) >> 20, process.start <= libc.malloc(200_000) < libc.sbrk(0))
 """
 
 
 @glibc
-@pytest.mark.parametrize("cause", ["limit", "mallopt"])
-def test_gaps_are_returned_where_glibc_can_map_nothing(probe, cause: str):
-    returned, grown, is_on_heap = probe(WITHOUT_MAPPINGS.replace("CAUSE", repr(cause)))
+def test_gaps_are_returned_where_glibc_can_map_nothing(probe):
+    returned, grown, is_on_heap = probe(WITHOUT_MAPPINGS)
     assert float(returned) > 320 * 7 / 8 - 4
     assert int(grown) <= 330  # at most once by the largest block that may be free
     assert is_on_heap == "True"
@@ -318,38 +269,27 @@ def test_the_heap_is_left_alone_where_nothing_says_how_much_is_left(probe):
     assert probe(UNKNOWN) == ["True", "False"]
 
 
-#: Prints after how many elements the process is looked at again, when a look has found these MiB of room.
-NEXT_LOOK = """
-heap.tune_heap()
-for room in (-100, 0, 15, 32, 1000):
-    heap.Tuning.heap.look = lambda: room << 20
-    heap.look()
-    print(heap.Tuning.next_look >> 20)
-"""
+CGROUP_1 = "total_cache 900\ntotal_rss 3000\ntotal_shmem 400\nhierarchical_memory_limit 10000\n"
 
 
-@glibc
-def test_the_process_is_looked_at_later_where_there_is_room(probe):
-    assert probe(NEXT_LOOK) == ["4", "4", "4", "8", "16"]
-
-
-#: Prints the MiB of room that looks find with the bound and what is left in this process, and the MiB that are free.
-ROOM = """
-heap.tune_heap()
-process = heap.Tuning.heap
-neighbours = gaps(20)
-found = []
-for bound, left in ((1000, 10000), (10000, 1080), (1000, 10)):
-    heap.MOST_FREE, heap.memory_left = bound << 20, lambda: left << 20
-    free = process._resident() - process._beside - process._in_use()
-    found.append((process.look() + (free >> (0 if left == 10000 else 1))) >> 20)
-print(*found)
-"""
-
-
-@glibc
-def test_a_look_finds_the_room_below_the_bound_and_half_of_what_is_left(probe):
-    first, second, third = map(int, probe(ROOM))
-    assert 990 < first <= 1000 + 10
-    assert 530 < second <= 540 + 1
-    assert third < 50  # the free blocks, which it returned, and nothing
+@pytest.mark.parametrize(
+    ("memberships", "files", "expected"),
+    [
+        ("", {}, 8_192_000),
+        ("4:memory:/jobs/one\n0::/\n", {"memory/jobs/one/memory.stat": CGROUP_1}, 6600),
+        ("4:memory:/docker/abc\n", {"memory/memory.stat": CGROUP_1}, 6600),  # a container sees its own group alone
+        ("0::/one\n", {"one/memory.stat": "anon 1500\nshmem 500\n", "one/memory.max": "5000\n"}, 3000),
+        ("0::/one/two\n", {"one/memory.stat": "anon 1500\nshmem 500\n", "one/memory.max": "5000\n"}, 3000),
+        ("0::/one\n", {"one/memory.stat": "anon 1500\nshmem 500\n", "one/memory.max": "max\n"}, 8_192_000),
+        ("0::/one\n", {"one/memory.stat": "rubbish\n", "one/memory.max": "many\n"}, 8_192_000),
+    ],
+)
+def test_the_memory_that_is_left_is_that_of_the_nearest_limit(tmp_path, monkeypatch, memberships, files, expected):
+    files = {"meminfo": "MemTotal: 16000 kB\nMemAvailable:    8000 kB\n", "self/cgroup": memberships, **files}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(heap, "PROC", tmp_path)
+    monkeypatch.setattr(heap, "GROUPS", tmp_path)
+    monkeypatch.setattr(heap, "_groups", heap._groups.__wrapped__)
+    assert heap.memory_left() == expected

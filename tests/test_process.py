@@ -117,7 +117,7 @@ def test_the_first_region_that_packs_replaces_forwards_of_brevitas_and_a_way_of_
 
 @pytest.mark.parametrize(("chosen", "when"), [("1", "before"), ("0", "before"), ("0", "after")])
 def test_a_choice_of_the_program_stays(chosen: str, when: str):
-    source = str(ROOT / "brevact" / "large_pages.py")
+    source = str(ROOT / "brevact" / "heap.py")
     later = f"os.environ[{VARIABLE!r}] = {chosen!r}" if when == "after" else ""
     code = f"""
 import os, runpy

@@ -5,6 +5,7 @@ A table has, for each argument, what it takes; each of `WRONG` that it does not 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +48,10 @@ WRONG = {
     "tensor": torch.zeros(4, 8),
     "integers": torch.zeros(4, dtype=torch.int64),
     "module": nn.ReLU(),
-    "module type": nn.ReLU,
+    "type": nn.ReLU,
     "quantizer": StochBackward2bit,
     "object": object(),
 }
-COUNTS = ("zero", "large")
-SOURCES = ("None", "quantizer")
-RULES = ("string", "module type", "list")  # a list has no hash
 
 
 def model() -> nn.Module:
@@ -75,160 +73,88 @@ def adaptive(**arguments: Any) -> brevact.Adaptive:
     return brevact.Adaptive(net, settings.pop("batch"), settings.pop("loss"), **settings)
 
 
+MODEL, Q, X = model(), StochBackward2bit, torch.zeros(4, 8)
 TWO = [torch.ones(4, 8), 2 * torch.ones(4, 8)]
-NO_REPORT = brevact.MemoryReport(())
-PACKED = UniformQuantizer().quantize(torch.zeros(4, 8), seed=0)
-#: Call, argument, and what of `WRONG` the argument takes.
-ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
-    "quantize_backward model": (lambda x: quantize_backward(x, StochBackward2bit), "model", ("module",)),
-    "quantize_backward policy": (lambda x: quantize_backward(model(), x), "policy", ("quantizer",)),
-    "quantize_backward rule": (lambda x: quantize_backward(model(), {x: StochBackward2bit}), "policy rule", RULES),
-    "quantize_backward value": (
-        lambda x: quantize_backward(model(), {"*": x}),
-        "policy rule '*'",
-        ("None", "quantizer"),
+FIT = {"model": MODEL, "batches": TWO, "loss": mean_loss}
+PACKED = UniformQuantizer().quantize(X, seed=0)
+HOOK, SPEC = brevact.distributed.quantized_hook, brevact.parse_policy("2x")
+#: Function, the other arguments of its call, and what of `WRONG` each argument takes.
+TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
+    (quantize_backward, {"model": MODEL, "policy": Q}, {"model": "module", "policy": "quantizer"}),
+    (restore_backward, {}, {"model": "module"}),
+    (backward_policy, {}, {"model": "module"}),
+    (backward_quant, {}, {"source": "None quantizer module"}),
+    (quantizer, {}, {"source": "quantizer"}),
+    (memory_report, {"model": MODEL, "batch": X}, {"model": "module", "batch": "tensor integers list object"}),
+    (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"model": "module", "loss": ""}),
+    (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"rounds": "large"}),
+    (brevact.MemoryReport(()).plot, {"path": "unused.png"}, {"max_layers": "large"}),
+    (gradient_report, {**FIT, "batches": [X]}, {"model": "module", "loss": "", "draws": "large"}),
+    (gradient_report, {**FIT, "draws": 2}, {"batches": "list", "layers": "None", "layer_draws": "large"}),
+    (brevact.fit, {**FIT, "ratio": 2}, {"model": "module", "batches": "list", "loss": "", "quick": "bool"}),
+    (brevact.fit, FIT, {"ratio": "None float", "saved_bytes": "None large", "noise": "None float large"}),
+    (brevact.set_heap_tuning, {}, {"enabled": "bool"}),
+    (HOOK, {}, {"quantizer": "quantizer"}),
+    (HOOK, {"quantizer": Q}, {"error_feedback": "None bool", "min_numel": "zero large", "seed": "zero large negative"}),
+    (MixSchedule, {"model": mixing()}, {"model": "module", "kind": "", "start": "None zero", "end": "zero"}),
+    (MixSchedule, {"model": mixing()}, {"steps": "large", "stairs": "large"}),
+    (MixSchedule(mixing()).load_state_dict, {}, {"state": ""}),
+    (brevact.actnn_level, {}, {"name": ""}),
+    (brevact.Adaptive, {"batch": X, "loss": print, "ratio": 2}, {"model": "module"}),
+    (adaptive, {}, {"loss": "module type quantizer", "ratio": "float", "bit_width": "float"}),
+    (adaptive, {}, {"every": "large", "samples": "None large"}),
+    (lambda indices: adaptive(samples=4).batch(indices).__enter__(), {}, {"indices": "list integers"}),
+    (lambda state: adaptive().load_state_dict(state), {}, {"state": ""}),
+    (SPEC.attach, {"model": MODEL, "batches": TWO, "loss": mean_loss}, {"batches": "list", "loss": ""}),
+    (Policy, {}, {"rules": ""}),
+    (BackwardSettings, {}, {"quantizer": ""}),
+    (
+        BackwardSettings,
+        {"quantizer": UniformQuantizer()},
+        {"save_mode": "", "min_numel": "zero large", "residual_bit_width": ""},
     ),
-    "restore_backward model": (restore_backward, "model", ("module",)),
-    "backward_policy model": (backward_policy, "model", ("module",)),
-    "backward_quant source": (backward_quant, "source", (*SOURCES, "module")),
-    "quantizer source": (quantizer, "source", ("quantizer",)),
-    "memory_report model": (lambda x: memory_report(x, torch.zeros(4, 8)), "model", ("module",)),
-    "memory_report batch": (lambda x: memory_report(model(), x), "batch", ("tensor", "integers", "list", "object")),
-    "step_report model": (lambda x: brevact.step_report(x, torch.zeros(4, 8), mean_loss), "model", ("module",)),
-    "step_report loss": (lambda x: brevact.step_report(model(), torch.zeros(4, 8), x), "loss", ()),
-    "step_report rounds": (
-        lambda x: brevact.step_report(model(), torch.zeros(4, 8), mean_loss, rounds=x),
-        "rounds",
-        ("large",),
-    ),
-    "MemoryReport max_layers": (lambda x: NO_REPORT.plot("unused.png", max_layers=x), "max_layers", ("large",)),
-    "gradient_report model": (lambda x: gradient_report(x, [torch.zeros(4, 8)], mean_loss), "model", ("module",)),
-    "gradient_report batches": (lambda x: gradient_report(model(), x, mean_loss), "batches", ("list",)),
-    "gradient_report loss": (lambda x: gradient_report(model(), [torch.zeros(4, 8)], x), "loss", ()),
-    "gradient_report draws": (
-        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, None, x),
-        "draws",
-        ("large",),
-    ),
-    "gradient_report layers": (
-        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, draws=2, layers=x),
-        "layers",
-        ("None",),
-    ),
-    "gradient_report layer_draws": (
-        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, draws=2, layer_draws=x),
-        "layer_draws",
-        ("large",),
-    ),
-    "fit model": (lambda x: brevact.fit(x, TWO, mean_loss, ratio=2), "model", ("module",)),
-    "fit batches": (lambda x: brevact.fit(model(), x, mean_loss, ratio=2), "batches", ("list",)),
-    "fit loss": (lambda x: brevact.fit(model(), TWO, x, ratio=2), "loss", ()),
-    "fit ratio": (lambda x: brevact.fit(model(), TWO, mean_loss, ratio=x), "ratio", ("None", "float")),
-    "fit saved_bytes": (
-        lambda x: brevact.fit(model(), TWO, mean_loss, saved_bytes=x),
-        "saved_bytes",
-        ("None", "large"),
-    ),
-    "fit noise": (lambda x: brevact.fit(model(), TWO, mean_loss, noise=x), "noise", ("None", "float", "large")),
-    "fit quick": (lambda x: brevact.fit(model(), TWO, mean_loss, ratio=2, quick=x), "quick", ("bool",)),
-    "set_heap_tuning enabled": (brevact.set_heap_tuning, "enabled", ("bool",)),
-    "distributed quantizer": (brevact.distributed.quantized_hook, "quantizer", ("quantizer",)),
-    "distributed error_feedback": (
-        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, error_feedback=x),
-        "error_feedback",
-        ("None", "bool"),
-    ),
-    "distributed min_numel": (
-        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, min_numel=x),
-        "min_numel",
-        COUNTS,
-    ),
-    "distributed seed": (
-        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, seed=x),
-        "seed",
-        (*COUNTS, "negative"),
-    ),
-    "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
-    "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
-    "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),
-    "MixSchedule end": (lambda x: MixSchedule(mixing(), end=x), "end", ("zero",)),
-    "MixSchedule steps": (lambda x: MixSchedule(mixing(), steps=x), "steps", ("large",)),
-    "MixSchedule stairs": (lambda x: MixSchedule(mixing(), stairs=x), "stairs", ("large",)),
-    "MixSchedule state": (lambda x: MixSchedule(mixing()).load_state_dict(x), "state", ()),
-    "actnn_level name": (lambda x: brevact.actnn_level(x), "name", ()),
-    "Adaptive model": (lambda x: brevact.Adaptive(x, torch.zeros(4, 8), print, ratio=2), "model", ("module",)),
-    "Adaptive loss": (lambda x: adaptive(loss=x), "loss", ("module", "module type", "quantizer")),
-    "Adaptive ratio": (lambda x: adaptive(ratio=x), "ratio", ("float",)),
-    "Adaptive bit_width": (lambda x: adaptive(bit_width=x), "bit_width", ("float",)),
-    "Adaptive every": (lambda x: adaptive(every=x), "every", ("large",)),
-    "Adaptive samples": (lambda x: adaptive(samples=x), "samples", ("None", "large")),
-    "Adaptive indices": (lambda x: adaptive(samples=4).batch(x).__enter__(), "indices", ("list", "integers")),
-    "Adaptive state": (lambda x: adaptive().load_state_dict(x), "state", ()),
-    "parse_policy text": (brevact.parse_policy, "policy", ()),
-    "PolicySpec batches": (lambda x: brevact.parse_policy("2x").attach(model(), x, mean_loss), "batches", ("list",)),
-    "PolicySpec loss": (lambda x: brevact.parse_policy("2x").attach(model(), TWO, x), "loss", ()),
-    "Policy rules": (Policy, "rules", ()),
-    "Policy value": (lambda x: Policy({"*": x}), "policy rule '*'", SOURCES),
-    "BackwardSettings quantizer": (BackwardSettings, "quantizer", ()),
-    "BackwardSettings save_mode": (lambda x: BackwardSettings(UniformQuantizer(), save_mode=x), "save_mode", ()),
-    "BackwardSettings min_numel": (lambda x: BackwardSettings(UniformQuantizer(), min_numel=x), "min_numel", COUNTS),
-    "residual_bit_width": (
-        lambda x: BackwardSettings(UniformQuantizer(), residual_bit_width=x),
-        "residual_bit_width",
-        (),
-    ),
-    "act_quant": (lambda x: bnn.ReLU(act_quant=x), "act_quant", SOURCES),
-    "quantize x": (UniformQuantizer().quantize, "x", ("tensor",)),
-    "quantize seed": (
-        lambda x: UniformQuantizer().quantize(torch.zeros(8), x),
-        "seed",
-        ("None", "zero", "negative", "large"),
-    ),
-    "PackedActivation spec": (lambda x: brevact.PackedActivation(x, PACKED.buffer), "spec", ()),
-    "PackedActivation buffer": (lambda x: brevact.PackedActivation(PACKED.spec, x), "buffer", ()),
-    "dequantize out": (PACKED.dequantize, "out", ("None", "tensor")),
-    "dequantize_multiply other": (PACKED.dequantize_multiply, "other", ("tensor",)),
-}
-SETTINGS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "bit_width": (StochBackward2bit, ()),
-    "bucket_size": (StochBackward2bit, ("None", "large")),
-    "channel_dim": (StochBackward2bit, ("zero", "negative", "large")),
-    "rounding": (StochBackward2bit, ()),
-    "granularity": (StochBackward2bit, ()),
-    "scale_dtype": (StochBackward2bit, ()),
-    "minimum_dtype": (StochBackward2bit, ()),
-    "min_numel": (StochBackward2bit, COUNTS),
-    "save_mode": (StochBackward2bit, ()),
-    "forward_quant": (StochBackward2bit, ("None",)),
-    "mix_bit_width": (StochBackward2bit4bitMix, ()),
-    "mix_prob": (StochBackward2bit4bitMix, ("zero",)),
-    "format": (L4Backward, ()),
-    "quantize_forward": (L4Backward, ("bool",)),
-    "block": (DualPrecisionBackward2bit, ("large",)),
-    "base_levels": (SignMagnitudeBackward, ()),
-    "bucket": (SignMagnitudeBackward, ("None", "large")),
-    "use_max": (SignMagnitudeBackward, ("bool",)),
-    "mix_levels_prob": (SignMagnitudeBackward, ("zero",)),
-}
+    (bnn.ReLU, {}, {"act_quant": "None quantizer"}),
+    (UniformQuantizer().quantize, {"x": X}, {"x": "tensor", "seed": "None zero negative large"}),
+    (brevact.PackedActivation, {"spec": PACKED.spec, "buffer": PACKED.buffer}, {"spec": "", "buffer": ""}),
+    (PACKED.dequantize, {}, {"out": "None tensor"}),
+    (PACKED.dequantize_multiply, {}, {"other": "tensor"}),
+    (quantizer, {"source": Q}, {"bit_width": "", "bucket_size": "None large", "channel_dim": "zero negative large"}),
+    (quantizer, {"source": Q}, {"rounding": "", "granularity": "", "scale_dtype": "", "minimum_dtype": ""}),
+    (quantizer, {"source": Q}, {"min_numel": "zero large", "save_mode": "", "forward_quant": "None"}),
+    (quantizer, {"source": StochBackward2bit4bitMix}, {"mix_bit_width": "", "mix_prob": "zero"}),
+    (quantizer, {"source": L4Backward}, {"format": "", "quantize_forward": "bool"}),
+    (quantizer, {"source": DualPrecisionBackward2bit}, {"block": "large"}),
+    (quantizer, {"source": SignMagnitudeBackward}, {"base_levels": "", "bucket": "None large"}),
+    (quantizer, {"source": SignMagnitudeBackward}, {"use_max": "bool", "mix_levels_prob": "zero"}),
+]
 CASES = [
-    pytest.param(call, argument, value, id=f"{name}={label}")
-    for name, (call, argument, takes) in ARGUMENTS.items()
+    pytest.param(functools.partial(function, **others), name, name, value, id=f"{function.__name__}-{name}={label}")
+    for function, others, arguments in TABLE
+    for name, takes in arguments.items()
     for label, value in WRONG.items()
-    if label not in takes
-] + [
-    pytest.param(lambda x, source=source, name=name: quantizer(source, **{name: x}), name, value, id=f"{name}={label}")
-    for name, (source, takes) in SETTINGS.items()
+    if label not in takes.split()
+]
+#: Calls of one argument that the message calls otherwise, and what that takes.
+OTHERS: list[tuple[Callable[[Any], Any], str, str]] = [
+    (brevact.parse_policy, "policy", ""),
+    (lambda x: quantize_backward(MODEL, {x: Q}), "policy rule", "string type list"),  # a list has no hash
+    (lambda x: quantize_backward(MODEL, {"*": x}), "policy rule '*'", "None quantizer"),
+    (lambda x: Policy({"*": x}), "policy rule '*'", "None quantizer"),
+]
+CASES += [
+    pytest.param(lambda x, call=call: call(x), "x", words, value, id=f"{words}={label}")
+    for call, words, takes in OTHERS
     for label, value in WRONG.items()
-    if label not in takes
+    if label not in takes.split()
 ]
 
 
-@pytest.mark.parametrize(("call", "argument", "value"), CASES)
-def test_wrong_arguments_are_named_with_what_is_accepted(call, argument, value):
+@pytest.mark.parametrize(("call", "name", "words", "value"), CASES)
+def test_wrong_arguments_are_named_with_what_is_accepted(call, name, words, value):
     with pytest.raises((TypeError, ValueError)) as caught:
-        call(value)
+        call(**{name: value})
     message = str(caught.value)
-    assert argument in message, message
+    assert words in message, message
     # An injector makes an object of a class, and a quantizer of its own of an injector.
     shown = value.__name__ if isinstance(value, type) else brief(value)
     if isinstance(value, torch.Tensor):
@@ -243,25 +169,10 @@ def test_every_public_function_is_in_the_table():
     names = {name for name in vars(brevact.api) if not name.startswith("_")}
     leaves = set(vars(brevact.quant))
     # Returned by functions, or constants and enums.
-    others = {
-        "ActnnLevel",
-        "CONV_NET",
-        "DEFAULT",
-        "RECOMPUTE",
-        "TRANSFORMER",
-        "BackwardPolicy",
-        "FitReport",
-        "GradientReport",
-        "PeakMemory",
-        "ProcessMemory",
-        "StepReport",
-        "SaveMode",
-        "Rounding",
-        "Granularity",
-        "SampleWeights",
-    }
-    others |= {"NormalizedFormat"} | {name for name in names if name.endswith("Quantizer")}  # by SETTINGS
-    covered = {name.split()[0] for name in ARGUMENTS}
+    others = {"ActnnLevel", "CONV_NET", "DEFAULT", "RECOMPUTE", "TRANSFORMER", "BackwardPolicy", "FitReport"}
+    others |= {"GradientReport", "PeakMemory", "StepReport", "SaveMode", "Rounding", "Granularity"}
+    others |= {"distributed", "SampleWeights", "NormalizedFormat", *(n for n in names if n.endswith("Quantizer"))}
+    covered = {row[0].__qualname__.partition(".")[0] for row in (*TABLE, *OTHERS)}
     assert names - leaves - others <= covered
 
 

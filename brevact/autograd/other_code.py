@@ -4,9 +4,8 @@ Other people's ``autograd.Function``s, scripted code and operators of other libr
 they save, or divide by them, and nobody has looked. Regions save these as they are, unless a rule names them
 (``{MyFunction: StochBackward4bit}``), or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` does.
 
-Operators are seen by a region's mode. A Function and scripted code are not; saved-tensor hooks find them: the Function
-by the frame of its ``apply`` (from torch 2.14 on, where that is no Python function, by its forward, which is watched),
-a scripted function by its call, which is watched while somebody asks.
+Operators are seen by a region's mode. A Function is not; saved-tensor hooks find it by the frame of its ``apply`` (from
+torch 2.14 on, where that is no Python function, by its forward, which is watched). Scripted code stays exact.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from brevact.private_names.of_torch import function_apply_code
 #: Classes of the operators of ``torch.ops``: all overloads of one, and one of them.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
-_SCRIPTED: Any = torch.jit.ScriptFunction
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -36,12 +34,9 @@ class Saver(NamedTuple):
 
     name: str
     label: str
-    is_scripted_module: bool = False
 
 
 _UNKNOWN = Saver("", "")
-#: Frames between the call of a scripted module and its code; torch's own test utilities wrap it twice.
-_WRAPPERS = 4
 
 
 def operator_name(func: Any) -> str | None:
@@ -55,7 +50,7 @@ def operator_name(func: Any) -> str | None:
 def name_of(key: Any) -> str | None:
     """Return the name by which a region knows the code that the key of a rule stands for; None for any other key.
 
-    It is the path of a Function or of a scripted function (``"package.module.MyFunction"``), or the name of an operator
+    It is the path of a Function (``"package.module.MyFunction"``), or the name of an operator
     (``"torchvision::roi_align"``). ``MyFunction.apply`` stands for its Function.
     """
     function = as_function(key)
@@ -63,8 +58,6 @@ def name_of(key: Any) -> str | None:
         if function_apply_code is None:
             watch_forward(function)
         return _path_of(function)
-    if isinstance(key, _SCRIPTED):
-        return _path_of_scripted(key)
     if isinstance(key, torch.library.CustomOpDef):
         return str(key._qualname)
     return operator_name(key)
@@ -91,17 +84,12 @@ def label_of(key: Any) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Return whether the name of an op is the path of a Function or of a scripted function."""
+    """Return whether the name of an op is the path of a Function."""
     return "." in name
 
 
 def _path_of(function: type) -> str:
     return f"{function.__module__}.{function.__qualname__}"
-
-
-def _path_of_scripted(function: Any) -> str:
-    name = str(function.qualified_name).removeprefix("__torch__.")
-    return name if "." in name else f"__main__.{name}"
 
 
 def saver_of(x: Tensor, frame: FrameType) -> Saver:
@@ -114,70 +102,17 @@ def saver_of(x: Tensor, frame: FrameType) -> Saver:
         if place == [id(frame), frame.f_lasti] and storage_address(x) in saved:
             saved.remove(storage_address(x))  # the same call saves it once more, or another one does
             return Saver(name, name.rpartition(".")[2])
-    if _of_thread.scripted:
-        name = _of_thread.scripted[-1]
-        return Saver(name, name.rpartition(".")[2])
-    module = _called_module(frame)
-    if isinstance(module, torch.jit.ScriptModule):
-        return Saver("", module.original_name, is_scripted_module=True)
     return _UNKNOWN
 
 
-def _called_module(frame: FrameType | None) -> Any:
-    """Return the module whose `nn.Module.__call__` runs a frame, directly or through wrappers of a forward; or None."""
-    for _ in range(_WRAPPERS):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == "torch.nn.modules.module":
-            return frame.f_locals.get("self")
-        frame = frame.f_back
-    return None
-
-
 class _OfThread(threading.local):
-    """The scripted functions that run, outermost first; of the watched Function that ran last its name, its place,
-    which is the frame and the instruction of the call, and the storages that it saves."""
+    """Name of the watched Function that ran last, frame and instruction of its call, and the storages that it saves."""
 
     def __init__(self) -> None:
-        self.scripted: list[str] = []
         self.ran: tuple[str, int, int, list[int]] | None = None
 
 
 _of_thread = _OfThread()
-
-
-class _ScriptedCalls:
-    """Takes note of the scripted functions that run, while somebody asks: their class has a ``__call__`` of ours."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = threading.Lock()
-        self._call: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self._call = call = _SCRIPTED.__call__
-
-                def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
-                    _of_thread.scripted.append(_path_of_scripted(function))
-                    try:
-                        return call(function, *args, **kwargs)
-                    finally:
-                        _of_thread.scripted.pop()
-
-                _SCRIPTED.__call__ = noted
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                _SCRIPTED.__call__ = self._call
-
-
-#: Context in which the scripted functions that run are known.
-scripted_calls = _ScriptedCalls()
 
 
 def watch_forward(function: type[torch.autograd.Function]) -> None:

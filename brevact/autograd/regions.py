@@ -27,7 +27,7 @@ from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.rounding import is_in_algorithm
-from brevact.autograd.other_code import scripted_calls, watch_forwards
+from brevact.autograd.other_code import watch_forwards
 from brevact.autograd.rows import Row
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
@@ -112,8 +112,6 @@ class Region(Store):
         if self.attachment is not None:
             self.attachment.has_run = True
             self.recompute = max(self.recompute, self.attachment.recompute)
-        if self.has_rules_for_other_code:
-            scripted_calls.__enter__()
         if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):
             watch_forwards((*LIBRARY_FUNCTIONS, *self.by_op))
         self.is_alone = self.hooks.are_alone()
@@ -125,8 +123,6 @@ class Region(Store):
 
     def __exit__(self, *exc_info: object) -> None:
         self.hooks.__exit__(*exc_info)
-        if self.has_rules_for_other_code:
-            scripted_calls.__exit__()
         active.regions.pop()
         if self.parent is None:
             self.mode.__exit__(*exc_info)

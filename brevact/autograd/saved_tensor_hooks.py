@@ -348,7 +348,7 @@ class SavedTensorHooks(HookStack):
             return region, ""
         if not storage_report.recorders:
             return region, storage_report.OTHER_CODE
-        return region, storage_report.other_code(saver.label, is_scripted_module=saver.is_scripted_module)
+        return region, storage_report.other_code(saver.label)
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""

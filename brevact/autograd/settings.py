@@ -269,7 +269,7 @@ class BackwardSettings:
 
     @functools.cached_property
     def has_rules_for_other_code(self) -> bool:
-        """Whether some of ``of_functions`` are for Functions or scripted functions, which no mode sees."""
+        """Whether some of ``of_functions`` are for Functions, which no mode sees."""
         return any(is_path(name) for name, _ in self.of_functions)
 
     @property

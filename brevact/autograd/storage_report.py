@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from brevact.autograd.other_code import scripted_calls
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import bits_of
 from brevact.autograd.storages import storage_address
@@ -33,10 +32,8 @@ OTHER_CODE = "other code saves it, and may compare it"
 _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
 
-def other_code(label: str, *, is_scripted_module: bool = False) -> str:
+def other_code(label: str) -> str:
     """Return why tensors of code that is not torch's are saved as they are, and how to change that."""
-    if is_scripted_module:
-        return f"{OTHER_CODE}; a module that is not scripted packs it"
     return f"{OTHER_CODE}; a rule packs it: {{{label}: StochBackward4bit}}" if label else OTHER_CODE
 
 
@@ -156,8 +153,7 @@ def recording() -> Iterator[Recorder]:
     _of_thread.recorder = recorder
     recorders.append(recorder)
     try:
-        with scripted_calls:
-            yield recorder
+        yield recorder
     finally:
         recorders.remove(recorder)
         _of_thread.recorder = outer

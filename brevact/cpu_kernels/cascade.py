@@ -82,17 +82,7 @@ def add_run(lanes, rest, run, numel, sums, index, levels):
 
 @kernel
 def add_runs(lanes, rest, run, numel, sums, start, stop):
-    """Add the elements of runs start to stop, each from its first block.
-
-    Args:
-        lanes: Address of the sums of the lanes of each full block.
-        rest: Address of the elements of the last block, if it is not full.
-        run: Elements of a run, full blocks.
-        numel: Elements of all runs.
-        sums: Address of the sums of the runs.
-        start: First run.
-        stop: One past the last run.
-    """
+    """Add the elements of runs start to stop: lanes' sums of `run` full blocks each, and `rest` of the last block."""
     levels = f32_scratch(LEVELS_OF_SUM * LANES)
     for index in range(start, stop):
         add_run(lanes, rest, run, numel, sums, index, levels)

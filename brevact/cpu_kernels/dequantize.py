@@ -159,19 +159,10 @@ def emit_rows(values, other, target, first, count, table):
 
 @kernel
 def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, mask, start, stop):
-    """Decode blocks start to stop, and multiply; or undo a normalization, add, and set to 0.
+    """Decode blocks start to stop, and multiply by `other`; or undo a normalization, add `other`, and set to 0.
 
-    Args:
-        codes: Address of the packed codes.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        other: Address of the factor; with a normalization, of the float32 tensor to add; 0 for none.
-        target: Address of the result.
-        table_at: Address of the table.
-        norm_at: Address of the words that undo a normalization, see `normalize`; 0 for none.
-        mask: With a normalization in blocks of `masks.BLOCK`: address of the packed mask, 0 for none.
-        start: First block.
-        stop: One past the last block.
+    `norm_at` has the words that undo it (`normalize`): then `other` is float32, and `mask` lies in blocks of
+    `masks.BLOCK`. An address is 0 where there is none.
     """
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)

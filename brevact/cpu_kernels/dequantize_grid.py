@@ -102,21 +102,10 @@ def _look_up_each(words, first, count, levels, size, groups, limit, values):
 
 @kernel
 def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, other, target, table_at, start, stop):
-    """Decode blocks start to stop, and multiply.
+    """Decode blocks start to stop, and multiply by `other`, if its address is not 0.
 
-    Args:
-        codes: Address of the packed codes.
-        offset: Address of the groups' offsets, or 0 where `scale` is 0 as well.
-        scale: Address of the groups' scales, or 0.
-        levels: Address of the rows of levels.
-        size: Levels of a row.
-        rows: Number of rows: 1, or one a group.
-        flagged: 1 if a scale has its sign bit set.
-        other: Address of the factor, 0 for none.
-        target: Address of the result.
-        table_at: Address of the table.
-        start: First block.
-        stop: One past the last block.
+    There are `rows` rows of `size` levels: 1, or one a group. `scale` is 0 where there is none, and then `offset`, too;
+    `flagged` is 1 if a scale has its sign bit set.
     """
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)

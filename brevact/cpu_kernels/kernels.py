@@ -9,7 +9,6 @@ from typing import Any
 
 from brevact.cpu_kernels.libraries import find, load, stem_of
 from brevact.cpu_kernels.processes import Task, compilers
-from brevact.loaded import counted
 
 
 class Kernel:
@@ -43,8 +42,7 @@ class Kernel:
             address = None
             while address is None:
                 path = find(self.task.stem) or compilers().wait_for(self.task, _usual())
-                with counted():
-                    address = load(path)
+                address = load(path)
             self.address = address
             return address
         if name == "function":

@@ -59,19 +59,7 @@ def _add_each(counts, units, count, group, groups, sums):
 
 @kernel
 def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start, stop):
-    """Add the moments of parts start to stop of a tensor to the sums of each part.
-
-    Args:
-        source: Address of the elements.
-        offset: Address of the groups' offsets.
-        inverse: Address of the groups' factors.
-        sums_at: Address of int64 sums: for each part six, each of all groups.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
-    """
+    """Add the moments of parts start to stop, each a run of blocks, to the part's six int64 sums of each group."""
     table = i64_at(table_at)
     numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
     scratch, z, counts, units = f32_scratch(block), f32_scratch(block), u32_scratch(block), u32_scratch(block)

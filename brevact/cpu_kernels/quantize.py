@@ -138,16 +138,7 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
 def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, start, stop):
     """Quantize blocks start to stop. Groups that are not inside blocks must have been calibrated.
 
-    Args:
-        source: Address of the elements.
-        codes: Address of the packed codes.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        seed: Key of the random bits.
-        table_at: Address of the table.
-        norm_at: Address of the words of a normalization, see `normalize`; 0 for none.
-        start: First block.
-        stop: One past the last block.
+    `norm_at` has the words of a normalization (`normalize`), or is 0.
     """
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)

@@ -115,20 +115,9 @@ def _mark(x, count, top, t):
 def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, rows, marks, seed, table_at, start, stop):
     """Quantize blocks start to stop to codes of levels.
 
-    Args:
-        source: Address of the elements.
-        codes: Address of the packed codes.
-        offset: Address of the groups' offsets, or 0 where `inverse` is 0 as well.
-        inverse: Address of the groups' inverse scales, or 0.
-        levels: Address of the rows of levels.
-        steps: Address of the rows of bounds, or of inverse gaps for stochastic rounding.
-        size: Levels of a row.
-        rows: Number of rows: 1, or one a group.
-        marks: 1 if elements that are not finite take the last code.
-        seed: Key of the random bits.
-        table_at: Address of the table.
-        start: First block.
-        stop: One past the last block.
+    There are `rows` rows of `size` levels (1, or one a group), and of `steps`: bounds, or inverse gaps for stochastic
+    rounding. `inverse` is 0 where there is none, and then `offset`, too. `marks` is 1 if elements that are not finite
+    take the last code.
     """
     table = i64_at(table_at)
     numel, bit_width, block = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK)

@@ -75,18 +75,10 @@ def _mark_zeros(x, first, count, zeros, table):
 
 @kernel
 def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
-    """Widen the key ranges of parts start to stop by the elements of each part.
+    """Widen the key ranges of parts start to stop, each a run of blocks, by the elements of the part.
 
-    Args:
-        source: Address of the elements.
-        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, a third row, and a fourth,
-            which is set where an element is 0.
-        finite: 1 to take finite elements alone, and to increase the third row by the numbers of the others; or 0.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
+    `keys_at` has int32 keys, for each part the lowest of every group, the highest, a third row, and a fourth, which is
+    set where an element is 0. `finite` is 1 to take finite elements alone, and to count others in the third row; or 0.
     """
     table = i64_at(table_at)
     numel, block, groups = load(table, NUMEL), load(table, BLOCK), load(table, GROUPS)

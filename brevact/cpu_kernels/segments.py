@@ -79,16 +79,7 @@ def _emit_levels(levels, values, codes, factor, mean, target, kind, at):
 def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind, table_at, start, stop):
     """Levels of the segments of groups' runs start to stop.
 
-    Args:
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        norm_at: Address of the words of an affine map, see `normalize`; 0 for none.
-        segments_at: Address of the words of the segments.
-        target: Address of the levels.
-        target_kind: Code of their type.
-        table_at: Address of the table, whose type is that of decoded elements.
-        start: First run of a group.
-        stop: One past the last run.
+    `norm_at` has the words of an affine map (`normalize`), or is 0; `table_at` has the type of decoded elements.
     """
     table, words = i64_at(table_at), i64_at(segments_at)
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
@@ -155,19 +146,7 @@ def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
 
 @kernel
 def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at, start, stop):
-    """Decode blocks start to stop, and multiply.
-
-    Args:
-        codes: Address of the packed codes.
-        segments_at: Address of the words of the segments.
-        rows: Address of the float32 values of the segments' codes.
-        other: Address of the factor, 0 for none.
-        other_kind: Code of its type.
-        target: Address of the result.
-        table_at: Address of the table.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Decode blocks start to stop by the float32 rows of the segments, and multiply by `other`, if it is not 0."""
     table, words = i64_at(table_at), i64_at(segments_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)

@@ -1,7 +1,7 @@
 """The protocol of injector classes towards Python, editors and notebooks.
 
 Brevitas' injectors resolve every attribute as a dependency and raise ``DependencyError`` for the rest, so that
-``hasattr``, ``help`` and completion fail on them; their length is 0, so that they are false. Importing this module lets
+``hasattr`` and ``help`` fail on them; their length is 0, so that they are false. Importing this module lets
 them raise an error that is an ``AttributeError`` as well, because ``help`` of a class asks its bases, too.
 """
 
@@ -33,7 +33,7 @@ _OF_LAYERS = ("act_impl", "passthrough_act", "proxy_class")
 
 
 class InjectorAttributeError(DependencyError, AttributeError):
-    """A setting that cannot be resolved or assigned; a ``DependencyError``, too, as Brevitas raises."""
+    """A setting that cannot be resolved; a ``DependencyError``, too, as Brevitas raises."""
 
 
 def _raise_attribute_errors(resolve: Callable[[type, str], Any]) -> Callable[[type, str], Any]:
@@ -62,25 +62,12 @@ class _Answer(property):
 
 
 class InjectorType(BrevitasInjectorType):
-    """Metaclass of injector classes that behave as classes: true, with a signature, and without surprises.
-
-    What is no dependency raises ``AttributeError``. The signature has the settings, with their defaults, that
-    ``.let()`` takes. Calling or assigning says what to do instead.
-    """
+    """Metaclass of injector classes that are true, and raise ``AttributeError`` for what is no dependency."""
 
     def __getattr__(cls, name: str) -> Any:
         if name not in cls.__dependencies__:
             raise AttributeError(_unknown(cls, name), name=name, obj=cls)
         return _stock.__getattr__(cls, name)
-
-    def __setattr__(cls, name: str, given: Any) -> None:
-        raise InjectorAttributeError(
-            f"{cls.__name__}.{name} cannot be assigned: quantizers do not change; make another one: "
-            f"{cls.__name__}.let({name}=...), or a subclass"
-        )
-
-    def __delattr__(cls, name: str) -> None:
-        raise InjectorAttributeError(f"{cls.__name__}.{name} cannot be deleted: quantizers do not change")
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         """Raise: there are no objects of such a class."""
@@ -113,19 +100,6 @@ class InjectorType(BrevitasInjectorType):
     def __wrapped__(cls) -> Any:
         raise AttributeError(f"{cls.__name__} wraps nothing", name="__wrapped__", obj=cls)
 
-    @_Answer
-    def __signature__(cls) -> inspect.Signature:
-        kind = inspect.Parameter
-        found = []
-        for name in sorted(cls._setting_names()):
-            try:
-                default = getattr(cls, name, kind.empty)
-            except Exception:  # a value function may refuse the others
-                default = kind.empty
-            if name.isidentifier():
-                found.append(kind(name, kind.KEYWORD_ONLY, default=default))
-        return inspect.Signature(found)
-
     def _setting_names(cls) -> set[str]:
         return {name for name in cls.__dependencies__ if not name.startswith("__")} - set(STRUCTURE)
 
@@ -148,7 +122,7 @@ def _let(cls: InjectorClass, **settings: Any) -> InjectorClass:
 
     Args:
         cls: the quantizer that this one derives from.
-        **settings: what replaces the settings of this one; ``inspect.signature`` of the class lists them.
+        **settings: what replaces the settings of this one.
 
     Raises:
         TypeError: a name is not one of its settings.

@@ -27,8 +27,8 @@ FIELDS = ("name", "types", "functions", "predicate")
 def key_to_plain(key: Any) -> dict[str, Any]:
     """Return the key of a rule as a field and its value.
 
-    A type of layers of another library, or a function of the user's, raises a TypeError. A Function or a scripted
-    function has the path by which it is imported, an operator its name.
+    A type of layers of another library, or a function of the user's, raises a TypeError. A Function has the path
+    by which it is imported, an operator its name.
 
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
@@ -92,7 +92,7 @@ def _find_type(name: Any) -> Any:
 
 
 def _find_function(name: Any) -> Any:
-    """Return the function of torch, the Function, the scripted function or the operator of a name."""
+    """Return the function of torch, the Function or the operator of a name."""
     if isinstance(name, str) and name not in _FUNCTIONS and ("." in name or "::" in name):
         found = other_code.find(name)
         if other_code.name_of(found) == name:
@@ -105,12 +105,12 @@ def _find_function(name: Any) -> Any:
 
 
 def _check_found(func: Any) -> None:
-    """Raise for a Function or a scripted function that cannot be found again by its path."""
+    """Raise for a Function that cannot be found again by its path."""
     name = other_code.name_of(func)
     if name is not None and other_code.name_of(other_code.find(name)) != name:
         raise TypeError(
-            f"policy rule {name} cannot be saved: nothing has that path, by which a file names a Function or a "
-            "scripted function; define it at the top level of a module"
+            f"policy rule {name} cannot be saved: nothing has that path, by which a file names a Function; "
+            "define it at the top level of a module"
         )
 
 

@@ -26,7 +26,7 @@ POLICY = "policy"
 OF_BLOCKS = ("*", "")
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
-    "tuple of functions), a torch.autograd.Function, a scripted function or an operator of torch.ops, "
+    "tuple of functions), a torch.autograd.Function or an operator of torch.ops, "
     'name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
     "False"
 )
@@ -200,7 +200,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 
 
 def ops_of(key: Any) -> tuple[str, ...]:
-    """Return the names of the ops that a rule is for, of a Function or of scripted code too; none if for modules.
+    """Return the names of the ops that a rule is for, of a Function or an operator too; none if for modules.
 
     A torch function whose stored tensors no quantizer changes raises a TypeError.
     """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from brevact.heap import Tuning
-from brevact.large_pages import ask_for_large_pages
+from brevact.heap import Tuning, ask_for_large_pages
 from brevact.quantizers.brief import brief
 
 

@@ -72,8 +72,7 @@ def memory_report(
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
     (True, True)
 
-    On the CPU the report has the parts of both peaks (``plain_parts``, ``packed_parts``), and of the memory of the
-    process, whose free memory it returns to the system before that:
+    On the CPU the report has the parts of both peaks (``plain_parts``, ``packed_parts``):
 
     >>> parts = step.packed_parts
     >>> parts.tensors == step.packed_peak, parts.weight_gradients > 0

@@ -82,8 +82,8 @@ class MemoryReport:
         plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
             start; None where no backward pass was measured.
         packed_peak: the same with backward quantization.
-        plain_parts: parts of ``plain_peak``, and of the memory of the process; None where no backward pass was
-            measured, and on other devices than the CPU.
+        plain_parts: parts of ``plain_peak``; None where no backward pass was measured, and on other devices than the
+            CPU.
         packed_parts: the same of ``packed_peak``.
     """
 

@@ -2,8 +2,7 @@
 
 Torch's profiler records each block that PyTorch allocates, with its address and time. Between the forward and the
 backward pass, the nodes of the graph tell which blocks are saved; hooks on them see the gradients of activations, and
-Python's profiling hook when tensors are decoded. Meanwhile a thread looks at the process. The forward and backward
-passes run as they do without.
+Python's profiling hook when tensors are decoded. The forward and backward passes run as they do without.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from brevact.autograd.decoders import SavedByHook
 from brevact.autograd.saved import Decoder
 from brevact.private_names.of_graph import function_of, saved_by
 from brevact.private_names.of_profiler import Allocation, allocations_in_time, quietly
-from brevact.reports.peak import PeakMemory, ProcessMemory
-from brevact.reports.process_probe import ProcessProbe
+from brevact.reports.peak import PeakMemory
 
 #: Methods of decoders that return an activation, or its product with a gradient.
 _DECODING = "decode", "decode_through", "multiply", "multiply_"
@@ -76,11 +74,6 @@ class _Blocks:
         """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
         most = max(self._totals, default=0)
         return (most, self._times[self._totals.index(most)]) if most > 0 else (0, 0)
-
-    def bytes_at(self, moment: int) -> int:
-        """Return the bytes that were allocated at a moment, above those at the start."""
-        place = bisect.bisect(self._times, moment)
-        return self._totals[place - 1] if place else 0
 
 
 @dataclass
@@ -195,31 +188,23 @@ def _decoding_codes() -> set[CodeType]:
 
 
 def peak_memory_of(step: Step) -> PeakMemory:
-    """Measure the parts of the memory of a step on the CPU, at its peaks.
+    """Measure the parts of the memory of a step on the CPU at its peak.
 
-    The step runs three times: the first one makes what is made once, such as compiled kernels; the second one leaves
-    the gaps in the heap that steps leave to those after them; the third one is measured. Before the second one, free
-    memory of the heap is returned to the system, so that no gaps of an earlier program part are counted.
+    The step runs twice: the first one makes what is made once, such as compiled kernels; the second one is measured.
 
     Args:
         step: runs a forward pass, and the backward pass by :meth:`StepProbe.backward` if it is given a probe.
     """
     step(None)
     gc.collect()
-    process, probe = ProcessProbe.of_process(), StepProbe()
-    step(None)
+    probe = StepProbe()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        if process is None:
-            step(probe)
-        else:
-            with process.watched():
-                step(probe)
-    blocks = _Blocks(allocations_in_time(profile))
-    return _parts(blocks, probe, None if process is None else process.memory(blocks.bytes_at))
+        step(probe)
+    return _parts(_Blocks(allocations_in_time(profile)), probe)
 
 
-def _parts(blocks: _Blocks, probe: StepProbe, process: ProcessMemory | None) -> PeakMemory:
+def _parts(blocks: _Blocks, probe: StepProbe) -> PeakMemory:
     """Divide the blocks that were there when they were most: each belongs to the first part that it fits."""
     most, moment = blocks.peak()
     left = {block for block in blocks if block.start <= moment < block.end}
@@ -233,4 +218,4 @@ def _parts(blocks: _Blocks, probe: StepProbe, process: ProcessMemory | None) -> 
     }.items():
         parts[name] = sum(block.nbytes for block in left & chosen)
         left -= chosen
-    return PeakMemory(**parts, other=most - sum(parts.values()), process=process)
+    return PeakMemory(**parts, other=most - sum(parts.values()))

@@ -45,7 +45,7 @@ class StepReport:
         plain_peak: most bytes that PyTorch allocated in a step without it, above those at its start.
         packed_peak: the same with it.
         note: says so if the model has no policy, and which one was measured; "" otherwise.
-        plain_parts: parts of ``plain_peak``, and of the memory of the process; None on other devices than the CPU.
+        plain_parts: parts of ``plain_peak``; None on other devices than the CPU.
         packed_parts: the same of ``packed_peak``.
     """
 
@@ -118,9 +118,9 @@ def step_report(
 
     After warm-up steps of each, steps with the model's backward quantizers and without them run in turn; each is
     first in every other pair. The peak is the most bytes that PyTorch allocates above the start of a step, on the
-    device of the batch, in a step that is not timed. On the CPU the report has its parts, and those of the memory of
-    the process, whose free memory is returned to the system before. A model without a policy is measured as after
-    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
+    device of the batch, in a step that is not timed. On the CPU the report has its parts. A model without a policy is
+    measured as after ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as
+    before, bit for bit.
 
     >>> import torch, brevact
     >>> layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]

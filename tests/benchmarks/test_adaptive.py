@@ -3,23 +3,8 @@
 import pytest
 
 from benchmarks import adaptive
-from benchmarks.adaptive import COLUMNS, STORED, STRATEGIES, WORDS, plot
+from benchmarks.adaptive import COLUMNS, STRATEGIES
 from benchmarks.records import read_rows
-
-
-def test_plot_draws_a_line_for_each_strategy():
-    figures = {"noise": "0.1", "noise_se": "0.01", "model": "ResNet-20"}
-    rows = [
-        {**figures, "stored": stored, "strategy": strategy, "bit_width": width}
-        for stored in STORED
-        for strategy in STRATEGIES
-        for width in ("2", "1.5")
-    ]
-    panels = plot([*rows, {**rows[0], "model": "other", "noise": "9"}], "ResNet-20").axes
-    assert len(panels) == len(STORED)
-    for panel in panels:
-        assert [text.get_text() for text in panel.get_legend().texts] == [WORDS[name] for name in STRATEGIES]
-        assert all(list(line.get_xdata()) == [1.5, 2.0] for line in panel.lines if len(line.get_xdata()) == 2)
 
 
 @pytest.mark.exhaustive

@@ -45,13 +45,6 @@ def test_measure_refuses_what_it_does_not_know():
         list(formats.measure(["L4Backward"], {}, draws=1, repeats=1))
 
 
-def test_plot_shows_every_row(rows, tmp_path):
-    figure = formats.plot(rows)
-    assert [axes.get_title() for axes in figure.axes] == ["one", "two"]
-    assert all(len(line.get_xdata()) for axes in figure.axes for line in axes.lines)
-    figure.savefig(tmp_path / "formats.png")
-
-
 def test_kept_activations_are_those_of_a_training_step():
     kept = formats.kept_activations(epochs=0)
     assert all(x.is_floating_point() and x.numel() >= DEFAULT_MIN_NUMEL for x in kept)

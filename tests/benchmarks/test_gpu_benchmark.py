@@ -1,11 +1,10 @@
-"""`python -m benchmarks.gpu` and its plot: every path with tiny sizes on the CPU, and on a GPU where there is one."""
+"""`python -m benchmarks.gpu`: every path with tiny sizes on the CPU, and on a GPU where there is one."""
 
 import csv
 
 import pytest
 import torch
 
-from benchmarks import plot_gpu
 from benchmarks.gpu import kernels, report, steps
 from benchmarks.gpu import tests as gpu_tests
 from benchmarks.gpu.__main__ import main
@@ -60,13 +59,6 @@ def test_main_smoke_measures_every_variant_of_every_model(smoke_results, smoke_c
     assert {(row["torch"], row["threads"]) for row in rows} == {(torch.__version__, "1")}
 
 
-def test_plot_draws_the_rows_of_a_smoke_run(smoke_results, tmp_path, capsys):
-    out = tmp_path / "picture.png"
-    assert plot_gpu.main(["--results", str(smoke_results), "--out", str(out)]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{out}\n"
-
-
 def test_main_writes_rows_of_cases_that_fail(tmp_path, capsys):
     options = ["--smoke", "--parts", "kernels", "--numel", str(2**55), "--out-dir", str(tmp_path)]
     assert main(options) == 1
@@ -74,10 +66,6 @@ def test_main_writes_rows_of_cases_that_fail(tmp_path, capsys):
     assert [row["operation"] for row in rows] == list(kernels.OPERATIONS)
     assert all("RuntimeError" in row["error"] and row["median_us"] == "" for row in rows)
     assert "kernels, bfloat16, 2 bits: RuntimeError" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        plot_gpu.main(["--results", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "make some with python -m benchmarks.gpu" in capsys.readouterr().err
 
 
 def test_main_needs_a_gpu_unless_it_is_a_smoke_run(monkeypatch, capsys):
@@ -234,32 +222,6 @@ def test_print_goals_tells_what_is_reached(capsys):
         "resnet50, float32, DEFAULT: 0.89 of the speed of plain, goal 0.9 missed",
         "efficientnetv2-s, float32, DEFAULT: 0.90 of the speed of plain, goal 0.9 reached",
     ]
-
-
-def test_draw_puts_fractions_over_widths_and_speed_over_memory():
-    found = [_kernel_row("nearest", width, fraction) for width, fraction in (("8", "0.7"), ("2", "0.9"))]
-    trained = [_step_row("plain", "100.0"), _step_row("2bit", "95.0", ("7.0", "200.0", "300.0"))]
-    figure = plot_gpu.draw(found, [*trained, _step_row("plain", "50.0", dtype="bfloat16")])
-    bandwidth, speed, _ = (axes for panel in figure.subfigs for axes in panel.axes)
-    assert bandwidth.lines[0].get_xydata().tolist() == [[2, 0.9], [8, 0.7]]
-    points = [line.get_xydata().tolist() for line in speed.lines[:4]]
-    assert points == [[[100, 100]], [[300, 100]], [[7, 95]], [[200, 95]]]
-
-
-def test_latest_takes_the_last_row_of_each_case_on_the_last_device(tmp_path):
-    path = tmp_path / "rows.csv"
-    lines = ["case,device,error,value", "a,old,,1", "a,new,,2", "b,old,,3", "a,new,,4", "c,new,failed,5"]
-    path.write_text("\n".join(lines))
-    assert [row["value"] for row in plot_gpu.latest(path, ["case"])] == ["4"]
-    assert plot_gpu.latest(tmp_path / "missing.csv", ["case"]) == []
-
-
-def test_plot_names_a_missing_column(tmp_path, capsys):
-    (tmp_path / "gpu_steps.csv").write_text("device,error\nGPU,\n")
-    with pytest.raises(SystemExit) as stopped:
-        plot_gpu.main(["--results", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "has no column 'model'" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -23,11 +23,6 @@ def test_summary_says_how_well_estimates_find_the_noisiest():
     assert (found["in the noisiest quarter"], found["in the quarter by estimate"]) == ("0.57", "0.14")
 
 
-def test_plot_shows_layers_that_have_both_figures():
-    (panel,) = layer_noise.plot(ROWS).axes
-    assert sorted(panel.lines[0].get_xdata()) == [1, 4]
-
-
 @pytest.mark.exhaustive  # the quick tier has gradient_report, and benchmarks.noise with the same models
 def test_main_writes_a_row_a_layer_and_draws_them(tmp_path, capsys):
     files = str(tmp_path / "rows.csv"), str(tmp_path / "rows.png")

@@ -42,31 +42,6 @@ def test_latest_keeps_the_last_row_of_each_policy_and_models_together():
     assert [row["n"] for row in noise.latest(rows)] == [3, 2, 1]
 
 
-def test_plot_shows_noise_where_there_is_some_and_bias_elsewhere():
-    def row(policy, found, bias2):
-        figures = {"noise": found, "noise_se": "0.01", "bias2": bias2, "bias2_se": "0.01", "saved_bytes": "1048576"}
-        return {"model": "net", "policy": policy, **figures}
-
-    (panel,) = noise.plot(
-        [row("StochBackward2bit", "0.5", "-0.1"), row("L4Backward", "0", "0.2"), row("None", "0", "0")]
-    ).axes
-    assert {text.get_text(): text.xy for text in panel.texts} == {"Stoch2bit": (1, 0.5), "L4": (1, 0.2)}
-
-
-def test_plot_joins_widths_and_fitted_policies_by_lines():
-    def row(policy, found, saved_bytes):
-        figures = {"noise": found, "noise_se": "0.01", "bias2": "0", "bias2_se": "0.01", "saved_bytes": saved_bytes}
-        return {"model": "net", "policy": policy, **figures}
-
-    found = [row(f"StochBackward{bits}bit", str(1 / bits), bits * 2**20) for bits in (4, 2)]
-    found += [row("StochBackward3bit", "0.9", 3 * 2**20)]
-    found += [row("fit:24x", "0.2", 2**21), row("fit:noise=0.1", "0.1", 2**22)]
-    (panel,) = noise.plot(found).axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines if line.get_linestyle() != "None"}
-    assert lines["best of one width, stochastic"] == [[2, 0.5], [4, 0.25]]
-    assert lines["brevact.fit"] == [[2, 0.2], [4, 0.1]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from brevact.large_pages import VARIABLE
+from brevact.heap import VARIABLE
 from brevact.quantizers.huge_pages import SMALLEST, prefer_huge_pages
 
 RESULTS = """

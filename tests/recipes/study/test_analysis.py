@@ -5,7 +5,6 @@ import pytest
 
 from recipes.study.analysis import ACCURACY, TRAIN_LOSS, Interval, comparisons, difference_text, interval
 from recipes.study.cases import REFERENCE, Case, Study
-from recipes.study.pictures import draw
 from recipes.study.run import KEY, Size
 from recipes.study.tables import summary
 from recipes.study.training import FIGURES
@@ -89,13 +88,6 @@ def test_summary_names_what_a_row_is_compared_with_where_that_differs():
     assert "| 4 bits | 2 bits | 0 |" in summary(study, {}, SIZE, [0])
 
 
-def test_runs_that_did_not_converge_are_told_of(tmp_path):
+def test_runs_that_did_not_converge_are_told_of():
     rows = rows_of({0: (1.0, float("nan")), 1: (1.0, 1.5), 2: (1.0, 1.5)})
     assert "| nan | did not converge |" in summary(STUDY, rows, SIZE, range(3))
-    assert draw(tmp_path / "one.png", STUDY, rows, SIZE, range(3))
-
-
-def test_draw_needs_a_run(tmp_path):
-    assert not draw(tmp_path / "none.png", STUDY, {}, SIZE, [0])
-    assert draw(tmp_path / "one.png", STUDY, rows_of({0: (1.0, None)}), SIZE, [0])
-    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]

@@ -1,66 +1,12 @@
-"""What the layers import, and what happens without Numba."""
+"""What happens without Numba."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-PACKAGE = Path(__file__).parents[2] / "brevact"
-
-
-def _imports(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module)
-    return names
-
-
-@pytest.mark.parametrize(
-    ("layer", "own", "libraries"),
-    [
-        ("private_names", {"brevact.private_names", "brevact.user_lines"}, {"numpy", "torch"}),
-        (
-            "cpu_kernels",
-            {"brevact.cpu_kernels", "brevact.geometry", "brevact.integers", "brevact.loaded", "brevact.private_names"},
-            {"numba", "llvmlite", "numpy", "torch"},
-        ),
-        (
-            "triton_kernels",
-            {"brevact.triton_kernels", "brevact.geometry", "brevact.integers", "brevact.private_names"},
-            {"torch", "triton"},
-        ),
-        (
-            "quantizers",
-            {
-                "brevact.quantizers",
-                "brevact.geometry",
-                "brevact.integers",
-                "brevact.heap",
-                "brevact.large_pages",
-                "brevact.private_names",
-                "brevact.user_lines",
-            },
-            {"torch"},
-        ),
-    ],
-)
-def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries: set[str]):
-    for path in sorted((PACKAGE / layer).glob("*.py")):
-        for name in _imports(path):
-            root = name.partition(".")[0]
-            if root == "brevact":
-                assert ".".join(name.split(".")[:2]) in own, (path.name, name)
-            else:
-                assert root in libraries or root in sys.stdlib_module_names, (path.name, name)
-
 
 WITHOUT_KERNELS = """
 import importlib.metadata, os, sys, tempfile, warnings
