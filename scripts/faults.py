@@ -391,22 +391,20 @@ FAULTS = (
         REGIONS,
     ),
     Fault(
-        "the generator does not move after a region",
+        "regions do not count",
         "autograd/seeds.py",
-        "SeedStream.close",
-        (
-            "if self._moves:\n"
-            "    with DisableTorchFunction(), no_dispatch_modes():\n"
-            "        if not (is_alone and count_on(torch.default_generator)):\n"
-            "            torch.randint(_LOW, _HIGH, (), device='cpu', generator=torch.default_generator)"
-        ),
-        (
-            "if False:\n"
-            "    with DisableTorchFunction(), no_dispatch_modes():\n"
-            "        if not (is_alone and count_on(torch.default_generator)):\n"
-            "            torch.randint(_LOW, _HIGH, (), device='cpu', generator=torch.default_generator)"
-        ),
+        "_next_base",
+        "_set_count(seed, count + 1)",
+        "pass",
         REGIONS,
+    ),
+    Fault(
+        "manual_seed does not restart the count",
+        "autograd/seeds.py",
+        "_restart",
+        "_set_count(torch.default_generator.initial_seed(), 0)",
+        "pass",
+        ("autograd/test_seeds.py",),
     ),
     Fault(
         "all ranks draw the same noise",
@@ -417,12 +415,12 @@ FAULTS = (
         ("integration/test_distributed.py",),
     ),
     Fault(
-        "recomputations of one backward pass share their noise",
+        "recomputations draw noise of their own",
         "autograd/seeds.py",
-        "_claim_base",
-        "_recomputed[1] + 1 if _recomputed[0] == backward else 1",
-        "0",
-        ("autograd/test_region.py", "autograd/test_seeds.py", "integration/test_training.py"),
+        "SeedStream.__init__",
+        "_bases.setdefault(checkpoint_of(hook), {})",
+        "{}",
+        ("autograd/test_seeds.py",),
     ),
     Fault(
         "chains of recomputed layers hold nothing between blocks",

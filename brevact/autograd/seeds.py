@@ -144,23 +144,11 @@ def seeded(seed: int) -> Iterator[None]:
         _given = outer
 
 
-class _Pass:
-    """A forward pass of a checkpointed function, or its recomputation, which repeats the bases of the first pass."""
-
-    def __init__(self, bases: list[int]) -> None:
-        self.bases, self.place = bases, 0
-
-
-#: By the objects of checkpoints, and by the hooks that stand around their passes.
-_bases: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-_passes: WeakKeyDictionary[Callable, _Pass] = WeakKeyDictionary()
-
-
-def _pass_of(hook: Callable) -> _Pass:
-    found = _passes.get(hook)
-    if found is None:
-        found = _passes[hook] = _Pass(_bases.setdefault(checkpoint_of(hook), []))
-    return found
+#: Bases of the root regions inside a checkpoint, by their places in its function, which a recomputation repeats.
+_Bases = dict[int, int]
+_bases: WeakKeyDictionary[object, _Bases] = WeakKeyDictionary()
+#: Places in a pass through such a function, by the hook around it.
+_places: WeakKeyDictionary[Callable, Iterator[int]] = WeakKeyDictionary()
 
 
 class SeedStream:
@@ -178,7 +166,10 @@ class SeedStream:
 
     def __init__(self, checkpoints: tuple[Callable, ...] = ()) -> None:
         self.number = next(_numbers)
-        self._passes = tuple(map(_pass_of, checkpoints))
+        self._places = [
+            (_bases.setdefault(checkpoint_of(hook), {}), next(_places.setdefault(hook, itertools.count())))
+            for hook in checkpoints
+        ]
         self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
@@ -194,7 +185,7 @@ class SeedStream:
             stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
-                self._base = _base_in(self._passes)
+                self._base = _base_at(self._places)
             place = 0 if device.index is None else device.index + 1
             stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
@@ -218,15 +209,13 @@ def rank_seed() -> int:
     return _split_mix(rank * _GOLDEN) if rank else 0
 
 
-def _base_in(passes: tuple[_Pass, ...]) -> int:
-    """Return the base of the seeds of a region in these passes, which an inner one repeats as an outer one does."""
-    base = next((each.bases[each.place] for each in passes if each.place < len(each.bases)), None)
+def _base_at(places: list[tuple[_Bases, int]]) -> int:
+    """Return the base of a region at its places in the checkpoints around it: that of an earlier pass, or a new one."""
+    base = next((bases[place] for bases, place in places if place in bases), None)
     if base is None:
         base = _next_base()
-    for each in passes:
-        if each.place == len(each.bases):
-            each.bases.append(base)
-        each.place += 1
+    for bases, place in places:
+        bases[place] = base
     return base
 
 
@@ -237,7 +226,7 @@ def _next_base() -> int:
             return next(_given) & _MASK
     with DisableTorchFunction(), no_dispatch_modes():
         seed = torch.default_generator.initial_seed()
-        digest = hashlib.sha256(torch.default_generator.get_state().numpy())
+        digest = hashlib.sha256(torch.default_generator.get_state().numpy().data)
     with _lock:
         count = _counts.get(seed, _first)
         _set_count(seed, count + 1)

@@ -39,7 +39,6 @@ BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
 
 
-
 def checkpoint_of(hook: Callable) -> Any:
     """Return the object that a non-reentrant checkpoint has for one call, from the pack hook of a pass through it."""
     names = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals
@@ -60,7 +59,7 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
         watch()
         return generator
 
-    torch.random._manual_seed_impl = set_seed  # type: ignore[attr-defined]
+    torch.random._manual_seed_impl = set_seed
     return watch
 
 

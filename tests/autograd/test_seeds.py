@@ -183,7 +183,7 @@ def test_the_mean_of_steps_whose_state_is_restored_tends_to_the_exact_gradient()
     brevact.quantize_backward(model, LEAF)
     errors = torch.stack([gradient() - exact for _ in range(16)])
     one, mean = errors.square().sum((1, 2)).mean(), errors.mean(0).square().sum()
-    # The mean of 16 has 1 / 16 of the variance; its 4096 elements have correlated errors, by rows: at least 64 are free.
+    # The mean of 16 has 1 / 16 of the variance; of its 4096 elements at least those of a row are independent.
     assert mean < one / 16 * (1 + 5 * (2 / 64) ** 0.5)
 
 
@@ -383,6 +383,30 @@ def test_seeds_are_those_of_split_mix_one_by_one():
         stream = SeedStream()
         stream._base = state
         assert [stream.next(HOST) for _ in expected] == expected
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_recomputed_layers_draw_what_they_drew_before(nested):
+    """Of three forwards that wait for backward, also twice, with no random number between them."""
+    quant = {"weight_quant": None, "act_quant": LEAF, "bias": True}
+    layers = nn.Sequential(*(bnn.QuantLinear(64, 64, **quant) for _ in range(3)))
+    again = functools.partial(checkpoint, use_reentrant=False)
+
+    def inside(x: Tensor) -> Tensor:
+        return layers[2](again(layers[1], layers[0](x))) if nested else layers(x)
+
+    runs = []
+    for forward in (layers, functools.partial(again, inside)):
+        torch.manual_seed(0)
+        x = torch.rand(32, 64, requires_grad=True)
+        outs = [forward(x * 1) for _ in range(3)]
+        wrt = [x, *layers.parameters()]
+        for out in (*reversed(outs), outs[0]):
+            runs.append(torch.autograd.grad(out.square().sum(), wrt, retain_graph=True))
+        assert brevact.noise_count() == 9
+    for plain, found in zip(runs[:4], runs[4:], strict=True):
+        assert all(map(torch.equal, plain, found))
+    assert not torch.equal(runs[0][1], runs[1][1])
 
 
 def test_regions_of_one_recomputation_do_not_share_noise():
