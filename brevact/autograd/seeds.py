@@ -65,19 +65,22 @@ _given: Iterator[int] | None = None  # seeds of regions, one after the other, in
 
 
 def noise_count(count: int | None = None) -> int:
-    """Return how many regions have drawn noise since ``torch.manual_seed``, and set that number, if one is given.
+    """Count the regions that have drawn noise since ``torch.manual_seed``; set their number, if one is given.
 
     The noise of the next region follows from it and from the state of torch's generator: a training loop that saves
     and restores that state saves this number, too. :class:`brevact.trainers.TrainingPolicy` and the callbacks do.
 
     >>> import torch, brevact
     >>> state = torch.get_rng_state(), brevact.noise_count()
-    >>> torch.set_rng_state(state[0])
+    >>> torch.set_rng_state(state[0])  # in the process that resumes
     >>> brevact.noise_count(state[1]) == state[1]
     True
 
     Args:
         count: what this function returned when the state of the generator was saved; None to change nothing.
+
+    Returns:
+        The number.
 
     Raises:
         ValueError: ``count`` is no integer, or negative.
