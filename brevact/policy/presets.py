@@ -103,7 +103,7 @@ class Policy:
         >>> policy = brevact.TRANSFORMER.let({nn.Embedding: None, "head": brevact.StochBackward8bit})
         >>> print(policy)
         rule           for       bits  backward quantizer
-        --------------------------------------------------------------------------------------------------
+        ---------------------------------------------------------------------------------------------------
         Embedding      type      -     full precision
         'head'         name      8     StochBackward8bit: UniformQuantizer, bit_width=8
         is_norm        function  4     DitherBackward4bit: UniformQuantizer, bit_width=4, rounding=dithered
