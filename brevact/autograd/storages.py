@@ -17,7 +17,7 @@ def _count_of_a_lone_local() -> int:
     return sys.getrefcount(x)
 
 
-#: What ``sys.getrefcount(x)`` returns, called like that, where the local ``x`` is all that holds an object: 2, or 1 from
+#: What ``sys.getrefcount(x)``, called like that, returns where the local ``x`` alone holds an object: 2, or 1 from
 #: Python 3.14 on, where the call borrows it. A function around the call would count its own argument, or not.
 LONE = _count_of_a_lone_local()
 
