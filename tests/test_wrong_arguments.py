@@ -131,6 +131,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     ),
     "fit noise": (lambda x: brevact.fit(model(), TWO, mean_loss, noise=x), "noise", ("None", "float", "large")),
     "fit quick": (lambda x: brevact.fit(model(), TWO, mean_loss, ratio=2, quick=x), "quick", ("bool",)),
+    "noise_count count": (brevact.noise_count, "count", (*COUNTS, "None")),
     "set_heap_tuning enabled": (brevact.set_heap_tuning, "enabled", ("bool",)),
     "distributed quantizer": (brevact.distributed.quantized_hook, "quantizer", ("quantizer",)),
     "distributed error_feedback": (
@@ -168,6 +169,8 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     "PolicySpec batches": (lambda x: brevact.parse_policy("2x").attach(model(), x, mean_loss), "batches", ("list",)),
     "PolicySpec loss": (lambda x: brevact.parse_policy("2x").attach(model(), TWO, x), "loss", ()),
     "Policy rules": (Policy, "rules", ()),
+    "Policy.let rules": (brevact.DEFAULT.let, "rules", ()),
+    "Policy.let value": (lambda x: brevact.DEFAULT.let({"*": x}), "policy rule '*'", SOURCES),
     "Policy value": (lambda x: Policy({"*": x}), "policy rule '*'", SOURCES),
     "BackwardSettings quantizer": (BackwardSettings, "quantizer", ()),
     "BackwardSettings save_mode": (lambda x: BackwardSettings(UniformQuantizer(), save_mode=x), "save_mode", ()),

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from brevact.arguments import check_count
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     active_fake_mode,
@@ -45,7 +46,6 @@ from brevact.private_names.of_torch import (
     watch_manual_seed,
 )
 from brevact.quantizers import draw_seed
-from brevact.quantizers.brief import brief
 
 _BLOCK = 256  # seeds that are drawn at once on a device
 _AT_ONCE = 64  # seeds that are made at once on the CPU
@@ -89,10 +89,7 @@ def noise_count(count: int | None = None) -> int:
     if count is None:
         with _lock:
             return _counts.get(torch.default_generator.initial_seed(), _first)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(
-            f"count={brief(count)}; accepted is an integer of at least 0, as brevact.noise_count() returns it"
-        )
+    check_count("count", count, 0, ", as brevact.noise_count() returns it, or None")
     with _lock:  # for every seed: the state of the generator, whose seed may be another one, may be restored later
         _counts.clear()
         _first = count
@@ -150,8 +147,15 @@ def seeded(seed: int) -> Iterator[None]:
 #: Bases of the root regions inside a checkpoint, by their places in its function, which a recomputation repeats.
 _Bases = dict[int, int]
 _bases: WeakKeyDictionary[object, _Bases] = WeakKeyDictionary()
-#: Places in a pass through such a function, by the hook around it.
-_places: WeakKeyDictionary[Callable, Iterator[int]] = WeakKeyDictionary()
+#: Those of a pass through such a function, and its next place, by the hook around it.
+_passes: WeakKeyDictionary[Callable, tuple[_Bases, Iterator[int]]] = WeakKeyDictionary()
+
+
+def _place_in(hook: Callable) -> tuple[_Bases, int]:
+    found = _passes.get(hook)
+    if found is None:
+        found = _passes[hook] = _bases.setdefault(checkpoint_of(hook), {}), itertools.count()
+    return found[0], next(found[1])
 
 
 class SeedStream:
@@ -169,10 +173,7 @@ class SeedStream:
 
     def __init__(self, checkpoints: tuple[Callable, ...] = ()) -> None:
         self.number = next(_numbers)
-        self._places = [
-            (_bases.setdefault(checkpoint_of(hook), {}), next(_places.setdefault(hook, itertools.count())))
-            for hook in checkpoints
-        ]
+        self._places = [*map(_place_in, checkpoints)]
         self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
