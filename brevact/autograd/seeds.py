@@ -112,18 +112,16 @@ def _restart() -> None:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Give torch's generators, and the numbers of regions that have drawn noise, back what they were before a block."""
-    global _first
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with _lock:
-        before = _first, dict(_counts)
+        before = dict(_counts)
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             with _lock:
-                _first = before[0]
                 _counts.clear()
-                _counts.update(before[1])
+                _counts.update(before)
 
 
 @contextmanager
