@@ -47,6 +47,7 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
             "fit",
             "gradient_report",
             "memory_report",
+            "noise_count",
             "parse_policy",
             "quantize_backward",
             "quantizer",

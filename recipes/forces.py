@@ -174,13 +174,14 @@ class Run:
         state |= {"policy": self.policy.name, "seed": self.seed, "epochs": self.epochs}
         if self.train.kinds.is_cuda:
             state["cuda_generator"] = torch.cuda.get_rng_state()
-        return {**state, "generator": torch.get_rng_state()}
+        return {**state, "generator": torch.get_rng_state(), "noise_count": brevact.noise_count()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes on from a `state_dict` of a run with the same settings."""
         for name, part in {"loss": self.loss, "optimizer": self.optimizer, "scheduler": self.scheduler}.items():
             part.load_state_dict(state[name])
         self.epochs = list(state["epochs"])
+        brevact.noise_count(state["noise_count"])
         torch.set_rng_state(state["generator"])
         if "cuda_generator" in state:
             torch.cuda.set_rng_state(state["cuda_generator"])

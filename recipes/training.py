@@ -166,6 +166,7 @@ class Trainer:
             **{name: part.state_dict() for name, part in self._parts().items()},
             "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
             "statistics": collected_statistics(self.model),
+            "noise_count": brevact.noise_count(),
             "cpu_generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -183,6 +184,7 @@ class Trainer:
             self._parts()[name].load_state_dict(state[name])
         if self.adaptive is not None:
             self.adaptive.load_state_dict(state["adaptive"])
+        brevact.noise_count(state["noise_count"])
         torch.set_rng_state(state["cpu_generator"])
         if self.device.type == "cuda" and state["cuda_generator"] is not None:
             torch.cuda.set_rng_state(state["cuda_generator"], self.device)

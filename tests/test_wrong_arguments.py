@@ -94,6 +94,8 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (brevact.fit, {**FIT, "ratio": 2}, {"model": "module", "batches": "list", "loss": "", "quick": "bool"}),
     (brevact.fit, FIT, {"ratio": "None float", "saved_bytes": "None large", "noise": "None float large"}),
     (brevact.set_heap_tuning, {}, {"enabled": "bool"}),
+    (brevact.noise_count, {}, {"count": "zero large None"}),
+    (brevact.DEFAULT.let, {}, {"rules": ""}),
     (HOOK, {}, {"quantizer": "quantizer"}),
     (HOOK, {"quantizer": Q}, {"error_feedback": "None bool", "min_numel": "zero large", "seed": "zero large negative"}),
     (MixSchedule, {"model": mixing()}, {"model": "module", "kind": "", "start": "None zero", "end": "zero"}),
@@ -140,6 +142,7 @@ OTHERS: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda x: quantize_backward(MODEL, {x: Q}), "policy rule", "string type list"),  # a list has no hash
     (lambda x: quantize_backward(MODEL, {"*": x}), "policy rule '*'", "None quantizer"),
     (lambda x: Policy({"*": x}), "policy rule '*'", "None quantizer"),
+    (lambda x: brevact.DEFAULT.let({"*": x}), "policy rule '*'", "None quantizer"),
 ]
 CASES += [
     pytest.param(lambda x, call=call: call(x), "x", words, value, id=f"{words}={label}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Saved
-from brevact.autograd.storages import WeakStorage
+from brevact.autograd.storages import LONE, WeakStorage
 from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
 
 #: An output, and the tensors that it was computed from, with which it has a graph.
@@ -197,6 +197,6 @@ def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
     if not isinstance(decoder, HeldOutput):
         return found, False
     tensors[0].untyped_storage().__dict__.pop(_HELD, None)
-    references = sys.getrefcount(found)  # the local name, and the argument of this call
+    references = sys.getrefcount(found)
     holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the object of Python
-    return found, references <= 2 and holders == 2
+    return found, references <= LONE and holders == 2

@@ -23,6 +23,17 @@ def _are_of_checkpoint(pair: tuple[Callable, Callable] | None) -> bool:
     return pair is not None and pair[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
 
+def checkpoints_around() -> tuple[Callable, ...]:
+    """Return the pack hooks of the non-reentrant checkpoints that are active, the outermost first."""
+    pairs = []
+    while (pair := top_hooks(True)) is not None:
+        pairs.append(pair)
+        pop_hooks()
+    for pair in reversed(pairs):
+        push_hooks(*pair)
+    return tuple(pair[0] for pair in reversed(pairs) if _are_of_checkpoint(pair))
+
+
 class _Suspended(AbstractContextManager[None]):
     """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
 
@@ -82,10 +93,6 @@ class HookStack:
     def are_alone(self) -> bool:
         """Return whether no hooks are around the region, which would see the saved tensors."""
         return self._outer is None
-
-    def are_in_recomputation(self) -> bool:
-        """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
 
     def push(self) -> None:
         """Activate the hooks."""

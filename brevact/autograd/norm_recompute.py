@@ -22,6 +22,7 @@ from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.storages import LONE
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction
 
@@ -124,7 +125,7 @@ class ChannelsAgain(_NormOutput):
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, scale, shift = self._read(tensors)
         is_owned = isinstance(self.source[0], HeldOutput) and not is_held(tensors[0])
-        is_owned = is_owned and sys.getrefcount(x) <= 2  # no other thread has taken the output since
+        is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
         if is_owned and x.is_cpu and x.dtype is self.dtype is scale.dtype and x.stride() == self.stride:
             for rows in x.split(max(_NUMEL_IN_CACHE // math.prod(self.shape[1:]), 1)):
                 rows.copy_(_affine(rows, scale, shift))

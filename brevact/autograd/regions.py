@@ -23,6 +23,7 @@ from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import operands_beside
 from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.hook_stack import checkpoints_around
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
@@ -100,7 +101,7 @@ class Region(Store):
         self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:
-            self.seeds = SeedStream(self.owner, replays=self.hooks.are_in_recomputation())
+            self.seeds = SeedStream(() if self.hooks.scope is None else checkpoints_around())
             self.state = ModelState(self.owner)
             self.mode = EagerMode()
             self.mode.__enter__()
@@ -127,7 +128,6 @@ class Region(Store):
         if self.parent is None:
             self.mode.__exit__(*exc_info)
             self.state.close()
-            self.seeds.close()
         else:
             self.parent._describe()
 

@@ -1,12 +1,11 @@
-"""Seeds for the stochastic quantizers: they follow from torch's generator, and change no other random number.
+"""Seeds for the stochastic quantizers: they follow from torch's generator, and change no random number of the program.
 
-Within a root region seeds follow from the state of torch's default generator, as ``torch.manual_seed`` sets it. When
-the region ends, bits of that state count on of which no random number is made (``generator_state``). So
-``torch.manual_seed`` fixes every code, no two tensors and no two steps share noise, also where nothing else is drawn
-between them, and all random numbers of the model and of the loop around it (dropout masks, the order of a data set)
-are those without backward quantization. Code that restores the generator's state (``fork_rng``, checkpoints, a run that
-resumes) restores these bits. Without such bits, and where regions of several threads overlap, which might draw while
-the state is written, the generator passes one draw instead.
+The seeds of a root region follow from the state of torch's default generator, and from the number of root regions that
+have drawn noise since ``torch.manual_seed``. So ``torch.manual_seed`` fixes every code, and no two root regions share
+noise unless it is called between them, also where nothing is drawn between them or the program puts the generator's
+state back (``fork_rng``, ``set_rng_state``). Numbers are counted for each seed: a validation that sets its own, and
+restores the state of the training, does not change the noise of the training. A run that resumes sets the number
+(``noise_count``) beside the state.
 
 The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
 seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws those of a single process).
@@ -15,14 +14,11 @@ Gradients of a parameter that several ranks hold are equal on them once they are
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.
 
-While a backward pass runs, a region belongs to a recomputation (checkpoint), which restores the generator by itself. If
-it was a root region in the forward pass, too (a layer with a quantizer of its own in a non-reentrant checkpoint), it
-repeats the seeds and the count of that pass. Otherwise (a reentrant checkpoint, a region around the
-checkpoint that is gone) nothing counts on, and the regions of one backward pass are told apart, and from those of the
-forward pass, by counting them.
+The root regions inside a non-reentrant checkpoint (layers with a quantizer of their own) draw the same when they are
+recomputed: what they save, and what they round, is that of the forward pass. Those of a reentrant one, and regions that
+are roots only in the recomputation, count on.
 
-``seeded`` measures the effect of quantization alone: regions then draw from a seed that is given, in turn, and the
-generator does not change at all, in a forward pass or in a recomputation.
+``seeded`` measures the effect of quantization alone: regions then draw from a seed that is given, in turn.
 
 Torch's modes of others do not see how seeds are drawn: a selective checkpoint, which counts the ops of a function, may
 recompute it where a region is a root that was inside another one in the forward pass.
@@ -30,18 +26,25 @@ recompute it where a region is a root that was inside another one in the forward
 
 from __future__ import annotations
 
-import collections
+import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from brevact.private_names.generator_state import count_on, fingerprint
-from brevact.private_names.of_torch import DisableTorchFunction, active_fake_mode, current_graph_task, no_dispatch_modes
+from brevact.arguments import check_count
+from brevact.private_names.of_torch import (
+    DisableTorchFunction,
+    active_fake_mode,
+    checkpoint_of,
+    no_dispatch_modes,
+    watch_manual_seed,
+)
 from brevact.quantizers import draw_seed
 
 _BLOCK = 256  # seeds that are drawn at once on a device
@@ -50,22 +53,80 @@ _HOST = torch.device("cpu")
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's increment
+_MOST_SEEDS = 1 << 16
 
 
 _numbers = itertools.count(1)
 _lock = threading.Lock()
-_in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
-_recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
-_MOST_ROOTS = 1 << 16
-#: Ids of the owners of root regions of forwards, by base.
-_threads: collections.Counter[int] = collections.Counter()  # that have regions with seeds, and how many
-_roots: collections.OrderedDict[int, int] = collections.OrderedDict()
+#: Root regions that have drawn noise since the generator was seeded, by the seed; the last one used is the last.
+_counts: dict[int, int] = {}
+_first = 0  # the count of other seeds
 _given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
+
+
+def noise_count(count: int | None = None) -> int:
+    """Count the regions that have drawn noise since ``torch.manual_seed``; set their number, if one is given.
+
+    The noise of the next region follows from it and from the state of torch's generator: a training loop that saves
+    and restores that state saves this number, too. :class:`brevact.trainers.TrainingPolicy` and the callbacks do.
+
+    >>> import torch, brevact
+    >>> state = torch.get_rng_state(), brevact.noise_count()
+    >>> torch.set_rng_state(state[0])  # in the process that resumes
+    >>> brevact.noise_count(state[1]) == state[1]
+    True
+
+    Args:
+        count: what this function returned when the state of the generator was saved; None to change nothing.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: ``count`` is no integer, or negative.
+    """
+    global _first
+    if count is None:
+        with _lock:
+            return _counts.get(torch.default_generator.initial_seed(), _first)
+    check_count("count", count, 0, ", as brevact.noise_count() returns it, or None")
+    with _lock:  # for every seed: the state of the generator, whose seed may be another one, may be restored later
+        _counts.clear()
+        _first = count
+    return count
+
+
+def _set_count(seed: int, count: int) -> None:
+    _counts.pop(seed, None)
+    _counts[seed] = count
+    if len(_counts) > _MOST_SEEDS:
+        del _counts[next(iter(_counts))]
+
+
+@watch_manual_seed
+def _restart() -> None:
+    with _lock:
+        _set_count(torch.default_generator.initial_seed(), 0)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give torch's generators, and the numbers of regions that have drawn noise, back what they were before a block."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with _lock:
+        before = dict(_counts)
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with _lock:
+                _counts.clear()
+                _counts.update(before)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let the regions of a block draw from a seed of its own; torch's generator then draws as if there were none.
+    """Let the regions of a block draw from a seed of its own, and not count.
 
     Two runs that differ in the seed alone differ in stochastic rounding alone, dropout being the same. It holds for all
     threads, since a backward pass recomputes in threads of its own.
@@ -81,22 +142,37 @@ def seeded(seed: int) -> Iterator[None]:
         _given = outer
 
 
+#: Bases of the root regions inside a checkpoint, by their places in its function, which a recomputation repeats.
+_Bases = dict[int, int]
+_bases: WeakKeyDictionary[object, _Bases] = WeakKeyDictionary()
+#: Those of a pass through such a function, and its next place, by the hook around it.
+_passes: WeakKeyDictionary[Callable, tuple[_Bases, Iterator[int]]] = WeakKeyDictionary()
+
+
+def _place_in(hook: Callable) -> tuple[_Bases, int]:
+    found = _passes.get(hook)
+    if found is None:
+        found = _passes[hook] = _bases.setdefault(checkpoint_of(hook), {}), itertools.count()
+    return found[0], next(found[1])
+
+
 class SeedStream:
-    """Seeds of one root region, for the forward of a module, its owner, or for a ``with`` block.
+    """Seeds of one root region, for the forward of a module or for a ``with`` block.
 
     CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
-    draw synchronizes. A stream replays where the region belongs to the recomputation of a non-reentrant checkpoint.
+    draw synchronizes.
 
     Attributes:
         number: tells the root regions of this process apart, from 1 on.
+
+    Args:
+        checkpoints: the pack hooks of the non-reentrant checkpoints around the region, the outermost first.
     """
 
-    def __init__(self, owner: object = None, *, replays: bool = False) -> None:
+    def __init__(self, checkpoints: tuple[Callable, ...] = ()) -> None:
         self.number = next(_numbers)
-        self._owner = id(owner) if replays or current_graph_task() == -1 else None
-        self._moves = True
+        self._places = [*map(_place_in, checkpoints)]
         self._base: int | None = None
-        self._thread = threading.get_ident()
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
     def next(self, device: torch.device) -> int | Tensor:
@@ -111,9 +187,7 @@ class SeedStream:
             stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
-                self._base, self._moves = _claim_base(self._owner)
-                with _lock:
-                    _threads[self._thread] += 1
+                self._base = _base_at(self._places)
             place = 0 if device.index is None else device.index + 1
             stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
@@ -121,23 +195,6 @@ class SeedStream:
     def next_on_host(self) -> int:
         """Return the next seed for a draw on the host, for a tensor on whatever device."""
         return int(self.next(_HOST))
-
-    def close(self) -> None:
-        """Tell the seeds of the next region from these: torch's default generator counts on."""
-        if self._base is None:
-            return
-        with _lock:
-            _in_use[self._base] -= 1
-            if not _in_use[self._base]:
-                del _in_use[self._base]
-            _threads[self._thread] -= 1
-            # Not those of regions that an interrupt abandoned: of this thread, or of one that has ended.
-            others = {thread for thread, count in _threads.items() if count > 0 and thread != self._thread}
-            is_alone = not others or others.isdisjoint(each.ident for each in threading.enumerate())
-        if self._moves:
-            with DisableTorchFunction(), no_dispatch_modes():
-                if not (is_alone and count_on(torch.default_generator)):
-                    torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
 def draw_anew(device: torch.device) -> Tensor:
@@ -154,34 +211,29 @@ def rank_seed() -> int:
     return _split_mix(rank * _GOLDEN) if rank else 0
 
 
-def _claim_base(owner: int | None) -> tuple[int, bool]:
-    """Return a seed for a region, and whether the generator counts on when it ends.
+def _base_at(places: list[tuple[_Bases, int]]) -> int:
+    """Return the base of a region at its places in the checkpoints around it: that of an earlier pass, or a new one."""
+    base = next((bases[place] for bases, place in places if place in bases), None)
+    if base is None:
+        base = _next_base()
+    for bases, place in places:
+        bases[place] = base
+    return base
 
-    The seed follows from the state of the default generator; it is changed where another region has it.
-    """
-    global _recomputed
+
+def _next_base() -> int:
+    """Return a base that no region has had since the generator was seeded."""
     if _given is not None:
         with _lock:
-            base = next(_given) % 2**64
-            _in_use[base] += 1
-        return base, False
+            return next(_given) & _MASK
     with DisableTorchFunction(), no_dispatch_modes():
-        base = (fingerprint(torch.default_generator) ^ rank_seed()) % 2**64
+        seed = torch.default_generator.initial_seed()
+        digest = hashlib.sha256(torch.default_generator.get_state().numpy().data)
     with _lock:
-        backward = current_graph_task()
-        moves = backward == -1 or (owner is not None and _roots.get(base) == owner)
-        if backward == -1 and owner is not None:
-            _roots[base] = owner
-            if len(_roots) > _MOST_ROOTS:
-                _roots.popitem(last=False)
-        elif not moves:
-            count = _recomputed[1] + 1 if _recomputed[0] == backward else 1
-            _recomputed = (backward, count)
-            base = _mix(base, count)
-        while base in _in_use:  # a region of another thread that forked the same state
-            base = _mix(base, 1)
-        _in_use[base] += 1
-    return base, moves
+        count = _counts.get(seed, _first)
+        _set_count(seed, count + 1)
+    digest.update(count.to_bytes(16, "little"))
+    return (int.from_bytes(digest.digest()[:8], "little") ^ rank_seed()) & _MASK
 
 
 def _mix(base: int, count: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from typing import Any, TypeVar
 
@@ -10,6 +11,15 @@ from torch import Tensor, UntypedStorage
 
 T = TypeVar("T", Tensor, UntypedStorage)
 
+
+def _count_of_a_lone_local() -> int:
+    x = object()
+    return sys.getrefcount(x)
+
+
+#: What ``sys.getrefcount(x)``, called like that, returns where the local ``x`` alone holds an object: 2, or 1 from
+#: Python 3.14 on, where the call borrows it. A function around the call would count its own argument, or not.
+LONE = _count_of_a_lone_local()
 
 _version_of = operator.attrgetter("_version")
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+from brevitas.nn import QuantIdentity
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.brevitas_source import is_act_quantizer
-from brevact.injectors.class_protocol import InjectorClass, written_values
+from brevact.injectors.brevitas_source import build_tensor_quant, is_act_quantizer
+from brevact.injectors.class_protocol import InjectorClass, added_values, written_values
 from brevact.injectors.injector_type import (
+    ACT_PREFIX,
     FORWARD_PREFIX,
     FROM_LAYER,
     BackwardInjectorType,
     act_impl_arguments,
+    known_names,
+    unknown_setting,
 )
 from brevact.private_names.of_brevitas import ActQuantProxyFromInjector
 from brevact.quantizers.brief import brief
+from brevact.user_lines import warn
+
+#: What layers and proxies fill in.
+_NOT_OF_USERS = {FORWARD_PREFIX + name for name in (*FROM_LAYER, "proxy_class", "proxy_module", "tensor_quant")}
 
 
 class PlainActivation(nn.Module):
@@ -56,6 +67,80 @@ class NoForwardQuant(NoneActQuant):
     max_val = 1.0
 
 
+class Slot:
+    """The slot of a Brevitas layer that is being built: its argument, the prefix of its keywords, and its default.
+
+    Brevitas' mixin knows the names, in a frame below this call; no argument of anything has them.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.argument, self.prefix = layer, "act_quant", ""
+        frame = inspect.currentframe()
+        while frame is not None:
+            found = frame.f_locals
+            if found.get("self") is layer and "proxy_prefix" in found:
+                self.argument, self.prefix = f"{found['proxy_prefix']}quant", found["kwargs_prefix"]
+                break
+            frame = frame.f_back
+
+    @property
+    def default(self) -> InjectorClass:
+        """The forward quantizer that the slot has where none is passed, or None."""
+        kinds: list[Any] = [kind for kind in type(self.layer).__mro__ if "__init__" in vars(kind)]
+        found = [inspect.signature(kind.__init__).parameters.get(self.argument) for kind in kinds]
+        default = next((parameter.default for parameter in found if parameter is not None), None)
+        return default if is_act_quantizer(default) else None
+
+
+def backward_injector_of(injector: BackwardInjectorType, layer: nn.Module) -> BackwardInjectorType:
+    """Return the backward side of a slot, with the keywords of the layer that are meant for it.
+
+    They may have the prefix ``act_``, and need it where the forward quantizer has a setting of the same name. Without a
+    ``forward_quant``, which may be None, that is the quantizer that the slot has by default: a warning says that it is
+    replaced.
+    """
+    slot, quant = Slot(layer), dict(written_values(injector))["forward_quant"]
+    replaced = None if _states_forward_quant(injector) else slot.default
+    forward: InjectorClass = replaced if quant is None else quant
+    of_forward = set(forward.__dependencies__) if is_act_quantizer(forward) else set()
+    from_layer = {*FROM_LAYER, *act_impl_arguments(injector)}
+    given = {name: value for name, value in added_values(injector).items() if name not in from_layer}
+    own = {name.removeprefix(ACT_PREFIX): value for name, value in given.items() if name.startswith(ACT_PREFIX)}
+    for name, value in given.items():
+        may_be_forward = name in of_forward and FORWARD_PREFIX + name not in given
+        if name in known_names(injector) and (may_be_forward or name in own):
+            act, of = f"{slot.prefix}{ACT_PREFIX}{name}=", ""
+            if may_be_forward:
+                of = f", {slot.prefix}{FORWARD_PREFIX}{name}= that of {forward.__name__}, for the forward pass"
+            if may_be_forward and replaced is not None:
+                of += f", which needs {slot.prefix}forward_quant={forward.__name__} as well"
+            raise TypeError(
+                f"{slot.prefix}{name}={brief(value)} of {type(layer).__name__} does not say which quantizer it is for: "
+                f"{act} is the setting of {injector.__name__}, for backward{of}"
+            )
+    if replaced is not None:
+        warn(
+            f"{slot.argument}={injector.__name__} of {type(layer).__name__} replaces the forward quantizer "
+            f"{replaced.__name__}: the forward pass is in full precision. Pass {slot.prefix}forward_quant="
+            f"{replaced.__name__} to quantize it as well, or {slot.prefix}forward_quant=None to leave it so"
+        )
+    elif quant is None and isinstance(layer, QuantIdentity):
+        warn(
+            f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. "
+            "Put it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)"
+        )
+    return injector.let(**own) if own else injector
+
+
+def _states_forward_quant(injector: BackwardInjectorType) -> bool:
+    """Whether the quantizer, or a keyword of the layer, says what quantizes the forward pass, which may be nothing."""
+    name = "forward_quant"
+    *_, solver = [
+        vars(kind)["__dependencies__"] for kind in injector.__mro__ if name in vars(kind).get("__dependencies__", ())
+    ]
+    return injector.__dependencies__[name] is not solver[name]
+
+
 def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
     """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords meant for it."""
     written = dict(written_values(injector))
@@ -76,4 +161,17 @@ def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
             f"forward_quant={brief(quant)} is no forward activation quantizer; accepted: an injector class such as "
             "brevitas.quant.Uint8ActPerTensorFloat, or None"
         )
+    _refuse_unknown(quant, prefixed, overrides)
     return quant.let(**overrides)
+
+
+def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Raise for a setting of the forward quantizer that it does not ask for, which Brevitas would ignore."""
+    unknown = [name for name in prefixed if name.removeprefix(FORWARD_PREFIX) not in quant]
+    asked = build_tensor_quant(quant.let(**overrides))[1] if unknown else frozenset()
+    for name in unknown:
+        if name.removeprefix(FORWARD_PREFIX) not in asked:
+            accepted = {
+                FORWARD_PREFIX + each for each in (*quant.__dependencies__, *asked) if not each.startswith("__")
+            }
+            raise unknown_setting(name, prefixed[name], quant.__name__, accepted - _NOT_OF_USERS)

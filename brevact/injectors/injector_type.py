@@ -15,8 +15,9 @@ from brevact.quantizers.brief import brief, did_you_mean
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
 ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
-#: Settings of a forward quantizer in the same slot carry this prefix.
-FORWARD_PREFIX = "forward_"
+#: Prefixes of settings in a slot of Brevitas: those of the forward quantizer, and of the backward one, which may do
+#: without.
+FORWARD_PREFIX, ACT_PREFIX = "forward_", "act_"
 #: Brevitas layers pass these to whatever sits in an activation slot; they belong to the forward side.
 FROM_LAYER = ("act_impl", "passthrough_act")
 
@@ -91,8 +92,8 @@ def _check_names(injector: InjectorClass, written: dict[str, Any]) -> None:
     for name, given in written.items():
         if name in known or name in FROM_LAYER or name.startswith(FORWARD_PREFIX):
             continue
-        if from_layer and name.startswith("input_"):  # for the other slot of a Brevitas activation layer
-            continue
+        if from_layer and (name.startswith("input_") or name.removeprefix(ACT_PREFIX) in known):
+            continue  # for the other slot of a Brevitas activation layer, or for the backward quantizer of this one
         accepted = known - {"backward_settings", "proxy_class", *FROM_LAYER}
         raise unknown_setting(name, given, injector.__name__, accepted)
 

@@ -7,11 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from brevact.injectors.injector_type import ACT_PREFIX, BackwardInjectorType, known_names
 from brevact.injectors.resolve import backward_settings_from
 from brevact.injectors.slot import BackwardQuantProxy
-from brevact.quantizers.brief import brief
+from brevact.quantizers.brief import brief, did_you_mean
 
-ACT_PREFIX = "act_"
+#: Keywords that Brevitas' mixins take although the layers do not name them.
+_OF_BREVITAS_MIXINS = ("cache_inference_bias",)
+#: Ends of the slots that a layer has for a layer inside of it, to which it hands on keywords of that one.
+_OF_INNER_LAYERS = ("input_quant", "weight_quant", "bias_quant", "output_quant")
 
 
 def pop_settings(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -25,6 +29,25 @@ def pop_settings(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, An
         The keywords with the prefix ``act_``.
     """
     return {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names}
+
+
+def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], act_quant: Any) -> None:
+    """Raise for a keyword that no slot of a Brevitas layer asks for, which Brevitas would ignore."""
+    slots = [name.removesuffix("quant") for name in names if name.endswith("_quant")]
+    inner = {name.removesuffix(end) for name in names for end in _OF_INNER_LAYERS if name.endswith(end)}
+    prefixes = (*slots, *sorted(inner - {""}))
+    for name, value in kwargs.items():
+        if name in names or name in _OF_BREVITAS_MIXINS or name.startswith(prefixes):
+            continue
+        candidates = [*names, "act_quant"]
+        for slot, source in {**kwargs, "act_quant": act_quant}.items():
+            if isinstance(source, BackwardInjectorType):
+                candidates += [slot.removesuffix("quant") + setting for setting in known_names(source)]
+        raise TypeError(
+            f"{name}={brief(value)} is not an argument of {layer.__name__}; {did_you_mean(name, candidates)}Accepted: "
+            f"{', '.join(names)}, act_quant, and settings of a quantizer with the prefix of its slot: "
+            f"{', '.join((ACT_PREFIX, *prefixes))}"
+        )
 
 
 def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:

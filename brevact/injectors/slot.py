@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.class_protocol import written_values
-from brevact.injectors.forward_side import forward_injector_of
+from brevact.injectors.forward_side import backward_injector_of, forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
 from brevact.injectors.resolve import resolve
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
-from brevact.user_lines import warn
 
 
 class BackwardQuantProxy(nn.Module):
@@ -92,8 +91,9 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer at all, so that the
     forward pass, the ``state_dict`` and the export of the layer are Brevitas' own. Beside it, ``proxy.backward_quant``
     makes the whole forward of each layer that uses the proxy a region; which slot of the layer it sits in
-    (``input_quant``, ``act_quant``, ``output_quant``) makes no difference. A ``QuantIdentity`` keeps nothing for
-    backward by itself, so that a backward quantizer there warns, unless it has a ``forward_quant`` beside it.
+    (``input_quant``, ``act_quant``, ``output_quant``) makes no difference. Where it replaces the forward quantizer that
+    the slot has by default, a warning says so, unless ``forward_quant`` is stated; and so it does in a
+    ``QuantIdentity`` without one, which keeps nothing for backward by itself.
 
     Args:
         layer: the Brevitas layer that is being built.
@@ -101,11 +101,13 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
 
     Raises:
         TypeError: the slot is one for weights or a bias, or belongs to a part of a recurrent layer or of an attention
-            whose operations it does not cover; or ``forward_quant`` is no forward quantizer.
+            whose operations it does not cover; ``forward_quant`` is no forward quantizer; or a keyword may be a setting
+            of either quantizer.
         ValueError: settings are out of range or contradict another slot.
     """
     refuse_without(LAYERS)
     _refuse_parts_and_parameters(injector, layer)
+    injector = backward_injector_of(injector, layer)
     settings = resolve(injector)
     forward_injector = forward_injector_of(injector)
     proxy = forward_injector.proxy_class(layer, forward_injector)
@@ -122,7 +124,7 @@ def _add_tracked_module(proxy: Any, layer: nn.Module) -> None:
 
 
 def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Module) -> None:
-    """Raise for slots in which nothing would be packed, and warn where that may be meant.
+    """Raise for slots in which nothing would be packed.
 
     Brevitas throws the layer around an inner slot of a recurrent layer away and runs the cell without it. Those of an
     attention are identities: the products that follow them run outside of their forward.
@@ -138,18 +140,12 @@ def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Modul
             f"{injector.__name__} quantizes activations for backward and cannot quantize a weight or a bias; pass it "
             f"as act_quant= of {type(layer).__name__}"
         )
-    if not isinstance(layer, QuantIdentity) or written["forward_quant"] is not None:
-        return
-    if _is_built_by(QuantMultiheadAttention):
+    if isinstance(layer, QuantIdentity) and written["forward_quant"] is None and _is_built_by(QuantMultiheadAttention):
         raise TypeError(
             f"{injector.__name__} in an inner slot of an attention (q_scaled_quant, v_quant, softmax_input_quant, ...) "
             "would store nothing packed; pass it as act_quant= of QuantMultiheadAttention, where it covers the whole "
             "layer, or as in_proj_input_quant= and out_proj_input_quant= for the projections alone"
         )
-    warn(
-        f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. Put "
-        "it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)"
-    )
 
 
 def _is_built_by(kind: type) -> bool:

@@ -2,8 +2,9 @@
 
 Importing this module wraps the ``__init__`` of each layer in ``brevitas.nn`` that takes quantizers and has no slot of
 that name. With a backward quantizer in ``act_quant=``, the layer gets the slot that its namesake in ``brevact.nn`` has:
-its whole forward runs in a region, and keywords with the prefix ``act_`` are settings of the quantizer. With anything
-else, Brevitas' ``__init__`` runs with the arguments as they are.
+its whole forward runs in a region, and keywords with the prefix ``act_`` are settings of the quantizer. With a backward
+quantizer in any slot, a keyword that none asks for raises. Else Brevitas' ``__init__`` runs with the arguments as they
+are.
 
 >>> import brevitas.nn as qnn
 >>> from brevact.injectors import StochBackward2bit
@@ -24,7 +25,7 @@ from torch import nn
 
 from brevact.injectors.class_protocol import is_injector
 from brevact.injectors.injector_type import BackwardInjectorType
-from brevact.injectors.layer_slot import fill_slot, pop_settings
+from brevact.injectors.layer_slot import check_keywords, fill_slot, pop_settings
 from brevact.injectors.proxies import is_quant_proxy
 
 
@@ -49,16 +50,19 @@ def _is_brevitas_own(source: Any) -> bool:
 
 
 def _with_act_quant(initialize: Callable[..., None]) -> Callable[..., None]:
-    names = tuple(inspect.signature(initialize).parameters)
+    names = [name for name in inspect.signature(initialize).parameters if name not in ("self", "kwargs")]
 
     @functools.wraps(initialize)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         source = kwargs.get("act_quant")
         if _is_brevitas_own(source):
+            if any(isinstance(each, BackwardInjectorType) for each in (*args, *kwargs.values())):
+                check_keywords(type(self), names, kwargs, None)
             initialize(self, *args, **kwargs)
             return
         del kwargs["act_quant"]
         overrides = pop_settings(kwargs, names)
+        check_keywords(type(self), names, kwargs, source)
         initialize(self, *args, **kwargs)
         fill_slot(self, source, overrides)
 

@@ -10,7 +10,7 @@ Each class is the Brevitas class of the same name in everything else: arguments,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import brevitas.nn as qnn
 from brevitas.quant_tensor import QuantTensor
@@ -74,8 +74,6 @@ class BatchNorm2dToQuantScaleBias(BackwardSlot, qnn.BatchNorm2dToQuantScaleBias)
 
 class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):
     """``brevitas.nn.QuantMultiheadAttention`` with ``act_quant=``, which covers projections, softmax and products."""
-
-    inner_prefixes: ClassVar[tuple[str, ...]] = ("in_proj_", "out_proj_")
 
 
 class _PicklableCells:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
-from brevact.injectors.layer_slot import ACT_PREFIX, fill_slot, pop_settings
+from brevact.injectors.layer_slot import ACT_PREFIX, check_keywords, fill_slot, pop_settings
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief, did_you_mean
-
-#: Keywords that Brevitas' mixins take although the layers do not name them.
-_OF_BREVITAS_MIXINS = ("cache_inference_bias",)
 
 
 class BackwardSlot:
@@ -35,9 +32,6 @@ class BackwardSlot:
     if TYPE_CHECKING:  # the keyword that each class has beside the arguments of its base class
 
         def __init__(self, *args: Any, act_quant: BackwardQuantizer | None = None, **kwargs: Any) -> None: ...
-
-    #: Prefixes of keywords that the Brevitas layer hands on to layers inside it.
-    inner_prefixes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -60,7 +54,7 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
         if act_quant is None:
             _check_unused_settings(cls, names, overrides)
         if takes_any_keyword:
-            _check_keywords(cls, names, kwargs, act_quant)
+            check_keywords(cls, names, kwargs, act_quant)
         initialize(self, *args, **kwargs)
         self.act_quant = None
         if act_quant is not None:
@@ -90,22 +84,6 @@ def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any,
                 f"{cls.__name__}: argument {position + 1} is {given.__name__}; a backward quantizer is passed by "
                 f"keyword: act_quant={given.__name__}"
             )
-
-
-def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str, Any], act_quant: Any) -> None:
-    """Raise for a keyword that no slot of the Brevitas layer asks for, which Brevitas would ignore."""
-    slots = [name.removesuffix("quant") for name in names if name.endswith("_quant")]
-    prefixes = (*slots, *cls.inner_prefixes)
-    for name, value in kwargs.items():
-        if name in names or name in _OF_BREVITAS_MIXINS or name.startswith(prefixes):
-            continue
-        settings = known_names(act_quant) if isinstance(act_quant, BackwardInjectorType) else ()
-        candidates = [*names, "act_quant", *(ACT_PREFIX + setting for setting in settings)]
-        raise TypeError(
-            f"{name}={brief(value)} is not an argument of {cls.__name__}; {did_you_mean(name, candidates)}Accepted: "
-            f"{', '.join(names)}, act_quant, and settings of a quantizer with the prefix of its slot: "
-            f"{', '.join((ACT_PREFIX, *prefixes))}"
-        )
 
 
 def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides: dict[str, Any]) -> None:

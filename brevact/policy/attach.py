@@ -282,8 +282,8 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     source = named_policy(source, "source")
     if isinstance(source, Policy):
         overrides = of_all_rules(source, overrides, "backward_quant(")
-        ours = source in (DEFAULT, RECOMPUTE)  # of which a block of code has the rules for any model
-        return with_overrides(block_assignment(source.rules, skips_modules=ours).settings, overrides)
+        ours = {key for each in (DEFAULT, RECOMPUTE) for key in each.rules if source.has_rule_of(each, key)}
+        return with_overrides(block_assignment(source.rules, ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides, "")
         return required_attachment(source).settings
@@ -304,7 +304,7 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)
-            found = assignments(model, policy.rules, optional=True)
+            found = assignments(model, policy.rules, optional=policy.rules.keys() - set(policy.required))
         else:
             check_rules(policy, "policy")
             found = assignments(model, policy)

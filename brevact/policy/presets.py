@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Policy:
         layers: types of the modules that the policy was fitted for, by name; other models raise an error. None for any
             model.
         report: bytes and noise that :func:`brevact.fit` measured; None for a policy that was not fitted.
+        required: keys of the rules that have to match: those that :meth:`let` adds. Files do not hold it.
 
     Raises:
         TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
@@ -68,6 +69,7 @@ class Policy:
     rules: Mapping[Any, BackwardQuantizer | None]
     layers: Mapping[str, str] | None = None
     report: FitReport | None = field(default=None, compare=False)
+    required: Collection[Any] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_rules(self.rules, "rules")
@@ -83,11 +85,42 @@ class Policy:
             return NotImplemented
         if self.layers != other.layers or list(self.rules) != list(other.rules):
             return False
-        sources = zip(self.rules, self.rules.values(), other.rules.values(), strict=True)
-        return all(
-            mine == theirs or assignment_of(key, mine).settings == assignment_of(key, theirs).settings
-            for key, mine, theirs in sources
-        )
+        return all(self.has_rule_of(other, key) for key in self.rules)
+
+    def has_rule_of(self, other: Policy, key: Any) -> bool:
+        """Return whether this policy has the rule of another one for a key."""
+        if key not in self.rules:
+            return False
+        mine, theirs = self.rules[key], other.rules[key]
+        return mine == theirs or assignment_of(key, mine).settings == assignment_of(key, theirs).settings
+
+    def let(self, rules: Mapping[Any, BackwardQuantizer | None]) -> Policy:
+        """Return a policy with rules of one's own before those of this one, of which the first that matches wins.
+
+        Each of them has to match something, as in a mapping.
+
+        >>> import brevact, torch.nn as nn
+        >>> policy = brevact.TRANSFORMER.let({nn.Embedding: None, "head": brevact.StochBackward8bit})
+        >>> print(policy)
+        rule           for       bits  backward quantizer
+        ---------------------------------------------------------------------------------------------------
+        Embedding      type      -     full precision
+        'head'         name      8     StochBackward8bit: UniformQuantizer, bit_width=8
+        is_norm        function  4     DitherBackward4bit: UniformQuantizer, bit_width=4, rounding=dithered
+        cross_entropy  op        4     DitherBackward4bit: UniformQuantizer, bit_width=4, rounding=dithered
+        '*'            name      2     DitherBackward2bit: UniformQuantizer, bit_width=2, rounding=dithered
+
+        Args:
+            rules: as those of a policy; one for the same key as one of this policy takes its place.
+
+        Raises:
+            TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
+            ValueError: there are no rules.
+        """
+        check_rules(rules, "rules")
+        rest = {key: source for key, source in self.rules.items() if key not in rules}
+        required = [*rules, *(key for key in self.required if key in rest)]
+        return Policy({**rules, **rest}, self.layers, required=required)
 
     def __str__(self) -> str:
         """Return a table of the rules, and the measurements of a fitted policy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +17,7 @@ from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import modules_without_own_region
-from brevact.policy.predicates import OF_MODELS
+from brevact.policy.predicates import OF_MODELS, is_rectified, is_rectified_and_costly, is_separable
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
@@ -105,12 +105,14 @@ def check_rules(rules: Any, argument: str) -> None:
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
-def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
+def assignments(
+    model: nn.Module, rules: Mapping[Any, Any], *, optional: Collection[Any] = ()
+) -> dict[nn.Module, Assignment]:
     """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins.
 
     Layers with a backward quantizer of their own are left out, and so are modules that no rule matches, but for the
-    model where there are rules for ops. Unless rules are optional, a ValueError names one that matches nothing, or
-    nothing that the rules before it leave.
+    model where there are rules for ops. A ValueError names a rule that is not optional and matches nothing, or nothing
+    that the rules before it leave.
     """
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
@@ -127,7 +129,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     for key, modules in matching.items():
         count = len(assigned)
         assigned = {module: of_rules[key] for module in modules} | assigned
-        if not optional or not (any(matching.values()) or (of_ops and names)):
+        if key not in optional or not (any(matching.values()) or (of_ops and names)):
             if not modules:
                 hint = _hint(key, [name for each in names.values() for name in each], model)
                 raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
@@ -145,7 +147,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
             raise ValueError(
                 f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [], model)}"
             )
-        if not optional and rule_text(key) not in applied:
+        if key not in optional and rule_text(key) not in applied:
             raise ValueError(
                 f"policy rule {rule_text(key)} applies nowhere: rules before it match all modules, or the same op, and "
                 "the first match wins; put it before them"
@@ -166,13 +168,13 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
     return of_rules, tuple(ops.values())
 
 
-def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
+def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) -> Assignment:
     """Return the assignment of a block of code, of whose modules nothing is known: by "*", and by rules for ops.
 
-    Other rules are skipped, or raise a TypeError.
+    Other rules raise a TypeError, or are skipped.
     """
     for key in rules:
-        if key not in OF_BLOCKS and not ops_of(key) and not skips_modules:
+        if key not in OF_BLOCKS and not ops_of(key) and key not in skipped:
             raise TypeError(
                 f"policy rule {rule_text(key)} is for modules, of which a block of code knows nothing; accepted are "
                 '"*" and torch functions; give a model all rules: brevact.quantize_backward(model, policy)'
@@ -262,6 +264,8 @@ def are_module_types(key: Any) -> bool:
 
 
 def _hint(key: Any, names: list[str], model: nn.Module) -> str:
+    if key in (is_separable, is_rectified, is_rectified_and_costly):
+        return "rules before those of a policy that is shipped: brevact.DEFAULT.let({...: StochBackward8bit})"
     if not ops_of(key):
         scripted = [name for name, each in model.named_modules() if not takes_hooks(each) and matches(key, name, each)]
         if scripted:

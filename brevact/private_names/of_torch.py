@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +37,31 @@ queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback"
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
+
+
+def checkpoint_of(hook: Callable) -> Any:
+    """Return the object that a non-reentrant checkpoint has for one call, from the pack hook of a pass through it."""
+    names = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals
+    return names["frame"] if "frame" in names else names["target_frame_ref"]()
+
+
+# --- random numbers
+
+_set_seed = find("torch.random._manual_seed_impl", REGIONS)
+
+
+def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
+    """Let a function be called after each ``torch.manual_seed``, by whatever name that is called."""
+
+    @functools.wraps(_set_seed)
+    def set_seed(seed: Any) -> Any:
+        generator = _set_seed(seed)
+        watch()
+        return generator
+
+    torch.random._manual_seed_impl = set_seed
+    return watch
+
 
 # --- modes and transforms
 

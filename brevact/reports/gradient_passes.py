@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd.seeds import seeded
+from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
 from brevact.reports.in_place import uncompiled
@@ -122,9 +122,8 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     before = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     hooks = [(each, dict(each)) for p, _ in before if (each := p._post_accumulate_grad_hooks)]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with uncompiled(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with uncompiled(), kept_generators(), torch.inference_mode(False), torch.enable_grad():
             if not model.training:
                 model.train()
             for each, _ in hooks:

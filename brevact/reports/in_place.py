@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from brevact.autograd.seeds import kept_generators
 from brevact.reports.tensors_in_place import TensorBefore
 
 #: Containers, by whose own methods those of derived classes are filled again.
@@ -59,10 +60,9 @@ def in_place(model: nn.Module) -> Iterator[None]:
     _check(model)
     _shard(model)
     state = _State(model)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False):
+        with kept_generators(), torch.inference_mode(False):
             state.hide_gradients()
             yield
     finally:

@@ -46,7 +46,8 @@ def check_run(batches: Any, loss: Any) -> None:
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
     """Raise a TypeError or a ValueError unless it is the state of a training policy, in its own values."""
     check_state(state, own)
-    check_count("state: steps", state["steps"], 0)
+    for name in ("steps", "noise_count"):
+        check_count(f"state: {name}", state[name], 0)
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
         if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
             raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")

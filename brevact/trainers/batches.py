@@ -12,6 +12,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from brevact.autograd.seeds import kept_generators
+
 
 @contextmanager
 def kept_random_state(loader: Any = None) -> Iterator[None]:
@@ -19,8 +21,7 @@ def kept_random_state(loader: Any = None) -> Iterator[None]:
     generators = [*_generators_of(loader)]
     states = [generator.get_state() for generator in generators]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with kept_generators():
         try:
             yield
         finally:

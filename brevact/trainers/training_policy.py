@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from brevact.arguments import check_model
+from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.presets import Policy
@@ -133,6 +134,9 @@ class TrainingPolicy:
         try:
             with kept_random_state():
                 self._start(self._run, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
+            if self._resumed is not None:
+                noise_count(self._resumed["noise_count"])
+                self._resumed = None
         except BaseException:
             self.end()
             raise
@@ -153,7 +157,6 @@ class TrainingPolicy:
             run.mix(*self._mix, steps)
         if state is not None:
             run.load_state_dict(state)
-        self._resumed = None
 
     def _attach(self, run: Run, rules: str | None) -> None:
         """Give the model its policy; measure bytes, if asked for, or if widths that move are to keep them."""
@@ -218,6 +221,7 @@ class TrainingPolicy:
         return {
             "policy": None if self.spec is None else self.spec.text,
             "rules": None if self.fitted is None else self.fitted.to_json(),
+            "noise_count": noise_count(),
             **(FIRST_STATE if self._run is None else self._run.state_dict()),
         }
 
@@ -249,6 +253,7 @@ class TrainingPolicy:
                 with kept_random_state():
                     self._attach(self._run, state["rules"])
             self._run.load_state_dict(state)
+            noise_count(state["noise_count"])
         except BaseException:  # a part may be loaded
             self.end()
             raise

@@ -1,4 +1,5 @@
 import copy
+import re
 import warnings
 
 import brevitas.nn as qnn
@@ -84,11 +85,97 @@ def test_weight_gradient_is_that_of_the_decoded_input():
     assert not torch.allclose(layer.weight.grad, torch.ones_like(y).t() @ x, rtol=0, atol=1e-3)
 
 
-def test_slot_keywords_reach_the_quantizer():
-    relu = qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=4, bucket_size=128)
-    conv = qnn.QuantConv2d(3, 64, 3, input_quant=StochBackward2bit, input_bit_width=4, weight_bit_width=4)
-    assert relu.act_quant.backward_quant.settings.quantizer == UniformQuantizer(bit_width=4, bucket_size=128)
-    assert conv.input_quant.backward_quant.settings.quantizer == UniformQuantizer(bit_width=4)
+REPLACED = (
+    "{slot}=StochBackward2bit of {layer} replaces the forward quantizer {name}: .*Pass {prefix}forward_quant={name} "
+)
+OF_RELU = REPLACED.format(slot="act_quant", layer="QuantReLU", name="Uint8ActPerTensorFloat", prefix="")
+OF_IDENTITY = REPLACED.format(slot="act_quant", layer="QuantIdentity", name="Int8ActPerTensorFloat", prefix="")
+OF_SUM = REPLACED.format(slot="input_quant", layer="QuantEltwiseAdd", name="Int8ActPerTensorFloat", prefix="input_")
+FORWARD = {"forward_quant": Uint8ActPerTensorFloat}
+OF_INPUT = {"input_forward_quant": Int8ActPerTensorFloat}
+
+
+@pytest.mark.parametrize(
+    ("layer", "keywords", "bits", "bucket", "forward", "warning"),
+    [
+        (qnn.QuantReLU, {}, 2, 512, None, OF_RELU),
+        (qnn.QuantReLU, {"forward_quant": None}, 2, 512, None, ""),
+        (qnn.QuantReLU, {"act_bit_width": 4, "bucket_size": 128}, 4, 128, None, OF_RELU),
+        (qnn.QuantReLU, {"bit_width": 4, "forward_quant": None}, 4, 512, None, ""),
+        (qnn.QuantReLU, {"bucket_size": 128, **FORWARD}, 2, 128, 8, ""),
+        (qnn.QuantReLU, {"act_bucket_size": 128, "forward_bit_width": 4, **FORWARD}, 2, 128, 4, ""),
+        (qnn.QuantReLU, {"act_bit_width": 3, "forward_bit_width": 4, **FORWARD}, 3, 512, 4, ""),
+        (qnn.QuantReLU, {"bit_width": 3, "forward_bit_width": 5, **FORWARD}, 3, 512, 5, ""),
+        (qnn.QuantReLU, {"forward_scaling_stats_momentum": 0.2, **FORWARD}, 2, 512, 8, ""),
+        (qnn.QuantIdentity, {}, 2, 512, None, OF_IDENTITY),
+        (
+            qnn.QuantIdentity,
+            {"forward_quant": None},
+            2,
+            512,
+            None,
+            "StochBackward2bit in a QuantIdentity packs nothing",
+        ),
+        (qnn.QuantIdentity, FORWARD, 2, 512, 8, ""),
+        (qnn.QuantHardTanh, {"min_val": -1.0, "max_val": 1.0, "forward_quant": None}, 2, 512, None, ""),
+        (qnn.QuantConv2d, {"input_bit_width": 4, "weight_bit_width": 4}, 4, 512, None, ""),
+        (qnn.QuantConv2d, {"input_act_bit_width": 4, "input_forward_bit_width": 5, **OF_INPUT}, 4, 512, 5, ""),
+        (qnn.QuantEltwiseAdd, {"output_quant": None}, 2, 512, None, OF_SUM),
+    ],
+)
+def test_keywords_reach_the_quantizer_they_are_for(layer, keywords, bits, bucket, forward, warning):
+    slot = "input_quant" if layer in (qnn.QuantConv2d, qnn.QuantEltwiseAdd) else "act_quant"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        built = layer(*((3, 8, 3) if layer is qnn.QuantConv2d else ()), **{slot: StochBackward2bit}, **keywords)
+    assert [each.filename for each in found] == [__file__] * bool(warning)
+    assert all(re.match(warning, str(each.message)) for each in found)
+    proxy = getattr(built, slot)
+    assert proxy.backward_quant.settings.quantizer == UniformQuantizer(bit_width=bits, bucket_size=bucket)
+    assert proxy.is_quant_enabled == (forward is not None)
+    if forward is not None:
+        assert proxy.quant_injector.bit_width == forward
+
+
+UNCLEAR = (
+    "bit_width=4 of QuantReLU does not say which .*act_bit_width= is .*, forward_bit_width= that of Uint8ActPerTensorF"
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=4), f"{UNCLEAR}.*needs forward_quant="),
+        (lambda: qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=4, **FORWARD), UNCLEAR),
+        (
+            lambda: qnn.QuantConv2d(3, 8, 3, input_quant=StochBackward2bit, input_bit_width=4, **OF_INPUT),
+            "input_bit_width=4 of QuantConv2d does not .*input_act_bit_width= is .*input_forward_bit_width= that",
+        ),
+        (
+            lambda: qnn.QuantReLU(act_quant=StochBackward2bit, bucket_size=64, act_bucket_size=128, **FORWARD),
+            "bucket_size=64 of QuantReLU does not say .*act_bucket_size= is the setting",
+        ),
+        (
+            lambda: qnn.QuantReLU(act_quant=StochBackward2bit, forward_bit_widht=4, **FORWARD),
+            "forward_bit_widht=4 is not a setting of Uint8ActPerTensorFloat; did you mean forward_bit_width",
+        ),
+        (
+            lambda: qnn.QuantReLU(act_quant=StochBackward2bit, act_buket_size=64),
+            "act_buket_size=64 is not a setting of StochBackward2bit; did you mean bucket_size",
+        ),
+        (
+            lambda: qnn.QuantConv2d(3, 8, 3, act_quant=StochBackward2bit, bucket_size=16),
+            "bucket_size=16 is not an argument of QuantConv2d; did you mean act_bucket_size",
+        ),
+        (
+            lambda: qnn.QuantConv2d(3, 8, 3, input_quant=StochBackward2bit, bucket_size=16),
+            "bucket_size=16 is not an argument of QuantConv2d; did you mean input_bucket_size",
+        ),
+    ],
+)
+def test_keywords_that_are_for_none_or_for_two_quantizers_raise(build, message):
+    with pytest.raises(TypeError, match=message):
+        build()
 
 
 def test_keywords_of_the_other_slot_are_not_ours():
@@ -119,7 +206,7 @@ def test_typo_in_a_slot_keyword_raises(build):
 
 def test_value_out_of_range_raises_when_the_layer_is_built():
     with pytest.raises(ValueError, match="bit_width: got 9"):
-        qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=9)
+        qnn.QuantReLU(act_quant=StochBackward2bit, act_bit_width=9)
 
 
 def test_eval_and_no_grad_store_nothing(saved_bytes):
@@ -233,20 +320,12 @@ def test_slots_of_parameters_name_the_slot_that_works(layer, slot):
         layer(*((8, True) if layer is qnn.QuantScaleBias else (8, 8, True)), **{slot: StochBackward2bit})
 
 
-def test_identity_warns_that_it_packs_nothing(saved_bytes):
-    with pytest.warns(UserWarning, match="StochBackward2bit in a QuantIdentity packs nothing") as found:
-        layer = qnn.QuantIdentity(act_quant=StochBackward2bit)
-    assert [each.filename for each in found] == [__file__]
+def test_identity_packs_nothing(saved_bytes):
+    layer = qnn.QuantIdentity(act_quant=StochBackward2bit)
     x = torch.randn(8, 1024, requires_grad=True)
     result, kept = saved_bytes(layer, x)
     assert torch.equal(result, x) and kept == 0
     assert layer.state_dict().keys() == qnn.QuantIdentity(act_quant=None).state_dict().keys()
-
-
-def test_identity_with_a_forward_quantizer_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        qnn.QuantIdentity(act_quant=StochBackward2bit, forward_quant=Int8ActPerTensorFloat)
 
 
 def test_eltwise_add_keeps_its_forward():

@@ -104,8 +104,6 @@ def test_wrong_quantizer_says_which_are_accepted():
 
 
 def test_activation_says_that_its_forward_is_not_quantized():
-    text = str(qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=4))
+    text = str(qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=None))
     assert "forward in full precision; forward_quant= quantizes it" in text
-    assert "full precision" not in str(
-        qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Int8ActPerTensorFloat, bit_width=4)
-    )
+    assert "full precision" not in str(qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Int8ActPerTensorFloat))

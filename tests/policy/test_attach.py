@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(x)
         return self.head((x * x.mean((2, 3), keepdim=True).sigmoid()).mean((2, 3)))
+
+
+class Doubled(torch.autograd.Function):
+    """Saves a tensor that no other op saves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(2 * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
 
 
 def images() -> Tensor:
@@ -137,6 +151,25 @@ def test_rules_may_be_functions_and_tuples_of_types():
 def test_a_rule_for_any_name_of_a_tied_module_counts():
     model = brevact.quantize_backward(Net(), {"tied": None, "*": StochBackward2bit})
     assert {row.module: row.settings for row in brevact.backward_policy(model).rows}["head"] is None
+
+
+@pytest.mark.parametrize("policy", [brevact.DEFAULT, brevact.RECOMPUTE, brevact.TRANSFORMER])
+def test_rules_of_ones_own_stand_before_those_of_a_policy(policy):
+    own = {Doubled: StochBackward8bit, F.cross_entropy: StochBackward2bit, "body": None}
+    changed = policy.let({F.cross_entropy: None, "body": None}).let({Doubled: own[Doubled]})
+    changed = changed.let({F.cross_entropy: own[F.cross_entropy]})
+    assert [*changed.rules][:3] == [F.cross_entropy, Doubled, "body"] and changed == policy.let(
+        {F.cross_entropy: own[F.cross_entropy], Doubled: own[Doubled], "body": None}
+    )
+    assert {**changed.rules} == {**policy.rules, **own} and "body" not in policy.rules
+    model = nn.Sequential(OrderedDict(body=nn.Linear(64, 64), last=nn.Linear(64, 64)))
+    brevact.quantize_backward(model, changed)
+    x = torch.randn(128, 64)
+    with watch_saved() as saved, brevact.backward_quant(model):
+        F.cross_entropy(Doubled.apply(model.last(model.body(x))), x)
+    assert saved.holds(x)  # what the body reads
+    ops = {each.rule: each.source for row in brevact.backward_policy(model).rows for each in row.ops}
+    assert ops["Doubled"] == "StochBackward8bit" and ops["cross_entropy"] == "StochBackward2bit"
 
 
 def test_rules_of_a_policy_object_may_match_nothing():
@@ -376,8 +409,10 @@ def test_backward_quant_takes_policies_without_rules_for_modules():
     with watch_saved() as saved, brevact.backward_quant(brevact.Policy({torch.exp: StochBackward2bit})):
         (x @ weight).exp()
     assert [t.dtype for t in saved.tensors if t is not weight].count(torch.uint8) == 1 and saved.holds(x)
-    with pytest.raises(TypeError, match="policy rule 'head' is for modules, of which a block of code knows nothing"):
-        brevact.backward_quant(brevact.Policy({"head": None, "*": StochBackward2bit}))
+    for policy in (brevact.Policy({"head": None, "*": StochBackward2bit}), brevact.DEFAULT.let({"head": None})):
+        with pytest.raises(TypeError, match="policy rule 'head' is for modules, of which a block of code knows"):
+            brevact.backward_quant(policy)
+    brevact.backward_quant(brevact.DEFAULT.let({torch.exp: StochBackward2bit}))
     with pytest.raises(TypeError, match="overrides go with a single quantizer"):
         brevact.backward_quant(brevact.Policy({"*": StochBackward2bit}), bucket_size=64)
 
@@ -462,6 +497,9 @@ def test_policies_survive_copy_and_pickle():
         ),
         ({lambda name, module: False: StochBackward2bit}, ValueError, "<lambda> matches no module of Net"),
         (brevact.Policy({nn.LayerNorm: None, nn.RMSNorm: None}), ValueError, "LayerNorm matches no module of Net"),
+        ({"head": None, **brevact.DEFAULT.rules}, ValueError, r"is_separable matches no module.*DEFAULT\.let\("),
+        (brevact.DEFAULT.let({"haed": None}), ValueError, r"'haed' matches no module of Net; nearest names: head"),
+        (brevact.DEFAULT.let({"haed": None}).let({"head": None}), ValueError, "'haed' matches no module of Net"),
     ],
 )
 def test_quantize_backward_refuses_wrong_policies(policy, error, message):

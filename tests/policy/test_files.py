@@ -81,7 +81,8 @@ def test_policies_are_equal_if_they_store_the_same_by_the_same_rules_in_the_same
         Policy({"*": brevitas.quant.Int8ActPerTensorFloat}),
     ):
         assert policy == policy and policy == Policy(dict(policy.rules))
-    for policy in (brevact.DEFAULT, brevact.CONV_NET, brevact.TRANSFORMER):
+    own = brevact.DEFAULT.let({"head": None, torch.exp: StochBackward4bit})
+    for policy in (brevact.DEFAULT, brevact.CONV_NET, brevact.TRANSFORMER, own):
         assert again(policy, tmp_path) == policy
     rules = dict(brevact.DEFAULT.rules)
     others = (

@@ -108,6 +108,7 @@ def test_training_policy_warns_of_a_state_of_another_policy():
     for part, error, message in (
         ({"steps": "3"}, ValueError, "state: steps='3'; accepted is an integer of at least 0"),
         ({"steps": -1}, ValueError, "state: steps=-1"),
+        ({"noise_count": None}, ValueError, "state: noise_count=None; accepted is an integer of at least 0"),
         ({"noise": "much"}, TypeError, "state: noise='much'; accepted is a number, or None"),
         ({"rules": {}}, TypeError, "state: rules={}; accepted is JSON text of a policy, or None"),
     ):
