@@ -38,6 +38,8 @@ function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", CO
 # --- modes and transforms
 
 DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)
+#: Whether subclasses' own rules run, as they do but inside of one.
+is_torch_function_on = find("torch._C._is_torch_function_enabled", REGIONS, fallback=lambda: True)
 EnableTorchFunction = find("torch._C._EnableTorchFunction", COMPILING)
 DisableFuncTorch = find("torch._C._DisableFuncTorch", "making the tables of a format")
 len_function_stack = find("torch._C._len_torch_function_stack", COMPILING)
