@@ -223,13 +223,17 @@ class SavedByHook:
             pack, self.unpack = outer
             self.handles = tuple(pack(x) for x in tensors)
 
-    def tensor(self) -> Tensor:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that are saved, none of which has been modified."""
         if self.unpack is not None:
-            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
+            return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
             if version >= 0 and x._version != version:
                 _refuse(x, version)
-        return self.decoder.decode(self.handles)
+        return self.handles
+
+    def tensor(self) -> Tensor:
+        return self.decoder.decode(self.tensors())
 
 
 def _refuse(x: Tensor, version: int) -> None:

@@ -38,6 +38,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _NO_CONTEXT = nullcontext()
 _STRIDED = torch.strided
 _shared = SharedPacks()
+_COPY = ("a copy",)
 
 
 def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
@@ -54,8 +55,25 @@ def is_compact(x: Tensor) -> bool:
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that."""
-    return x if is_compact(x) else x.detach().clone()
+    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that.
+
+    Each view is copied once, and the copies of the views of a storage have at most its bytes: not more than it has.
+    """
+    if is_compact(x):
+        return x
+    if is_traced(x) or x.is_inference() or x.is_conj() or x.is_neg():
+        return x.detach().clone()
+    found = _shared.find(x, _COPY)
+    if found is not None:
+        return found[0][0]
+    storage = x.untyped_storage()
+    packs = _shared.packs_of(storage)
+    packs.copied += x.nbytes
+    if packs.copied > storage.nbytes():
+        return x
+    copied = x.detach().clone()
+    _shared.add(x, _COPY, (copied,), AS_IT_IS)
+    return copied
 
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
