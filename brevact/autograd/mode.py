@@ -142,7 +142,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         result = region.hooks.make_weight(func, args, kwargs)
         region.mark(result, is_weight=True)
         return result
-    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, args))
+    given = (*args, *kwargs.values()) if kwargs else args
+    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, given))
     if stays and row.is_backward and region.settings.double_backward:
         return region.hooks.run_backward(func, args, kwargs)
     if stays and not region.settings.is_exact:
@@ -155,10 +156,11 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes = None
+            hooks.cast_shapes, hooks.places = None, 0
     region.mark(result, is_weight=False)
     if row.kind is not None:
         _track(region, row, func, args, kwargs, result, tensors, operands)
