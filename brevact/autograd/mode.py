@@ -19,6 +19,7 @@ from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, b
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
@@ -132,6 +133,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
+                if row.is_pointwise:
+                    track_distinct(region, args, kwargs, result)
                 if row.kind is not None:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
@@ -146,7 +149,9 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, given))
     if stays and row.is_backward and region.settings.double_backward:
         return region.hooks.run_backward(func, args, kwargs)
-    if stays and not region.settings.is_exact:
+    stays = stays and not region.settings.is_exact
+    keeps_distinct = stays and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
+    if stays and not keeps_distinct:
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
@@ -156,12 +161,15 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.keeps_distinct = keeps_distinct
         hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes, hooks.places = None, 0
+            hooks.cast_shapes, hooks.places, hooks.keeps_distinct = None, 0, False
     region.mark(result, is_weight=False)
+    if row.is_pointwise:
+        track_distinct(region, args, kwargs, result)
     if row.kind is not None:
         _track(region, row, func, args, kwargs, result, tensors, operands)
     return result

@@ -38,6 +38,7 @@ class Row:
         rounds_forward: whether some quantizers change its result.
         looks_up: whether integers beside a tensor are indices.
         places: returns the number of places, if integers that are saved are places.
+        is_pointwise: whether an element of the result is a function of the elements at its place.
         is_metadata: whether a call asks for metadata of a tensor, or makes a plain view (``stores_nothing``).
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
@@ -58,6 +59,7 @@ class Row:
     rounds_forward: bool = False
     looks_up: bool = False
     places: Callable[[list[Tensor]], int] | None = None
+    is_pointwise: bool = False
     is_metadata: bool = False
     is_backward: bool = False
     is_unversioned: bool = False
@@ -116,6 +118,7 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
         rounds_forward=any(op.rounds_forward for op in ops),
         looks_up=any(op.looks_up for op in ops),
         places=next((op.places for op in ops if op.places), None),
+        is_pointwise=any(op.is_pointwise for op in ops),
         is_metadata=any(op.is_metadata for op in ops),
         is_backward=any(op.is_backward for op in ops),
         is_unversioned=any(op.is_unversioned for op in ops),

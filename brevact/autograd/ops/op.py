@@ -94,6 +94,7 @@ class Op(NamedTuple):
         moves: whether they return elements of their arguments, each at least once, and constants that they are given.
         is_sum: whether an element of the result is linear in the elements at its place of all tensors together.
         is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
+        is_pointwise: whether an element of the result is a function of the elements at its place of all tensors.
         is_average: whether the result is made of means of elements.
         is_metadata: whether they ask for sizes or a type, or change an integer: a region need not look at all calls.
         is_backward: whether they run a backward pass.
@@ -116,6 +117,7 @@ class Op(NamedTuple):
     moves: bool = False
     is_sum: bool = False
     is_bilinear: bool = False
+    is_pointwise: bool = False
     is_average: bool = False
     is_metadata: bool = False
     is_backward: bool = False
