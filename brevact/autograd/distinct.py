@@ -47,11 +47,11 @@ def keep_distinct(x: Tensor) -> Saved | None:
 
 def track_distinct(region: Keeper, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
     """Record a pointwise function of tensors that are all expanded along a dimension, and of numbers."""
+    if type(result) is not Tensor or result.numel() < region.settings.min_numel or is_traced(result):
+        return
     first = args[0] if args else None
     if type(first) is Tensor and (not is_plain(first) or (0 not in first.stride() and not is_tracked(first))):
         return  # most
-    if type(result) is not Tensor or result.numel() < region.settings.min_numel or is_traced(result):
-        return
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
     for x in tensors_of_call(args, kwargs):
         dims &= _dims_of_same(x, result.dim())

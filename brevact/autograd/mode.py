@@ -161,12 +161,15 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
-        hooks.keeps_distinct = keeps_distinct
-        hooks.places = 0 if row.places is None else row.places(tensors)
+        if keeps_distinct or row.places is not None:
+            hooks.keeps_distinct = keeps_distinct
+            hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes, hooks.places, hooks.keeps_distinct = None, 0, False
+            hooks.cast_shapes = None
+            if keeps_distinct or row.places is not None:
+                hooks.keeps_distinct, hooks.places = False, 0
     region.mark(result, is_weight=False)
     if row.is_pointwise:
         track_distinct(region, args, kwargs, result)

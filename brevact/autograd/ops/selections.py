@@ -173,7 +173,7 @@ def _whole_or_either(rule: _Rule) -> Callable:
 
 def _is_whole(region: Keeper, args: tuple) -> bool:
     """Whether a maximum is not one along a dimension, which saves places alone."""
-    return type(args[1] if len(args) > 1 else None) is not int
+    return not any(type(arg) is int for arg in args[1:])
 
 
 _NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
