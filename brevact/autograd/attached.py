@@ -19,8 +19,12 @@ from torch import Tensor
 from brevact.autograd import known_values
 from brevact.autograd.decoders import SavedByHook, unpack
 from brevact.autograd.saved import Decoder
+from brevact.autograd.sharing import SharedPacks
+from brevact.autograd.storages import storage_address
 
 _is_grad_enabled = torch.is_grad_enabled
+#: Decoded tensors by the first tensor that they are decoded of: several second graphs save one.
+_shared = SharedPacks()
 
 #: Nodes whose backward pass saves gradients, tensors that they have decoded, and weights: none that the second
 #: derivative is curved in.
@@ -55,11 +59,14 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
     if not _is_grad_enabled():
         return stored.tensor()
     with torch.no_grad():
-        if stored.unpack is None:
-            tensors, x = stored.handles, stored.tensor()
-        else:
-            tensors = tuple(stored.unpack(handle) for handle in stored.handles)
-            x = stored.decoder.decode(tensors)
+        tensors = stored.tensors()
+        key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
+        found = _shared.find(tensors[0], key) if tensors else None
+        if found is not None:
+            return found[0][0]
+        x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
+        if tensors and not (x.is_conj() or x.is_neg()):
+            _shared.add(tensors[0], key, (x,), None)
     return x

@@ -42,6 +42,41 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
     return found
 
 
+def is_stored(kind: type[Tensor]) -> bool:
+    """Return whether tensors of a class have a storage, and no rule for operators of their own."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def as_tensors(value: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return arguments with a tensor in place of each of a subclass with a storage; the pairs are added to ``given``.
+
+    Parameters stay as they are.
+    """
+    kind = type(value)
+    if kind in PLAIN_TYPES or kind in CONSTANT_TYPES:
+        return value
+    if kind is tuple or kind is list:
+        return kind(as_tensors(each, given) for each in value)
+    if kind is dict:
+        return {key: as_tensors(each, given) for key, each in value.items()}
+    if not (issubclass(kind, Tensor) and is_stored(kind)) or isinstance(value, nn.Parameter):
+        return value
+    if value.layout is not torch.strided:
+        return value
+    found = next((tensor for tensor, other in given if other is value), None)  # torch asks whether query is key
+    if found is None:
+        found = value.as_subclass(Tensor)
+        given.append((found, value))
+    return found
+
+
+def as_given(result: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return a result, but an argument itself where it is the tensor in place of that (:func:`as_tensors`)."""
+    if isinstance(result, Tensor):
+        return next((value for tensor, value in given if tensor is result), result)
+    return type(result)(as_given(each, given) for each in result) if type(result) in (tuple, list) else result
+
+
 #: Names of operands that are moved to their places.
 _OPERANDS = frozenset(("input", "other", "exponent", "mat1", "mat2", "batch1", "batch2", "mat", "vec"))
 #: Names of NumPy's that torch takes for them.

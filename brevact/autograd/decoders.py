@@ -183,6 +183,21 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Places(Decoder):
+    """Decodes integers of a smaller type, one for each place of an expanded dimension."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    lasts = allows_double_backward = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0].to(self.dtype).expand(self.shape)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class _Flattened(PassesOn):
     """Decodes a tensor, of which its reader has flattened dimensions."""
 
@@ -202,7 +217,7 @@ def flattened(decoder: Decoder, shape: tuple[int, ...]) -> Decoder:
 
 AS_IT_IS = _AsItIs()
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
-decoder_of_pairs = one_object_each(_Pairs)
+decoder_of_pairs, decoder_of_places = one_object_each(_Pairs), one_object_each(_Places)
 
 
 class SavedByHook:
@@ -223,13 +238,17 @@ class SavedByHook:
             pack, self.unpack = outer
             self.handles = tuple(pack(x) for x in tensors)
 
-    def tensor(self) -> Tensor:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that are saved, none of which has been modified."""
         if self.unpack is not None:
-            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
+            return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
             if version >= 0 and x._version != version:
                 _refuse(x, version)
-        return self.decoder.decode(self.handles)
+        return self.handles
+
+    def tensor(self) -> Tensor:
+        return self.decoder.decode(self.tensors())
 
 
 def _refuse(x: Tensor, version: int) -> None:

@@ -15,14 +15,15 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
 from brevact.autograd.active_regions import active
-from brevact.autograd.call_arguments import PLAIN_TYPES, bound, tensors_of_call
+from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
-from brevact.autograd.ops.base import is_activation, out_of_place
+from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import label_of
@@ -31,7 +32,14 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
-from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import (
+    frame_callback,
+    is_any_autocast_enabled,
+    is_torch_function_on,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -67,18 +75,28 @@ class EagerMode(compiled_mode.RegionMode):
                 return func(*args, **kwargs)
             row = row_of(func)
         elif row.is_metadata:
-            if row.is_unversioned and args and is_activation(args[0]):
+            if row.is_unversioned and args and isinstance(args[0], Tensor):
                 known_values.forget(args[0])
             if stores_nothing(func, args):
                 return func(*args, **kwargs)
+        result = None
         for kind in types:
-            if kind not in PLAIN_TYPES and not issubclass(kind, Tensor):
-                with self:  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
-                    return kind.__torch_function__(func, types, args, kwargs)
+            if kind not in PLAIN_TYPES and (
+                not issubclass(kind, Tensor) or (is_torch_function_on() and is_stored(kind))
+            ):
+                with self:  # a Brevitas QuantTensor or a subclass: its own rule runs, the mode sees the ops inside
+                    result = kind.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
         regions = active.regions
-        if not regions:
-            return func(*args, **kwargs)
+        if not regions or result is NotImplemented:
+            return func(*args, **kwargs) if result is None else result
         region = regions[-1]
+        if not is_torch_function_on() and row.takes_tensors and not is_in_algorithm(sys._getframe(1)):
+            given: list[tuple[Tensor, Tensor]] = []  # in the rule of a subclass, whose tensors are stored as tensors
+            args, kwargs = as_tensors((args, kwargs), given)
+            if given:
+                return as_given(self.__torch_function__(func, (), args, kwargs), given)
         if kwargs and func in ROWS:
             args, kwargs = bound(func, args, kwargs)
         if region.by_op:
@@ -115,6 +133,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
+                if row.is_pointwise:
+                    track_distinct(region, args, kwargs, result)
                 if row.kind is not None:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
@@ -125,10 +145,13 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         result = region.hooks.make_weight(func, args, kwargs)
         region.mark(result, is_weight=True)
         return result
-    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, args))
+    given = (*args, *kwargs.values()) if kwargs else args
+    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, given))
     if stays and row.is_backward and region.settings.double_backward:
         return region.hooks.run_backward(func, args, kwargs)
-    if stays and not region.settings.is_exact:
+    stays = stays and not region.settings.is_exact
+    keeps_distinct = stays and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
+    if stays and not keeps_distinct:
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
@@ -138,11 +161,18 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        if keeps_distinct or row.places is not None:
+            hooks.keeps_distinct = keeps_distinct
+            hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
             hooks.cast_shapes = None
+            if keeps_distinct or row.places is not None:
+                hooks.keeps_distinct, hooks.places = False, 0
     region.mark(result, is_weight=False)
+    if row.is_pointwise:
+        track_distinct(region, args, kwargs, result)
     if row.kind is not None:
         _track(region, row, func, args, kwargs, result, tensors, operands)
     return result

@@ -37,10 +37,14 @@ class Row:
         is_norm: whether it is a norm, which makes a weight of a weight.
         rounds_forward: whether some quantizers change its result.
         looks_up: whether integers beside a tensor are indices.
+        places: returns the number of places, if integers that are saved are places.
+        is_pointwise: whether an element of the result is a function of the elements at its place.
         is_metadata: whether a call asks for metadata of a tensor, or makes a plain view (``stores_nothing``).
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
         makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
+        takes_tensors: whether a tensor may be handed to it in place of a subclass's that shares its storage: its saved
+            tensors are known, and it changes no attribute of an argument.
         replaces: whether nothing of the first argument, which is overwritten, goes into the result.
     """
 
@@ -54,10 +58,13 @@ class Row:
     is_norm: bool = False
     rounds_forward: bool = False
     looks_up: bool = False
+    places: Callable[[list[Tensor]], int] | None = None
+    is_pointwise: bool = False
     is_metadata: bool = False
     is_backward: bool = False
     is_unversioned: bool = False
     makes_weight: bool = False
+    takes_tensors: bool = False
     replaces: bool = False
 
 
@@ -65,6 +72,10 @@ def _always(region: EagerKeeper, args: tuple) -> bool:
     return True
 
 
+#: They change the sizes, strides or graph of their argument.
+_CHANGES_ARGUMENT = frozenset(
+    f"{name}_" for name in ("as_strided", "detach", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+)
 #: Of a function that no op family names: its saved tensors stay as they are, since nobody has looked at its gradient.
 _UNKNOWN = Row(must_not_round=_always)
 
@@ -94,6 +105,7 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
     }
     kind = next((kind for kind in reversed(kinds) if kinds[kind]), None)
     is_norm = any(op.is_norm for op in ops)
+    is_known = may_round or kind is not None or bool(handlers or tests)
     return Row(
         handler=handlers[-1] if handlers else None,
         name=OP_NAMES.get(func),
@@ -105,9 +117,12 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
         is_norm=is_norm,
         rounds_forward=any(op.rounds_forward for op in ops),
         looks_up=any(op.looks_up for op in ops),
+        places=next((op.places for op in ops if op.places), None),
+        is_pointwise=any(op.is_pointwise for op in ops),
         is_metadata=any(op.is_metadata for op in ops),
         is_backward=any(op.is_backward for op in ops),
         is_unversioned=any(op.is_unversioned for op in ops),
+        takes_tensors=is_known and func.__name__ not in _CHANGES_ARGUMENT,
     )
 
 

@@ -26,6 +26,7 @@ from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
+from brevact.autograd.distinct import keep_distinct
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
@@ -36,7 +37,7 @@ from brevact.autograd.other_code import saver_of
 from brevact.autograd.rectified import give_up_mask, keep_signs, offer_mask
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import is_tracked, storage_address
-from brevact.autograd.store import is_compact, keep_as_it_is, keep_mask, keep_small, reported
+from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
@@ -56,6 +57,10 @@ class SavedTensorHooks(HookStack):
         # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
         # that it may be packed: then other code saves the tensors that the hooks see.
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
+        # Whether the function saves what has a distinct form in that, and all else as it is.
+        self.keeps_distinct = False
+        # Number of places, if the integers that the function saves are places; 0 if they may be others.
+        self.places = 0
         # Whether a backward pass runs, whose gradients are to be differentiated again.
         self.is_in_backward = False
         # Packs each tensor that the function saves which runs in place of a Function of ours, or makes a weight.
@@ -305,16 +310,21 @@ class SavedTensorHooks(HookStack):
     def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
         """Keep a tensor that is saved in a frame; if ``unknown`` says why, an activation stays as it is."""
         settings = region.settings
+        if self.keeps_distinct:
+            known = keep_distinct(x)
+            return keep_as_it_is(x, storage_report.NOT_NOISE) if known is None else reported(known)
         if settings is None or not region.packs:
             why = storage_report.NO_QUANTIZER
         elif not is_plain(x):
             why = storage_report.OTHER_KIND
-        elif x.numel() < settings.min_numel:
+        elif x.numel() < settings.min_numel and not (self.places and x.dtype in INTEGERS):
             return self._keep_small(x)
         elif not region.packs_for(saver):
             why = storage_report.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
             return keep_mask(x)
+        elif self.places and x.dtype in INTEGERS:
+            return keep_places(x, settings, (self.places,))
         elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif unknown:

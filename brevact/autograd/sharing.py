@@ -60,6 +60,8 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
     """
 
     sweep_at = _SWEEP_FLOOR
+    copied = 0
+    """Bytes of the copies of small views that were made."""
 
     def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
         """Return the packed form of a tensor, if a node still holds it and it serves the root region, 0 for any."""

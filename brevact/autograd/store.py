@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from brevact.autograd.decoders import (
     decoder_of_mask,
     decoder_of_packed,
     decoder_of_pairs,
+    decoder_of_places,
     distinct_elements,
     pairs_of,
     without_gaps,
@@ -38,6 +39,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _NO_CONTEXT = nullcontext()
 _STRIDED = torch.strided
 _shared = SharedPacks()
+_COPY = ("a copy",)
 
 
 def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
@@ -54,8 +56,25 @@ def is_compact(x: Tensor) -> bool:
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that."""
-    return x if is_compact(x) else x.detach().clone()
+    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that.
+
+    Each view is copied once, and the copies of the views of a storage have at most its bytes: not more than it has.
+    """
+    if is_compact(x):
+        return x
+    if is_traced(x) or x.is_inference() or x.is_conj() or x.is_neg():
+        return x.detach().clone()
+    found = _shared.find(x, _COPY)
+    if found is not None:
+        return found[0][0]
+    storage = x.untyped_storage()
+    packs = _shared.packs_of(storage)
+    packs.copied += x.nbytes
+    if packs.copied > storage.nbytes():
+        return x
+    copied = x.detach().clone()
+    _shared.add(x, _COPY, (copied,), AS_IT_IS)
+    return copied
 
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
@@ -69,6 +88,31 @@ def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
     return reported(((pack_mask(mask),), decoder_of_mask(Layout.of(mask), negative_slope)))
+
+
+#: Types in which places are saved: the first one that holds them.
+_TYPES_OF_PLACES = (torch.uint8, torch.int8, torch.int16, torch.int32)
+INTEGERS = frozenset((torch.int64, torch.int32))
+
+
+def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], lowest: int | None = None) -> Saved:
+    """Keep integers below the largest of ``sizes`` exactly, in the smallest type that holds all of them.
+
+    From ``lowest`` on; if None, from that size below 0 on. They are packed once for all ops. No value is read: on a GPU
+    the host would wait for it.
+    """
+    if x.dtype not in INTEGERS or is_traced(x):
+        return keep_as_it_is(x)
+    distinct, size = distinct_elements(x), max(sizes, default=1)
+    low = -size if lowest is None else lowest
+    kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
+    if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
+        return keep_as_it_is(x)
+    found = _shared.find(x, (kinds[0],))
+    if found is None:
+        found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
+        _shared.add(x, (kinds[0],), *found)
+    return reported(found)
 
 
 def reported(kept: Saved, why: str = "") -> Saved:

@@ -66,6 +66,8 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 # --- modes and transforms
 
 DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)
+#: Whether subclasses' own rules run, as they do but inside of one.
+is_torch_function_on = find("torch._C._is_torch_function_enabled", REGIONS, fallback=lambda: True)
 EnableTorchFunction = find("torch._C._EnableTorchFunction", COMPILING)
 DisableFuncTorch = find("torch._C._DisableFuncTorch", "making the tables of a format")
 len_function_stack = find("torch._C._len_torch_function_stack", COMPILING)

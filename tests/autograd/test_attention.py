@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import brevact
 from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
 from brevact.quantizers import Rounding, UniformQuantizer
+from tests.autograd.exactness import run_exactly
 from tests.autograd.measuring import EXACT_VALUES, assert_gradients_close, settings, train_module, watch_saved
 
 attend = F.scaled_dot_product_attention
@@ -164,10 +165,51 @@ def test_attention_with_other_formats(quantizer):
     assert all(F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.5 for a, b in zip(grads, expected, strict=True))
 
 
-def test_causal_masks_that_are_subclasses_are_left_to_torch():
+def test_causal_masks_that_are_subclasses_pack_by_what_they_run():
     from torch.nn.attention.bias import causal_lower_right
 
-    check(tensors(Q, K, K), counts=False, attn_mask=causal_lower_right(8, 10))
+    check(tensors(Q, K, K), attn_mask=causal_lower_right(8, 10))
+
+
+def attend_with_made_mask(x: Tensor, blocked: float | None, layers: int = 1) -> Tensor:
+    """Attend by a mask (4, 64, 64) that is computed, a quarter of which, and a row, may be blocked."""
+    mask, sizes = (x @ x.mT).sin() * 3, (4, 64, 64)
+    if blocked is not None:
+        where = torch.rand(sizes, generator=torch.Generator().manual_seed(0)) < 0.25
+        where[:, 5] = True
+        mask = mask + torch.zeros(sizes).masked_fill(where, blocked)
+    for _ in range(layers):
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocked", [None, -100.0, -1e9, -torch.inf])
+def test_masks_that_layers_make_are_packed_once_and_blocked_scores_spoil_no_others(blocked, dtype):
+    x = torch.randn(4, 64, 16).to(dtype)
+
+    def step(bits: int | None, blocked: float | None, layers: int = 1) -> tuple[Tensor, Tensor, int]:
+        out, (grad,), saved = run_exactly(lambda x: attend_with_made_mask(x, blocked, layers), [x], bits)
+        return out, grad, saved.nbytes
+
+    errors = []
+    for value in (blocked, None):
+        (expected_out, expected, plain), (out, grad, _), (_, packed, nbytes) = (
+            step(bits, value) for bits in (None, 32, 8)
+        )
+        assert torch.equal(out, expected_out) and nbytes < plain - 4 * 64 * 64
+        eps = 64 * torch.finfo(dtype).eps
+        torch.testing.assert_close(grad, expected, rtol=0, atol=eps * expected.abs().max().item())
+        errors.append((packed - expected).norm() / expected.norm())
+    assert errors[0] < 2 * errors[1]
+    assert step(8, blocked, layers=3)[2] - step(8, blocked, layers=2)[2] < 4 * 64 * 64
+
+
+def test_a_made_mask_with_nan_has_no_plausible_gradient():
+    x = torch.randn(4, 64, 16)
+    x[0, 3, 2] = torch.nan
+    _, (grad,), _ = run_exactly(lambda x: attend_with_made_mask(x, -100.0), [x], 8)
+    assert grad.isnan().any()
 
 
 def finer(bit_width: int, rounding: Rounding) -> UniformQuantizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -160,6 +161,41 @@ def test_a_small_view_does_not_hold_a_large_storage(op):
     assert max(kept.untyped_storage().nbytes() for kept in saved.tensors) < x.nbytes / 4
     out.sum().backward()
     assert model.tokens.weight.grad.isfinite().all()
+
+
+def products_of_parts(x: Tensor) -> Tensor:
+    a, b, c, d = x.chunk(4, -1)
+    return a * b + c * d + a * c + b * d + a * d + b * c
+
+
+def neighbours(x: Tensor) -> Tensor:
+    return torch.stack([x[:, t] * x[:, t + 1] for t in range(x.shape[1] - 1)])
+
+
+def packed_lstm(x: Tensor, lstm: nn.LSTM) -> Tensor:
+    sequences = nn.utils.rnn.pack_padded_sequence(x, torch.arange(len(x), len(x) - x.shape[1], -1))
+    return lstm(sequences)[0].data
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (products_of_parts, (32, 128)),
+        (neighbours, (8, 64, 32)),
+        (functools.partial(packed_lstm, lstm=nn.LSTM(64, 64)), (64, 32, 64)),
+    ],
+    ids=["products", "neighbours", "lstm"],
+)
+def test_small_views_keep_no_more_than_torch(function, shape):
+    x = torch.randn(shape, requires_grad=True)
+
+    def step(chosen: BackwardSettings | None) -> tuple[int, Tensor]:
+        with watch_saved() as saved, region(chosen):
+            out = function(x * 1)
+        return saved.nbytes, torch.autograd.grad(out.square().sum(), x)[0]
+
+    (nbytes, grad), (plain, expected) = step(settings(min_numel=4096, bit_width=8)), step(None)
+    assert nbytes <= plain and torch.equal(grad, expected)
 
 
 class Shortcut(nn.Module):

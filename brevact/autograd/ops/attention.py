@@ -2,7 +2,8 @@
 
 The backward pass runs torch's own attention again, on the decoded q^, k^, v^, and differentiates it: probabilities,
 normalization and output then belong to one another, which the log-sum-exp of the exact scores would not. Dropout
-replays the generator. Masks are kept as they are: the caller holds them, for all layers.
+replays the generator. Masks are kept as they are: the caller holds them, for all layers. A mask that a layer has made,
+with a gradient, is packed as scores are, by the differences from the maxima of its rows.
 
 For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: where the region's quantizer
 has fewer bits, queries and keys take ``score_bit_width``, 8 if nothing is said. The bias that is left, of the order of
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.decoders import AS_IT_IS
+from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
@@ -33,9 +34,10 @@ from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.store import keep_mask
+from brevact.autograd.sharing import SharedPacks
+from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
@@ -80,7 +82,9 @@ class _Attention(Saving):
         token = None
         if region.recompute and options.dropout_p == 0.0 and not is_traced(query) and not needs[3]:
             token = _remember(region, (of_query, of_key, of_value), out, key.shape[-2], mask, options, needs[:3])
-        save(ctx, token, of_query, of_key, of_value, of_dropout, exact=(mask, state))
+        of_mask = _keep_mask(finer, mask) if mask is not None and needs[3] else None
+        given = mask if of_mask is None else None
+        save(ctx, token, of_query, of_key, of_value, of_dropout, of_mask, exact=(given, state))
         ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
         return out
@@ -92,7 +96,8 @@ class _Attention(Saving):
         if graph is not None:
             with outside_regions(grad.device):
                 return None, None, *_differentiated(ctx, *graph, grad), None, None
-        query, key, value, passed = (None if item is None else item.decode() for item in kept)
+        query, key, value, passed, made = (None if item is None else item.decode() for item in kept)
+        mask = mask if made is None else made
         value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
@@ -101,6 +106,51 @@ class _Attention(Saving):
         with outside_regions(grad.device), _replaying(state, grad.device):
             out = _recompute_attention(leaves, ctx.options, ctx.backend, passed)
             return None, None, *_differentiated(ctx, out, tuple(leaves), grad), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _FromLargest(PassesOn):
+    """Decodes a mask by its differences from the maxima of its rows, the last tensor; what is not finite is -inf."""
+
+    shape: torch.Size
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        x = self.decoder.decode(tensors[:-1])
+        return (x.masked_fill(x.isfinite().logical_not_(), -torch.inf) + tensors[-1]).expand(self.shape)
+
+
+_from_largest = one_object_each(_FromLargest)
+_masks = SharedPacks()
+#: Scores that are so much below the largest one of their row have no probability to speak of, e^-60.
+_LOWEST = -60.0
+
+
+def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
+    """Pack a mask that a layer has made, once for all layers that read it; None for others.
+
+    Values of which a row's softmax leaves nothing, -100 or -inf, would take the range of the others: to the quantizer
+    they are not finite.
+    """
+    if is_traced(mask) or mask.numel() < region.settings.min_numel:
+        return None
+    if (mask.is_leaf and mask.requires_grad) or region.is_weight(mask):
+        return region.keep_activation(mask)
+    known = region.find_known(mask)
+    if known is not None:
+        return reported(known)
+    region = cast("EagerKeeper", region)
+    key, root = (region.settings.key,), region.seeds.number if region.settings.is_random else 0
+    found = _masks.find(mask, key, root)
+    if found is not None:
+        return reported(found)
+    x = distinct_elements(mask.detach())
+    largest = x.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0)
+    x = x - largest
+    tensors, decoder = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
+    found = (*tensors, largest), _from_largest(decoder, mask.shape)
+    _masks.add(mask, key, *found, root)
+    return found
 
 
 def _differentiated(
@@ -321,7 +371,8 @@ def _can_replay(x: Tensor, backend: int) -> bool:
 
 STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
-    "query and key at 8 bits (`score_bit_width`; 5 in `DEFAULT`), value packed; backward recomputes attention",
+    "query, key and masks that layers make at 8 bits (`score_bit_width`; 5 in `DEFAULT`), value packed; "
+    "backward recomputes attention",
     "bias below 2 % of its norm",
 )
 OPS = (Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),)

@@ -16,8 +16,18 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
-from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.store import keep_mask
+from brevact.autograd.ops.op import (
+    EXACT,
+    MASKS,
+    NOTHING,
+    UNBIASED,
+    Op,
+    Saves,
+    Stored,
+    everywhere,
+    places_in_first,
+)
+from brevact.autograd.store import keep_mask, keep_places
 from brevact.autograd.strides import Strides, strides_of_result
 from brevact.private_names.of_torch import nn_pad
 from brevact.quantizers import is_traced
@@ -40,15 +50,14 @@ class _Lookup(Saving):
         input: Tensor,
         at: Tensor,
     ) -> Tensor:
-        is_mask = at.dtype is torch.bool
-        save(ctx, keep_mask(at) if is_mask else None, exact=(None if is_mask else at,))
+        sizes = input.shape if stride is None else (input.numel(),)  # `take` counts through all dimensions
+        save(ctx, keep_mask(at) if at.dtype is torch.bool else keep_places(at, region.settings, sizes))
         ctx.scatter, ctx.sizes, ctx.stride = scatter, input.shape, stride
         return call(input, at)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, index = load(ctx)
-        at = index if mask is None else mask.decode()
+        at = load(ctx)[0].decode()
         zeros = grad.new_zeros(ctx.sizes)
         if ctx.stride is not None and ctx.stride != zeros.stride() and not is_traced(grad):
             zeros = zeros.new_empty_strided(ctx.sizes, strides_of_result(ctx.sizes, ctx.stride)).zero_()
@@ -184,10 +193,17 @@ def _grid_sample(
     return _grid_sampler(region, call, input, grid, *options)
 
 
-_STORED = Stored("embedding, gather and other lookups", "the indices", EXACT)
+_STORED = Stored("embedding, gather and other lookups", "the indices, in the smallest integers that hold them", EXACT)
 _GRID = Stored("sampling on a grid", "the grid; the input, packed, where the grid trains", UNBIASED)
 _GRID_SAMPLERS = (torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
 _INDEXED = ("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
+
+
+def _places_in_bags(tensors: Sequence[Tensor]) -> int:
+    """Return the number of rows of the table, or of indices and offsets, which are saved, too, if that is larger."""
+    return max(places_in_first(tensors), *(x.numel() + 1 for x in tensors if not x.is_floating_point()))
+
+
 OPS = (
     Op((torch.gather, Tensor.gather), _gather, _STORED),
     Op((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim, _STORED),
@@ -197,15 +213,19 @@ OPS = (
     Op((F.grid_sample,), _grid_sample, _GRID),
     Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
     Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),
-    Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True),
-    Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True),
+    Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True, places=places_in_first),
+    Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True, places=_places_in_bags),
     Op((F.pad, nn_pad), moves=True),
     Op(
         everywhere(
-            *("pad", "constant_pad_nd", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy"),
-            *("index_fill", "index_put", "put", "scatter", "scatter_add", "masked_fill", "masked_scatter"),
-            *("masked_select", "getitem", "setitem"),
+            *("gather", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill", "index_put"),
+            *("scatter", "scatter_add", "getitem", "setitem"),
         ),
+        saves=Saves.PLACES,
+        places=places_in_first,
+    ),
+    Op(
+        everywhere("pad", "constant_pad_nd", "take", "put", "masked_fill", "masked_scatter", "masked_select"),
         saves=Saves.PLACES,
     ),
 )

@@ -1,4 +1,4 @@
-"""Cross-entropy and negative log-likelihood: probabilities are stored packed, targets that are indices as they are.
+"""Cross-entropy and negative log-likelihood: probabilities are stored packed, targets that are indices exactly.
 
 With x_n the logits of a sample, p_n = softmax(x_n) and q_n = (1 - s) w * onehot(y_n) + s / C w (class indices) or
 q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s, C classes and their weights w:
@@ -33,7 +33,7 @@ from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.store import reported
+from brevact.autograd.store import keep_places, reported
 from brevact.private_names.of_torch import is_batched
 from brevact.quantizers.tracing import is_traced
 
@@ -58,20 +58,20 @@ class _CrossEntropy(Saving):
     ) -> Tensor:
         out = call(input, target, weight)
         kept = _kept_probabilities(region, input, options.class_dim, out.dtype)
-        is_index = not target.is_floating_point()
-        kept_target = None if is_index else region.keep_activation(target)
-        save(ctx, kept, kept_target, exact=(target if is_index else None, weight))
+        ctx.has_index = not target.is_floating_point()
+        kept_target = _kept_index(region, input, target, options) if ctx.has_index else region.keep_activation(target)
+        save(ctx, kept, kept_target, exact=(weight,))
         ctx.options, ctx.dtype = options, input.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, kept_target, target, weight = load(ctx)
-        if kept_target is None:
+        kept, target, weight = load(ctx)
+        if ctx.has_index:
             is_new = isinstance(kept.decoder, _Probabilities)
-            grad_input = _of_indices(grad, kept.decode(), target, weight, ctx.options, overwrites=is_new)
+            grad_input = _of_indices(grad, kept.decode(), target.decode(), weight, ctx.options, overwrites=is_new)
         else:
-            grad_input = _of_probabilities(grad, kept.decode(), kept_target.decode(), weight, ctx.options)
+            grad_input = _of_probabilities(grad, kept.decode(), target.decode(), weight, ctx.options)
         grad_input = grad_input.to(ctx.dtype)
         return None, None, None, grad_input, None, None
 
@@ -95,7 +95,7 @@ class _CrossEntropyOfRows(Saving):
         if known is not None:
             probabilities = _Probabilities(known[1], 1, tuple(input.shape), loss.dtype)
             kept.append(reported((known[0], probabilities)))
-        save(ctx, *kept, exact=(target,))
+        save(ctx, *kept, _kept_index(region, input, target, options))
         ctx.options, ctx.input_like, ctx.loss_dtype, ctx.step = options, (input.shape, input.dtype), loss.dtype, step
         ctx.is_known = known is not None
         if options.reduction == "none":
@@ -105,7 +105,8 @@ class _CrossEntropyOfRows(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, target = load(ctx)
+        *kept, kept_target = load(ctx)
+        target = kept_target.decode()
         shape, dtype = ctx.input_like
         like = grad.new_empty((), dtype=ctx.loss_dtype)
         g, y, w_y = _of_samples(grad, like, target, None, ctx.options)
@@ -173,6 +174,12 @@ class _Probabilities(Decoder):
         return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
 
 
+def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:
+    """Save targets that are class indices, or the one that is ignored, wherever that lies."""
+    sizes, ignored = input.shape[options.class_dim : options.class_dim + 1], options.ignore_index
+    return keep_places(target, region.settings, (*sizes, ignored + 1), lowest=min(0, ignored))
+
+
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
     """Return the saved form of recomputed logits, if the probabilities may be computed from these; else None."""
     known = region.find_known(input) if region.settings.recompute else None
@@ -194,13 +201,14 @@ class _NegativeLogLikelihood(Saving):
     def forward(
         ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
     ) -> Tensor:
-        save(ctx, exact=(target, weight))
+        save(ctx, _kept_index(region, input, target, options), exact=(weight,))
         ctx.options, ctx.input_like = options, (input.shape, input.dtype)
         return call(input, target, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        target, weight = load(ctx)
+        kept, weight = load(ctx)
+        target = kept.decode()
         shape, dtype = ctx.input_like
         grad_input = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
         g, y, w_y = _of_samples(grad, grad_input, target, _stretched(weight, grad_input, ctx.options), ctx.options)
@@ -316,14 +324,16 @@ OPS = (
         (F.cross_entropy,),
         _handler(_CrossEntropy),
         Stored(
-            "cross-entropy", "the probabilities, packed; targets that are indices as they are, others packed", UNBIASED
+            "cross-entropy",
+            "the probabilities, packed; targets that are indices in the smallest integers, others packed",
+            UNBIASED,
         ),
         is_bit_exact=False,
     ),
     Op(
         (F.nll_loss,),
         _handler(_NegativeLogLikelihood),
-        Stored("negative log-likelihood", "the targets as they are", EXACT),
+        Stored("negative log-likelihood", "the targets in the smallest integers that hold them", EXACT),
         is_bit_exact=False,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,12 @@ def everywhere(*names: str) -> tuple[Callable, ...]:
     found = [getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in _HOMES]
     found += [getattr(Tensor, f"__{prefix}{name}__", None) for name in names for prefix in ("", "i", "r")]
     return tuple(function for function in found if callable(function))
+
+
+def places_in_first(tensors: Sequence[Tensor]) -> int:
+    """Return the number of places in the largest dimension of the first tensor that is none of integers."""
+    first = next((x for x in tensors if x.is_floating_point() or x.is_complex()), None)
+    return 0 if first is None else max(first.shape, default=1)
 
 
 class Saves(enum.Enum):
@@ -83,9 +89,12 @@ class Op(NamedTuple):
         rounds_forward: whether some quantizers change the result, too (``quantize_forward``).
         is_product: whether they are matrix products, whose factors may be weights or activations.
         looks_up: whether integers beside a tensor are indices.
+        places: returns the number of places, of the tensors of a call, where all integers that torch saves are places;
+            None: they may be other integers.
         moves: whether they return elements of their arguments, each at least once, and constants that they are given.
         is_sum: whether an element of the result is linear in the elements at its place of all tensors together.
         is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
+        is_pointwise: whether an element of the result is a function of the elements at its place of all tensors.
         is_average: whether the result is made of means of elements.
         is_metadata: whether they ask for sizes or a type, or change an integer: a region need not look at all calls.
         is_backward: whether they run a backward pass.
@@ -104,9 +113,11 @@ class Op(NamedTuple):
     rounds_forward: bool = False
     is_product: bool = False
     looks_up: bool = False
+    places: Callable[[Sequence[Tensor]], int] | None = None
     moves: bool = False
     is_sum: bool = False
     is_bilinear: bool = False
+    is_pointwise: bool = False
     is_average: bool = False
     is_metadata: bool = False
     is_backward: bool = False

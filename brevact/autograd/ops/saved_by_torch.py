@@ -20,6 +20,14 @@ OPS = (
     Op(everywhere("mean"), is_average=True),
     Op(
         everywhere(
+            *("add", "sub", "subtract", "rsub", "neg", "negative", "mul", "multiply", "div", "divide", "true_divide"),
+            *("truediv", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "clamp", "clamp_min"),
+            *("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
+        ),
+        is_pointwise=True,
+    ),
+    Op(
+        everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "sum", "mean", "cumsum", "trace"),
             *("diff", "sum_to_size", "deg2rad", "rad2deg", "floor", "ceil", "round", "trunc", "fix", "frac", "sign"),
             *("heaviside", "detach", "copy", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu"),

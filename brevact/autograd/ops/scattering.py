@@ -23,7 +23,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_inplace, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, Op, Stored
 from brevact.autograd.saved import Saved
-from brevact.autograd.store import keep_mask
+from brevact.autograd.store import keep_mask, keep_places
 
 
 class _Places(NamedTuple):
@@ -62,13 +62,13 @@ class _Placing(Saving):
     ) -> Tensor:
         if places.inplace:
             ctx.mark_dirty(input)
-        save(ctx, exact=(index,))
+        save(ctx, keep_places(index, region.settings, input.shape))
         ctx.places, ctx.alpha, ctx.source_like = places, alpha, (source.shape, source.dtype)
         return call(input, index, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = load(ctx)
+        index = load(ctx)[0].decode()
         dim, (shape, dtype) = ctx.places.dim, ctx.source_like
         grad_input = grad_source = None
         if ctx.needs_input_grad[4]:
@@ -102,14 +102,14 @@ class _Reduction(Saving):
             masks = keep_mask(before == out), keep_mask(source == places.take(out, index))
         if places.inplace:
             ctx.mark_dirty(input)
-        save(ctx, *masks, exact=(index,))
+        save(ctx, *masks, keep_places(index, region.settings, input.shape))
         ctx.places, ctx.reduce, ctx.include_self, ctx.shape = places, reduce, include_self, source.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *masks, index = load(ctx)
-        places, grad_input, of_source = ctx.places, grad, None
+        *masks, kept = load(ctx)
+        index, places, grad_input, of_source = kept.decode(), ctx.places, grad, None
         if masks:
             of_input, of_source = (mask.decode().to(grad.dtype) for mask in masks)
             grad = grad / places.add(of_input, index, of_source)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
-from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere, places_in_first
 from brevact.autograd.ops.torch_rules import fmax_shares_ties
 from brevact.autograd.store import keep_mask
 
@@ -171,6 +171,11 @@ def _whole_or_either(rule: _Rule) -> Callable:
     return handle
 
 
+def _is_whole(region: Keeper, args: tuple) -> bool:
+    """Whether a maximum is not one along a dimension, which saves places alone."""
+    return not any(type(arg) is int for arg in args[1:])
+
+
 _NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
 _MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
 _STORED = Stored("max, min, nansum, nanmean", MASKS, EXACT)
@@ -185,5 +190,14 @@ OPS = (
     Op((torch.fmax, Tensor.fmax), _either(_Rule(torch.ge, ignores_nan=True)), _STORED),
     Op((torch.fmin, Tensor.fmin), _either(_Rule(torch.le, ignores_nan=True)), _STORED),
     Op(everywhere("where"), stored=Stored("where", MASKS, EXACT), saves=Saves.PLACES),
-    Op(everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"), saves=Saves.PLACES),
+    Op(
+        everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"),
+        saves=Saves.PLACES,
+        places=places_in_first,
+    ),
+    Op(
+        tuple(getattr(home, name) for home in (torch, Tensor) for name in ("max", "min", "median", "nanmedian")),
+        must_not_round=_is_whole,
+        places=places_in_first,
+    ),
 )

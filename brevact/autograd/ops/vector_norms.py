@@ -271,14 +271,15 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
 def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
-    if x1.dtype != x2.dtype or region.are_weights(x1, x2) or x1.dim() != x2.dim():
+    count = max(x1.dim(), x2.dim())
+    if x1.dtype != x2.dtype or region.are_weights(x1, x2) or not (isinstance(dim, int) and -count <= dim < count):
         return NotImplemented
     if max(x1.numel(), x2.numel()) < max(1, region.settings.min_numel):
         return NotImplemented  # there is nothing to pack
-    groups = _group(x1, dim), _group(x2, dim)
+    axis = dim % count - count  # of the tensors as they broadcast
+    groups = _group(x1, axis), _group(x2, axis)
     if groups[0] is None or groups[1] is None or groups[0].length != groups[1].length:
         return NotImplemented
-    (axis,) = groups[0].dims
     return region.apply(_CosineSimilarity, lambda a, b: func(a, b, dim, eps), axis, eps, x1, x2)
 
 

@@ -27,7 +27,7 @@ from brevact.autograd.ops.norm.formulas import (
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
-from brevact.autograd.weights import ModelState
+from brevact.autograd.weights import ModelState, is_parameter
 from brevact.quantizers import Layout
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
 
@@ -121,7 +121,9 @@ def find_plan(
     """
     if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
         return None
-    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor or input._is_view():
+    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
+        return None
+    if input._is_view() and (is_parameter(input._base) or input._base.numel() != input.numel()):  # type: ignore[union-attr]
         return None
     device = input.device
     for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
