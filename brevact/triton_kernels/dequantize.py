@@ -7,45 +7,51 @@ from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum,
 from brevact.triton_kernels.groups import group_of, is_flagged
 from brevact.triton_kernels.normalize import denormalize_elements
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+from brevact.triton_kernels.uneven import values
 
 
 @triton.jit
 def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
-    """Value of code 0, step, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
+    """Stored minimum and scale, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
     scale = widen(tl.load(scale_ptr, mask=valid))
-    base, step, flagged = widen(tl.load(minimum_ptr, mask=valid)), tl.abs(scale), is_flagged(scale)
+    base, flagged = widen(tl.load(minimum_ptr, mask=valid)), is_flagged(scale)
     if BIT_WIDTH == 1:
-        base = tl.where(flagged, base + step * 0.5, base)
-    return base, step, flagged
+        base = tl.where(flagged, base + tl.abs(scale) * 0.5, base)
+    return base, scale, flagged
 
 
 @triton.jit
-def dequantize_tile(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, FLAGGED: tl.constexpr, UNEVEN: tl.constexpr):
+    """What codes (uint32) stand for, within +-largest; FLAGGED: groups may be. The last code of those stands for NaN."""
+    y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
+    y = maximum(minimum(y, largest), -largest)
+    if FLAGGED and UNEVEN:
+        own = values(q, base.to(tl.int32, bitcast=True), scale, largest, BIT_WIDTH)
+        y = tl.where(flagged, own, y)
+    elif FLAGGED:
+        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+    return y
+
+
+@triton.jit
+def _decode_planes(
+    packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
-    RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr, FLAGGED: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
-
-    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a
-    PLACE, values are given back as they were before `normalize_elements`, and `other` is added.
-    """
+    """Decode the packed bytes of a tile, see `dequantize_tile`."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
-    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
             group = group_of(first, offset + column, inner, groups, INNER)
-            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         elif i % PLANES == 0:
             group = group_of(first, offset, inner, groups, INNER)
-            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-        q = unpack_code(packed, i, BIT_WIDTH)
-        y = base + step * float_of_code(q, BIT_WIDTH)
-        y = maximum(minimum(y, largest), -largest)
-        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+        y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, FLAGGED, UNEVEN)
         if PLACE:
             places_of = offset
             if RAGGED or PLACE < 8:
@@ -62,6 +68,39 @@ def dequantize_tile(
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
+@triton.jit
+def dequantize_tile(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    RAGGED: tl.constexpr, UNEVEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
+
+    The last code of a flagged group stands for NaN; if groups may be UNEVEN, codes of flagged ones for `values`. ALIGNED:
+    a row of a whole block's plane lies in one group. With a PLACE, values are given back as they were before
+    `normalize_elements`, and `other` is added.
+    """
+    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    some_flagged = True
+    if UNEVEN and not RAGGED:
+        group = tl.arange(0, ROWS * BLOCK // INNER)
+        scale = widen(tl.load(scale_ptr + first // INNER + group, mask=group * INNER < limit * BLOCK, other=0.0))
+        some_flagged = tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0
+    if some_flagged:
+        _decode_planes(
+            packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups,
+            largest, mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED,
+            True, UNEVEN,
+        )  # fmt: skip
+    else:
+        _decode_planes(
+            packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups,
+            largest, mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED,
+            False, UNEVEN,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
@@ -70,7 +109,7 @@ def dequantize_kernel(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
-    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
@@ -78,12 +117,12 @@ def dequantize_kernel(
         dequantize_tile(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
             inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=False,
+            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, ROWS,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
         dequantize_tile(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
             inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=True,
+            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, 1,
         )  # fmt: skip
