@@ -140,7 +140,8 @@ def _offsets(low: Tensor, high: Tensor, most: int) -> tuple[Tensor, ...]:
     """Form, step and gap of even levels (q + K) * s; K has 11 bits, for which s is at least 2^-9 of the largest."""
     largest = torch.maximum(low.abs(), high.abs())
     exponent = largest.view(torch.int32) & _SPECIAL
-    step = torch.maximum((high - low) / (most - 1.0), (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
+    even = (high - low) / torch.full_like(low, most - 1.0)  # a tensor: CUDA multiplies by a scalar's inverse
+    step = torch.maximum(even, (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
     step = _rounded_up(step)
     first = (low / step).floor().to(torch.int32)
     gap = torch.where((low > 0) | (high < 0), step, torch.inf)
@@ -155,7 +156,7 @@ def _far_bits(x: Tensor, finite: Tensor, is_far: Tensor) -> Tensor:
     """
     missing = ~finite
     has_missing = missing.any(1)
-    value = torch.where(is_far & finite, x, -torch.inf).amax(1)
+    value = torch.where(is_far & finite, x, -torch.inf).amax(1) + 0.0  # + 0.0 turns -0.0 into 0.0
     value = torch.where(has_missing | ~value.isfinite(), 0.0, value)
     bits = value.view(torch.int32)
     rounded = (bits + 0x7F + (bits >> 8 & 1)) & ~0xFF
