@@ -11,7 +11,7 @@ _SENTINELS = tl.constexpr((1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30))
 _STEP_UNIT = tl.constexpr(1 << 20)
 _SPECIAL, _SIGN = tl.constexpr(0x7F800000), tl.constexpr(-(2**31))
 _SMALLEST = tl.constexpr(2.0**-126)
-_MARGIN, _SMALL = tl.constexpr(2.0**-20), tl.constexpr(2.0**-100)
+_MARGIN, _SMALL = tl.constexpr(2.0**-20), tl.constexpr(2.0**-90)
 _INFINITY = tl.constexpr(float("inf"))
 
 
@@ -61,30 +61,43 @@ def may_be_uneven(
 ):  # fmt: skip
     """[GROUPS] false only for groups that are not uneven, and which have zeros: groups of whole blocks' planes.
 
-    A group is not if an element is nearer to the centre of either half of the range than a quarter of it, and if more
+    A group is not if elements are nearer to the centres of both halves of the range than a quarter of it, and if more
     than half of its elements that are not 0 are larger than 1/32 of the largest. Margins cover what rounding takes.
     """
+    COUNT: tl.constexpr = LANES * (stop - start)
+    STEP: tl.constexpr = (stop - start + 3) // 4  # some planes usually do
     low, high = float_of_key(low_key), float_of_key(high_key)
     largest = maximum(-low, high)
-    quarter = (high - low) * 0.25
-    centres, bound = (low + quarter, high - quarter), largest * 0.03125
-    near_low = tl.reshape(tl.broadcast_to(centres[0][:, None], (GROUPS, LANES)), (ROWS, W))
-    near_high = tl.reshape(tl.broadcast_to(centres[1][:, None], (GROUPS, LANES)), (ROWS, W))
-    bound = tl.reshape(tl.broadcast_to(bound[:, None], (GROUPS, LANES)), (ROWS, W))
+    quarter, bound = (high - low) * 0.25, largest * 0.03125
+    # A power of two by which numbers above the bound exceed it by at least 1.
+    unit = _float((277 - tl.maximum((_bits(bound) >> 23) & 0xFF, 23)) << 23)
+    near_low = tl.reshape(tl.broadcast_to((low + quarter)[:, None], (GROUPS, LANES)), (ROWS, W))
+    near_high = tl.reshape(tl.broadcast_to((high - quarter)[:, None], (GROUPS, LANES)), (ROWS, W))
+    offset = tl.reshape(tl.broadcast_to((-bound * unit)[:, None], (GROUPS, LANES)), (ROWS, W))
+    unit = tl.reshape(tl.broadcast_to(unit[:, None], (GROUPS, LANES)), (ROWS, W))
     x = widen(planes[start])
-    lower, upper = tl.abs(x - near_low), tl.abs(x - near_high)
-    sizes = (tl.abs(x) > bound).to(tl.int32) * 0x10000 + (x != 0.0).to(tl.int32)
+    size, lower, upper = tl.abs(x), tl.abs(x - near_low), tl.abs(x - near_high)
+    least, large = size, tl.minimum(tl.maximum(tl.fma(size, unit, offset), 0.0), 1.0)
     for i in tl.static_range(start + 1, stop):
         x = widen(planes[i])
-        lower, upper = tl.minimum(lower, tl.abs(x - near_low)), tl.minimum(upper, tl.abs(x - near_high))
-        sizes += (tl.abs(x) > bound).to(tl.int32) * 0x10000 + (x != 0.0).to(tl.int32)
+        size = tl.abs(x)
+        least = tl.minimum(least, size)
+        large += tl.minimum(tl.maximum(tl.fma(size, unit, offset), 0.0), 1.0)
+        if (i - start) % STEP == 0:
+            lower, upper = tl.minimum(lower, tl.abs(x - near_low)), tl.minimum(upper, tl.abs(x - near_high))
     lower = tl.min(tl.reshape(lower, (GROUPS, LANES)), axis=1)
     upper = tl.min(tl.reshape(upper, (GROUPS, LANES)), axis=1)
-    sizes = tl.sum(tl.reshape(sizes, (GROUPS, LANES)), axis=1)
+    zero = tl.min(tl.reshape(least, (GROUPS, LANES)), axis=1) == 0.0
+    large = tl.sum(tl.reshape(large, (GROUPS, LANES)), axis=1).to(tl.int32)
+    is_common = large * 2 > COUNT
+    if tl.min((is_common | ~zero).to(tl.int32), axis=0) == 0:
+        nonzero = tl.zeros((ROWS, W), tl.int32)
+        for i in tl.static_range(start, stop):
+            nonzero += (widen(planes[i]) != 0.0).to(tl.int32)
+        is_common = large * 2 > tl.sum(tl.reshape(nonzero, (GROUPS, LANES)), axis=1)
     within = maximum(lower, upper) < quarter - largest * _MARGIN
-    common = within & ((sizes >> 16) * 2 > (sizes & 0xFFFF)) & (largest > _SMALL)
-    is_missing = has_missing(low_key, high_key)
-    return is_missing | ((high > low) & ~common), (sizes & 0xFFFF) < LANES * (stop - start)
+    is_common = within & is_common & (largest > _SMALL)
+    return has_missing(low_key, high_key) | ((high > low) & ~is_common), zero
 
 
 @triton.jit
