@@ -21,8 +21,11 @@ def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, FLAGGED: tl.constexpr, UNEVEN: tl.constexpr):
-    """What codes (uint32) stand for, within +-largest; FLAGGED: groups may be. The last code of those stands for NaN."""
+def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr):
+    """What codes (uint32) stand for, within +-largest. FLAGGED: groups may be; then the last code stands for NaN.
+
+    If groups may be UNEVEN, flagged ones are.
+    """
     y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
     y = maximum(minimum(y, largest), -largest)
     if FLAGGED and UNEVEN:
@@ -34,14 +37,19 @@ def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, FLAGGED:
 
 
 @triton.jit
-def _decode_planes(
-    packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+def dequantize_blocks(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
-    RAGGED: tl.constexpr, FLAGGED: tl.constexpr, UNEVEN: tl.constexpr,
+    RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Decode the packed bytes of a tile, see `dequantize_tile`."""
+    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
+
+    FLAGGED: groups may be. ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, values are given
+    back as they were before `normalize_elements`, and `other` is added.
+    """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
+    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         offset = row * BLOCK + i * stride
@@ -51,7 +59,7 @@ def _decode_planes(
         elif i % PLANES == 0:
             group = group_of(first, offset, inner, groups, INNER)
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-        y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, FLAGGED, UNEVEN)
+        y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
         if PLACE:
             places_of = offset
             if RAGGED or PLACE < 8:
@@ -69,35 +77,38 @@ def _decode_planes(
 
 
 @triton.jit
-def dequantize_tile(
+def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
+    """Whether one of the next `count` groups is flagged."""
+    group = tl.arange(0, MOST)
+    scale = widen(tl.load(scale_ptr + group, mask=group < count, other=0.0))
+    return tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0
+
+
+@triton.jit
+def dequantize_whole_blocks(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
-    RAGGED: tl.constexpr, UNEVEN: tl.constexpr, ROWS: tl.constexpr,
+    UNEVEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
-
-    The last code of a flagged group stands for NaN; if groups may be UNEVEN, codes of flagged ones for `values`. ALIGNED:
-    a row of a whole block's plane lies in one group. With a PLACE, values are given back as they were before
-    `normalize_elements`, and `other` is added.
-    """
-    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    some_flagged = True
-    if UNEVEN and not RAGGED:
-        group = tl.arange(0, ROWS * BLOCK // INNER)
-        scale = widen(tl.load(scale_ptr + first // INNER + group, mask=group * INNER < limit * BLOCK, other=0.0))
-        some_flagged = tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0
-    if some_flagged:
-        _decode_planes(
-            packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups,
-            largest, mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED,
-            True, UNEVEN,
-        )  # fmt: skip
+    """The same for ROWS whole blocks; if one has an uneven group, a few blocks at a time, which takes few registers."""
+    some_uneven = False
+    if UNEVEN:
+        some_uneven = _some_flagged(scale_ptr + first // INNER, limit * (BLOCK // INNER), ROWS * BLOCK // INNER)
+    if some_uneven:
+        CHUNK: tl.constexpr = max(ROWS // 4, 1)
+        for start in range(0, limit, CHUNK):
+            dequantize_blocks(
+                codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr,
+                first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start,
+                inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+                BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=True,
+            )  # fmt: skip
     else:
-        _decode_planes(
-            packed, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups,
-            largest, mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED,
-            False, UNEVEN,
+        dequantize_blocks(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=not UNEVEN,
         )  # fmt: skip
 
 
@@ -114,15 +125,15 @@ def dequantize_kernel(
     """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
         first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
-        dequantize_tile(
+        dequantize_whole_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
-            inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, ROWS,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, UNEVEN, ROWS,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
-        dequantize_tile(
+        dequantize_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
-            inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, 1,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, FLAGGED=True,
         )  # fmt: skip

@@ -41,7 +41,7 @@ def map_levels_kernel(
     bucket = row // slots
     group = bucket % groups
     base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-    y = value_of(q, base, scale, flagged, largest, BIT_WIDTH, True, UNEVEN)
+    y = value_of(q, base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED=True)
     if ROUNDING == 1:
         y = widen(cast(y, tl.bfloat16))
     elif ROUNDING == 2:
