@@ -34,7 +34,7 @@ def reach(count, octave_bits: tl.constexpr):
 
 @triton.jit
 def _ends(x, inside):
-    """[G] least and largest value of elements inside, and those of the elements above the former and below the latter."""
+    """[G] least and largest value of elements inside, and those above the former and below the latter."""
     low, high = tl.min(tl.where(inside, x, _INFINITY), axis=1), tl.max(tl.where(inside, x, -_INFINITY), axis=1)
     second_low = tl.min(tl.where(inside & (x > low[:, None]), x, _INFINITY), axis=1)
     return low, high, second_low, tl.max(tl.where(inside & (x < high[:, None]), x, -_INFINITY), axis=1)
