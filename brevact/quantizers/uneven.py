@@ -22,7 +22,7 @@ SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 LINEAR = 8
 """Octave bits of evenly spaced levels: 256 of them lie in the first octave."""
 _STEP_UNIT = 1 << 20  # steps have four significant bits
-_SPECIAL = 0x7F800000
+_SPECIAL, _QUIET = 0x7F800000, 0x7FC00000
 
 
 def reach(count: Tensor, octave_bits: int) -> Tensor:
@@ -37,8 +37,8 @@ def reach(count: Tensor, octave_bits: int) -> Tensor:
 def is_uneven(x: Tensor) -> Tensor:
     """(R,) whether buckets take uneven levels.
 
-    They do if an element is not finite; if the range without the elements of the least or the largest value is at most
-    half of it; or if half of the elements that are not 0 are at most 1/32 of the largest magnitude.
+    They do if an element is not finite; if the range without the elements of the least or the largest value is less
+    than half of it; or if half of the elements that are not 0 are at most 1/32 of the largest magnitude.
     """
     finite = x.isfinite()
     low, high, second_low, second_high = _ends(x, finite)
@@ -46,20 +46,20 @@ def is_uneven(x: Tensor) -> Tensor:
     largest = torch.maximum(-low, high)
     small = (size <= (largest * 0.03125)[:, None]) & (size > 0)
     near = torch.minimum(high - second_low, second_high - low)
-    far = (near <= (high - low) * 0.5) | (small.sum(1) * 2 >= (size > 0).sum(1))
+    far = (near < (high - low) * 0.5) | (small.sum(1) * 2 >= (size > 0).sum(1))
     return ~finite.all(1) | ((high > low) & far)
 
 
 def _ends(x: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
     """(R,) least and largest finite value, and those of the elements above the former and below the latter."""
-    low, high = x.masked_fill(~finite, torch.inf).amin(1), x.masked_fill(~finite, -torch.inf).amax(1)
+    low, high = x.masked_fill(~finite, torch.inf).amin(1) + 0.0, x.masked_fill(~finite, -torch.inf).amax(1) + 0.0
     second_low = x.masked_fill(~finite | (x <= low[:, None]), torch.inf).amin(1)
     second_high = x.masked_fill(~finite | (x >= high[:, None]), -torch.inf).amax(1)
     return low, high, second_low, second_high
 
 
 def fit(x: Tensor, bit_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(R,) minimum (int32 bits) and scale (int16 bits) of buckets that are all uneven, and (R, I) which elements are far.
+    """Metadata of buckets as uneven ones: (R,) minimum (int32 bits), (R,) scale (int16 bits), (R, I) what is far.
 
     *Far* are the elements that are not finite, else those of the least value or of the largest, whichever leaves the
     smaller range. Of the forms below, in this order, the levels have the first whose gap at the median magnitude of the
@@ -151,24 +151,24 @@ def _offsets(low: Tensor, high: Tensor, most: int) -> tuple[Tensor, ...]:
 def _far_bits(x: Tensor, finite: Tensor, is_far: Tensor) -> Tensor:
     """(R,) int32: the far value in float32 with 16 significant bits; a pattern of an infinity or a NaN for others.
 
-    The 15 bits behind its exponent then are 0 for the largest float, 1 for infinity, 2 and up for `SENTINELS`, and
-    2^14 for NaN.
+    The 15 bits behind its exponent are then 0 for the largest float, and 2^14 (a quiet NaN) plus 0 for NaN, 1 for
+    infinity, 2 and up for `SENTINELS`.
     """
     missing = ~finite
     has_missing = missing.any(1)
-    value = torch.where(is_far & finite, x, -torch.inf).amax(1) + 0.0  # + 0.0 turns -0.0 into 0.0
+    value = torch.where(is_far & finite, x, -torch.inf).amax(1) + 0.0
     value = torch.where(has_missing | ~value.isfinite(), 0.0, value)
     bits = value.view(torch.int32)
     rounded = (bits + 0x7F + (bits >> 8 & 1)) & ~0xFF
     for place, sentinel in enumerate(SENTINELS):
-        rounded = torch.where(value.abs() == sentinel, (bits & -(2**31)) | _SPECIAL | 2 + place << 8, rounded)
+        rounded = torch.where(value.abs() == sentinel, (bits & -(2**31)) | _QUIET | 2 + place << 8, rounded)
     plus, minus = (((x == end) | ~missing).all(1) for end in (torch.inf, -torch.inf))
-    infinity = torch.where(plus, _SPECIAL | 1 << 8, (_SPECIAL | 1 << 8) - 2**31)
-    return torch.where(has_missing, torch.where(plus | minus, infinity, _SPECIAL | 1 << 22), rounded).to(torch.int32)
+    infinity = torch.where(plus, _QUIET | 1 << 8, (_QUIET | 1 << 8) - 2**31)
+    return torch.where(has_missing, torch.where(plus | minus, infinity, _QUIET), rounded).to(torch.int32)
 
 
 def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_width: int) -> Tensor:
-    """(R, I) float32 positions on the levels that `fit` gave: a code, and how far an element is on the way to the next."""
+    """(R, I) float32 positions on the levels that `fit` gave: a code, and the part of the way to the next one."""
     form, step, _ = _parts(minimum[:, None], scale[:, None])
     most = float((1 << bit_width) - 2)
     steps = x.abs() * (torch.ones_like(step) / step)
@@ -205,9 +205,8 @@ def _parts(minimum: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _far_value(far: Tensor, limit: float) -> Tensor:
     """The value of far bits."""
-    size, payload = far & 0x7FFFFFFF, far >> 8 & 0x7FFF
+    size = far & 0x7FFFFFFF
     value = torch.where(size > _SPECIAL, torch.nan, size.view(torch.float32).clamp(max=limit))
-    value = torch.where(size == _SPECIAL | 1 << 8, torch.inf, value)
-    for place, sentinel in enumerate(SENTINELS):
-        value = torch.where((size > _SPECIAL) & (payload == 2 + place), min(sentinel, limit), value)
+    for place, special in enumerate((torch.inf, *(min(sentinel, limit) for sentinel in SENTINELS)), 1):
+        value = torch.where(size == _QUIET | place << 8, special, value)
     return torch.where(far < 0, -value, value)

@@ -9,7 +9,7 @@ from brevact.triton_kernels.groups import has_missing, is_finite
 _LARGEST_NEAR = tl.constexpr(2.0**126)
 _SENTINELS = tl.constexpr((1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30))
 _STEP_UNIT = tl.constexpr(1 << 20)
-_SPECIAL, _SIGN = tl.constexpr(0x7F800000), tl.constexpr(-(2**31))
+_SPECIAL, _QUIET, _SIGN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000), tl.constexpr(-(2**31))
 _SMALLEST = tl.constexpr(2.0**-126)
 _MARGIN, _SMALL = tl.constexpr(2.0**-20), tl.constexpr(2.0**-90)
 _INFINITY = tl.constexpr(float("inf"))
@@ -49,7 +49,7 @@ def is_uneven(x, valid):
     nonzero = tl.sum((inside & (size > 0.0)).to(tl.int32), axis=1)
     small = tl.sum((inside & (size > 0.0) & (size <= (largest * 0.03125)[:, None])).to(tl.int32), axis=1)
     near = tl.minimum(high - second_low, second_high - low)
-    far = (near <= (high - low) * 0.5) | (small * 2 >= nonzero)
+    far = (near < (high - low) * 0.5) | (small * 2 >= nonzero)
     missing = tl.max((valid & ~is_finite(x)).to(tl.int32), axis=1)
     return (missing > 0) | ((high > low) & far)
 
@@ -212,10 +212,10 @@ def _far_bits(value, has_missing, plus, minus):
     bits = _bits(value)
     rounded = (bits + 0x7F + ((bits >> 8) & 1)) & ~0xFF
     for place in tl.static_range(8):
-        pattern = (bits & _SIGN) | (_SPECIAL | ((2 + place) << 8))
+        pattern = (bits & _SIGN) | (_QUIET | ((2 + place) << 8))
         rounded = tl.where(tl.abs(value) == _SENTINELS[place], pattern, rounded)
-    infinity = tl.where(plus, 0, _SIGN) | (_SPECIAL | (1 << 8))
-    return tl.where(has_missing, tl.where(plus | minus, infinity, _SPECIAL | (1 << 22)), rounded)
+    infinity = tl.where(plus, 0, _SIGN) | (_QUIET | (1 << 8))
+    return tl.where(has_missing, tl.where(plus | minus, infinity, _QUIET), rounded)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def _far_value(far, limit):
     """The value of far bits."""
     size = far & 0x7FFFFFFF
     value = tl.where(size > _SPECIAL, float("nan"), tl.minimum(_float(size), limit))
-    value = tl.where(size == _SPECIAL | (1 << 8), _INFINITY, value)
+    value = tl.where(size == _QUIET | (1 << 8), _INFINITY, value)
     for place in tl.static_range(8):
-        value = tl.where(size == _SPECIAL | ((2 + place) << 8), tl.minimum(_SENTINELS[place], limit), value)
+        value = tl.where(size == _QUIET | ((2 + place) << 8), tl.minimum(_SENTINELS[place], limit), value)
     return tl.where(far < 0, -value, value)
