@@ -7,29 +7,46 @@ from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum,
 from brevact.triton_kernels.groups import group_of, is_flagged
 from brevact.triton_kernels.normalize import denormalize_elements
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+from brevact.triton_kernels.uneven import values
 
 
 @triton.jit
 def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
-    """Value of code 0, step, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
+    """Stored minimum and scale, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
     scale = widen(tl.load(scale_ptr, mask=valid))
-    base, step, flagged = widen(tl.load(minimum_ptr, mask=valid)), tl.abs(scale), is_flagged(scale)
+    base, flagged = widen(tl.load(minimum_ptr, mask=valid)), is_flagged(scale)
     if BIT_WIDTH == 1:
-        base = tl.where(flagged, base + step * 0.5, base)
-    return base, step, flagged
+        base = tl.where(flagged, base + tl.abs(scale) * 0.5, base)
+    return base, scale, flagged
 
 
 @triton.jit
-def dequantize_tile(
+def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr):
+    """What codes (uint32) stand for, within +-largest. FLAGGED: groups may be; then the last code stands for NaN.
+
+    If groups may be UNEVEN, flagged ones are.
+    """
+    y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
+    y = maximum(minimum(y, largest), -largest)
+    if FLAGGED and UNEVEN:
+        own = values(q, base.to(tl.int32, bitcast=True), scale, largest, BIT_WIDTH)
+        y = tl.where(flagged, own, y)
+    elif FLAGGED:
+        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+    return y
+
+
+@triton.jit
+def dequantize_blocks(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
-    RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
 
-    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a
-    PLACE, values are given back as they were before `normalize_elements`, and `other` is added.
+    FLAGGED: groups may be. ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, values are given
+    back as they were before `normalize_elements`, and `other` is added.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
@@ -38,14 +55,11 @@ def dequantize_tile(
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
             group = group_of(first, offset + column, inner, groups, INNER)
-            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         elif i % PLANES == 0:
             group = group_of(first, offset, inner, groups, INNER)
-            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-        q = unpack_code(packed, i, BIT_WIDTH)
-        y = base + step * float_of_code(q, BIT_WIDTH)
-        y = maximum(minimum(y, largest), -largest)
-        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+        y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
         if PLACE:
             places_of = offset
             if RAGGED or PLACE < 8:
@@ -62,6 +76,42 @@ def dequantize_tile(
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
+@triton.jit
+def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
+    """Whether one of the next `count` groups is flagged."""
+    group = tl.arange(0, MOST)
+    scale = widen(tl.load(scale_ptr + group, mask=group < count, other=0.0))
+    return tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0
+
+
+@triton.jit
+def dequantize_whole_blocks(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    UNEVEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same for ROWS whole blocks; if one has an uneven group, a few blocks at a time, which takes few registers."""
+    some_uneven = False
+    if UNEVEN:
+        some_uneven = _some_flagged(scale_ptr + first // INNER, limit * (BLOCK // INNER), ROWS * BLOCK // INNER)
+    if some_uneven:
+        CHUNK: tl.constexpr = max(ROWS // 4, 1)
+        for start in range(0, limit, CHUNK):
+            dequantize_blocks(
+                codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr,
+                first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start,
+                inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+                BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=True,
+            )  # fmt: skip
+    else:
+        dequantize_blocks(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=not UNEVEN,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
@@ -70,20 +120,20 @@ def dequantize_kernel(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
-    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
         first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
-        dequantize_tile(
+        dequantize_whole_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
-            inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=False,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, UNEVEN, ROWS,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
-        dequantize_tile(
+        dequantize_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
-            inner, groups, largest,
-            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=True,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, FLAGGED=True,
         )  # fmt: skip

@@ -18,7 +18,10 @@ from brevact.triton_kernels.groups import (
 from brevact.triton_kernels.normalize import normalize_elements, normalize_planes
 from brevact.triton_kernels.philox import column_words, element_bits, shifts
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
+from brevact.triton_kernels.uneven import fit, inverse_of, is_uneven, may_be_uneven, positions
 
+_UNEVEN_TILE = tl.constexpr(2048)
+"""Elements of whole blocks that are quantized at a time where a bucket may be uneven."""
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
 
@@ -39,20 +42,27 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 
 
 @triton.jit
-def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _positions(
+    x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, MISSING: tl.constexpr = True
+):  # fmt: skip
     """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
 
-    In groups whose inverse has its sign bit set the last level stands for what is not finite.
+    In groups whose inverse has its sign bit set the last level stands for what is not finite. Where nothing is MISSING,
+    all is finite and valid.
     """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
-    x, flagged = widen(x), is_flagged(inverse)
-    base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
-    t = tl.maximum((x - base) * tl.abs(inverse), 0.0)
-    t = tl.minimum(t, tl.where(flagged, TOP - 1.0, TOP))
+    x, flagged, most = widen(x), is_flagged(inverse), TOP
+    if MISSING:
+        base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
+        inverse = tl.abs(inverse)
+        most = tl.where(flagged, TOP - 1.0, TOP)
+    t = tl.minimum(tl.maximum((x - base) * inverse, 0.0), most)
     if BIT_WIDTH > 16 or (BIT_WIDTH > 5 and STOCHASTIC):  # see `reference.positions_of_zeros`
         whole = ((t.to(tl.int32, bitcast=True) + 0x80) & -256).to(tl.float32, bitcast=True)
         t = tl.where(x == 0.0, whole, t)
-    return tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
+    if MISSING:
+        t = tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
+    return t
 
 
 @triton.jit
@@ -127,11 +137,13 @@ def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GRO
 @triton.jit
 def quantize_whole_blocks(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
+
+    If groups may be uneven, blocks with one that seems to be are written again, by `quantize_blocks`.
 
     Args:
         x_ptr: Elements.
@@ -150,6 +162,7 @@ def quantize_whole_blocks(
         BIT_WIDTH: Bits a code.
         STOCHASTIC: Rounding.
         DITHERED: Whether groups may shift their levels; then STOCHASTIC as well.
+        UNEVEN: Whether groups may be uneven; then INNER is at most BLOCK.
         INNER: Elements of a group, at most ROWS * BLOCK.
         BLOCK: Elements of a block.
         ROWS: Blocks of a tile.
@@ -172,13 +185,17 @@ def quantize_whole_blocks(
         )  # fmt: skip
     words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
-    codes = ()
+    codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
     for start in tl.static_range(0, 8, PLANES):
         low_Q, high_Q = _range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
         missing_Q = has_missing(low_Q, high_Q)
-        if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
-            low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-        zero_Q = _zeros_in_planes(planes, start, start + PLANES, GROUPS, LANES)
+        if UNEVEN:
+            may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W)
+            uneven_Q |= may_Q.to(tl.int32)
+        else:
+            if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
+                low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
+            zero_Q = _zeros_in_planes(planes, start, start + PLANES, GROUPS, LANES)
         base_Q, scale_Q, inverse_Q = calibrate(
             low_Q, high_Q, missing_Q, zero_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
         )
@@ -189,7 +206,7 @@ def quantize_whole_blocks(
         if DITHERED:
             spread_Q, halves_Q = tl.zeros((GROUPS,), tl.int32), tl.zeros((GROUPS,), tl.int32)
             for i in tl.static_range(start, start + PLANES):
-                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC))
+                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN))
                 spread_Q += tl.sum(tl.reshape(part * (256 - part), (GROUPS, LANES)), axis=1)
                 halves_Q += tl.sum(tl.reshape(_halves(part), (GROUPS, LANES)), axis=1)
             shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
@@ -199,24 +216,45 @@ def quantize_whole_blocks(
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
         store_metadata(minimum_ptr + group, base_Q, q_row < rows)
         for i in tl.static_range(start, start + PLANES):
-            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC)
+            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
             if DITHERED:
                 t = _closest_shifted(t, shift, BIT_WIDTH)
             codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
+    if UNEVEN:
+        if tl.max(uneven_Q, axis=0) > 0:
+            CHUNK: tl.constexpr = min(max(_UNEVEN_TILE // BLOCK, 1), ROWS)  # rows
+            for row_0 in range(0, rows, CHUNK):
+                if tl.max(tl.where(q_row // CHUNK * CHUNK == row_0, uneven_Q, 0), axis=0) > 0:
+                    tl.debug_barrier()  # behind the stores above
+                    quantize_blocks(
+                        x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span,
+                        run, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
+                        BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK,
+                        CHUNK * BLOCK // INNER, INNER, W, CHUNK, PLACE, RAGGED=False,
+                    )  # fmt: skip
 
 
 @triton.jit
-def quantize_ragged_block(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
-):  # fmt: skip
-    """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
+def gathered(values, index):
+    """Values of a 1-D tensor at the places of a 2-D one."""
+    found = tl.gather(values, tl.reshape(index, (index.shape[0] * index.shape[1],)), 0)
+    return tl.reshape(found, index.shape)
 
-    Arguments are those of `quantize_whole_blocks` but for the block's first element (int64), the count of its elements
-    (int32, at most BLOCK), INNER, which is any divisor of BLOCK, and what is rounded up to powers of two: GROUPS_2 for
-    BLOCK // INNER, INNER_2 for INNER, COLUMNS_2 for BLOCK // 8.
+
+@triton.jit
+def quantize_blocks(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Range, round and pack blocks of whole groups, of any size. The second read of x comes from the cache.
+
+    Arguments are those of `quantize_whole_blocks` but for the blocks' first element (int64), the count of their
+    elements (int32; of whole blocks, if there are several), INNER, which is any divisor of BLOCK, and what is rounded
+    up to powers of two: GROUPS_2 for ROWS * BLOCK // INNER, INNER_2 for INNER, COLUMNS_2 for BLOCK // 8.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
@@ -232,7 +270,7 @@ def quantize_ragged_block(
         BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
     )  # fmt: skip
     group = tl.arange(0, GROUPS_2)
-    stored_G, shift_G = base_G, scale_G
+    stored_G, shift_G, far_G, some_uneven = base_G, scale_G, scale_G, False
     if DITHERED:
         part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC))
         spread_G = tl.sum(tl.where(valid, part * (256 - part), 0), axis=1)
@@ -241,28 +279,47 @@ def quantize_ragged_block(
         shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
         shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G) & ~zero_G, shift_G, float("nan"))
         stored_G = shifted_minimum(base_G, scale_G, shift_G)
+    if UNEVEN:  # then the inverse has its sign bit set, and the minimum is the base
+        uneven_G = is_uneven(x_GI, valid)
+        some_uneven = tl.max(uneven_G.to(tl.int32), axis=0) > 0
+        if some_uneven:
+            minimum_G, scale_bits_G, step_G, own_far_G = fit(x_GI, valid, BIT_WIDTH)
+            stored_G = tl.where(uneven_G, minimum_G.to(tl.float32, bitcast=True), stored_G)
+            base_G = tl.where(uneven_G, minimum_G.to(tl.float32, bitcast=True), base_G)
+            scale_G = tl.where(uneven_G, (scale_bits_G << 16).to(tl.float32, bitcast=True), scale_G)
+            inverse_G = tl.where(uneven_G, -inverse_of(step_G), inverse_G)
+            shift_G = tl.where(uneven_G, float("nan"), shift_G)
+            far_G = own_far_G
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)
-    row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
-    column, columns = index[None, :], (count + 7) // 8
-    planes = load_planes(x_ptr + first, row, column, columns, count, BLOCK, RAGGED=True)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS_2)[None, :]
+    if RAGGED:
+        columns, limit = (count + 7) // 8, count
+    else:
+        columns, limit = BLOCK // 8, count // BLOCK
+    planes = load_planes(x_ptr + first, row, column, columns, limit, BLOCK, RAGGED)
     if PLACE:
         planes = normalize_planes(
-            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, columns, count,
-            BLOCK, PLACE, RAGGED=True,
+            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, columns, limit,
+            BLOCK, PLACE, RAGGED,
         )  # fmt: skip
     words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     codes = ()
     for i in tl.static_range(8):
-        group = tl.minimum((i * columns + index) // INNER, GROUPS_2 - 1)
-        base, inverse = tl.gather(base_G, group, 0)[None, :], tl.gather(inverse_G, group, 0)[None, :]
-        valid = element_mask(i, row, column, columns, count, RAGGED=True)
+        group = tl.minimum((row * BLOCK + i * columns + column) // INNER, GROUPS_2 - 1)
+        base, inverse = gathered(base_G, group), gathered(inverse_G, group)
+        valid = element_mask(i, row, column, columns, limit, RAGGED)
         t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
         if DITHERED:
-            t = _closest_shifted(t, tl.gather(shift_G, group, 0)[None, :], BIT_WIDTH)
+            t = _closest_shifted(t, gathered(shift_G, group), BIT_WIDTH)
+        if UNEVEN:
+            if some_uneven:
+                form, far = base.to(tl.int32, bitcast=True), gathered(far_G, group)
+                own = positions(widen(planes[i]), form, tl.abs(inverse), far, BIT_WIDTH)
+                t = tl.where(valid & is_flagged(inverse), own, t)
         codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     out_ptr = codes_ptr + first // 8 * BIT_WIDTH
-    store_codes(out_ptr, codes, row, column, columns, count, BLOCK, BIT_WIDTH, RAGGED=True)
+    store_codes(out_ptr, codes, row, column, columns, limit, BLOCK, BIT_WIDTH, RAGGED)
 
 
 @triton.jit(
@@ -271,7 +328,7 @@ def quantize_ragged_block(
 )
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -284,15 +341,16 @@ def quantize_kernel(
         quantize_whole_blocks(
             x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
             mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-            BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, ROWS, PLACE,
+            BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, ROWS, PLACE,
         )  # fmt: skip
     if INNER <= BLOCK:  # longer groups come in whole blocks
         first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
         if count > 0:
-            quantize_ragged_block(
+            quantize_blocks(
                 x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
                 mean_ptr, factor_ptr, outer, places, span, run, first, count,
-                BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, PLACE,
+                BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, 1, PLACE,
+                RAGGED=True,
             )  # fmt: skip
 
 

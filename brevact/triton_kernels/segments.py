@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
-from brevact.triton_kernels.dequantize import load_grid
-from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
+from brevact.triton_kernels.dequantize import load_grid, value_of
+from brevact.triton_kernels.floats import cast, maximum, minimum, widen
 from brevact.triton_kernels.launch import TENSOR, Program, parts_of, tiling
 from brevact.triton_kernels.normalize import LARGEST_RUN, NO_STATISTICS
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
@@ -28,7 +28,7 @@ _ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def map_levels_kernel(
     scale_ptr, minimum_ptr, table_ptr, entries, inner, run, slots, last, groups, largest,
     mean_ptr, factor_ptr, outer, places, span, place_run,
-    BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Values of TILE codes behind the affine map of their segments.
 
@@ -40,10 +40,8 @@ def map_levels_kernel(
     q, row = (entry % (1 << BIT_WIDTH)).to(tl.uint32), entry >> BIT_WIDTH
     bucket = row // slots
     group = bucket % groups
-    base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-    y = base + step * float_of_code(q, BIT_WIDTH)
-    y = maximum(minimum(y, largest), -largest)
-    y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+    base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+    y = value_of(q, base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED=True)
     if ROUNDING == 1:
         y = widen(cast(y, tl.bfloat16))
     elif ROUNDING == 2:
@@ -137,6 +135,7 @@ def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segment
     entries, last = segments.rows << geometry.bit_width, max(geometry.numel - 1, 0) // segments.run
     sizes = (entries, segments.inner, segments.run, segments.slots, last, geometry.groups, torch.finfo(dtype).max)
     constants = {"BIT_WIDTH": geometry.bit_width, "ROUNDING": _ROUNDINGS[dtype], "TILE": LEVELS_TILE}
+    constants["UNEVEN"] = plan.uneven
     _, minimum, scale = parts_of(plan)
     arguments = (scale, minimum, TENSOR, *sizes, TENSOR, TENSOR, *(NO_STATISTICS[2:] if place is None else place))
     return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), arguments, constants)

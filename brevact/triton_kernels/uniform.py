@@ -101,6 +101,7 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "COLUMNS_2": tiles.columns,
         "PLACE": flags,
         "DITHERED": plan.dithered,
+        "UNEVEN": plan.uneven,
         "BIT_WIDTH": geometry.bit_width,
         "STOCHASTIC": stochastic,
     }
@@ -178,6 +179,7 @@ def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Pro
         "INNER": geometry.inner if one_pass(geometry) else 0,
         "ALIGNED": rows_in_groups(geometry),
         "PLACE": 0 if place is None else place_flags(place, geometry.numel, geometry.block_size // 8),
+        "UNEVEN": plan.uneven,
     }
     codes, minimum, scale = parts_of(plan)
     largest = torch.finfo(dtype if place is None else torch.float32).max

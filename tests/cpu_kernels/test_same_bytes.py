@@ -12,6 +12,7 @@ from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.crosses import taking_turns
 from tests.quantizers.same_values import assert_same_values
 from tests.quantizers.subjects import takes_rounding
+from tests.quantizers.uneven_cases import UNEVEN_CASES, uneven_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
@@ -142,6 +143,12 @@ def test_quantize_bytes_of_extreme_values(dtype, scale_dtype, minimum_dtype):
                 _assert_same_bytes(quantizer, x)
                 for row in x:
                     _assert_same_bytes(quantizer, row)
+
+
+@pytest.mark.parametrize("bit_width, bucket_size, rounding, dtype", UNEVEN_CASES, ids=str)
+def test_quantize_bytes_of_uneven_buckets(bit_width: int, bucket_size: int, rounding: Rounding, dtype: torch.dtype):
+    quantizer = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size, rounding=rounding)
+    _assert_same_bytes(quantizer, uneven_values(bucket_size, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,6 +11,7 @@ import torch
 
 from brevact.quantizers import Rounding, UniformQuantizer
 from tests.crosses import taking_turns
+from tests.quantizers.uneven_cases import UNEVEN_CASES, uneven_values
 from tests.triton_kernels.checks import check_quantizer
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
@@ -37,6 +38,12 @@ def test_quantize_bytes_beside_zeros(bit_width: int, rounding: Rounding, dtype: 
     scale_dtype = torch.float32 if bit_width in (6, 24) else torch.bfloat16
     metadata = {"minimum_dtype": minimum_dtype, "scale_dtype": scale_dtype}
     check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding, **metadata), x.to(dtype), multiply=False)
+
+
+@pytest.mark.parametrize("bit_width, bucket_size, rounding, dtype", UNEVEN_CASES, ids=str)
+def test_quantize_bytes_of_uneven_buckets(bit_width: int, bucket_size: int, rounding: Rounding, dtype: torch.dtype):
+    quantizer = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size, rounding=rounding)
+    check_quantizer(quantizer, uneven_values(bucket_size, dtype), multiply=rounding is Rounding.NEAREST)
 
 
 @pytest.mark.parametrize("bit_width", [2, 24])
