@@ -5,7 +5,9 @@ f' to it would not be unbiased, since f' is not linear. Functions whose derivati
 saves anyway (exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 
 Where the input is packed in enough bits, its own derivative and the output derive from it (``derived``): that bias,
-f''' Var / 2, is small then, and one tensor is stored in place of two or three.
+f''' Var / 2, is small then, and one tensor is stored in place of two or three. Of a sigmoid or a hyperbolic tangent the
+output is packed in place of an input that nothing is known of: in the saturated one a step may be wider than the slope.
+The derivative, y (1 - y) or 1 - y^2, has the bias of the variance of one copy.
 """
 
 from __future__ import annotations
@@ -58,12 +60,21 @@ class _Smooth(Saving):
         input: Tensor,
         inplace: bool,
     ) -> Tensor:
+        ctx.stride, ctx.order = input.stride(), order
+        by_output = _BY_OUTPUT.get(derivative) if _packs_output(region, input) else None
+        if by_output is not None:
+            out = call(input)
+            own = region.keep(out)
+            save(ctx, keep_smooth(Slope(by_output), own, out) or own)
+            if inplace:
+                region.register(out, own, is_dirty=True)
+                ctx.mark_dirty(input)
+            return out
         source = None if value is None else keep_source(region, input)
         kept = None if source is None else keep_smooth(Slope(derivative), source, input)
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
         save(ctx, kept)
-        ctx.stride, ctx.order = input.stride(), order
         out = call(input)
         if source is not None and value is not None:
             derive(region, out, value, ((input, source),), is_curved=True, is_dirty=inplace)
@@ -184,6 +195,13 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
     return lambda input, inplace=False: derivative
 
 
+def _packs_output(region: Keeper, input: Tensor) -> bool:
+    """Return whether a function of whose output its derivative is one packs that: nothing is known of its input."""
+    settings = region.settings
+    is_large = bool(settings.derives_curved and input.numel() >= settings.min_numel)
+    return is_large and region.find_kept(input) is None
+
+
 def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
@@ -200,12 +218,14 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 
 
 def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
+    """Run torch's own function, whose gradient reads its output: packed, or a function of an input that is known.
 
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
+    if _packs_output(region, input):
+        return region.hooks.run_torch_function(function, input, keep=region.keep)
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
@@ -230,6 +250,19 @@ def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Cal
     return handle
 
 
+def _sigmoid_slope(one: Tensor, x: Tensor) -> Tensor:
+    return aten.sigmoid_backward(one, torch.sigmoid(x))
+
+
+def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
+    return aten.tanh_backward(one, torch.tanh(x))
+
+
+#: Derivatives as functions of the output, (ones, y) -> f'(x).
+_BY_OUTPUT: dict[Derivative, Derivative] = {
+    _sigmoid_slope: aten.sigmoid_backward.default,
+    _tanh_slope: aten.tanh_backward.default,
+}
 _TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
@@ -253,8 +286,8 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     aten.silu_backward.default: (F.silu,),
     aten.hardswish_backward.default: (F.hardswish,),
     aten.mish_backward.default: (F.mish,),
-    lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)): everywhere("sigmoid", "expit"),
-    lambda one, x: aten.tanh_backward(one, torch.tanh(x)): everywhere("tanh"),
+    _sigmoid_slope: everywhere("sigmoid", "expit"),
+    _tanh_slope: everywhere("tanh"),
     lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
     lambda one, x: (x.square() + 1).reciprocal(): (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
     lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
