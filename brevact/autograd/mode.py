@@ -133,8 +133,11 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        with region.hooks.suspended:
-            result = func(*args, **kwargs)
+        if any_tracked(tensors) and not region.settings.double_backward:
+            result = region.hooks.run_exactly(func, args, kwargs)
+        else:
+            with region.hooks.suspended:
+                result = func(*args, **kwargs)
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES

@@ -1,7 +1,9 @@
-"""Rectifiers by whose output torch takes their gradient: a mask stands for it, until another op keeps it as it is.
+"""What stands for a tensor until another op keeps that as it is: masks of rectifiers, and packed copies.
 
 The gradient of a ReLU reads where its output is positive, which is one bit an element. Where the next layer keeps that
-output anyway, the mask would come on top of it: it is given up for the tensor.
+output anyway, the mask would come on top of it: it is given up for the tensor. So is what hooks have packed of a tensor
+that a divisor or a logarithm needs exactly: of an exponential that is divided by, the gradient multiplies its error by
+a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.storages import is_tracked, note_held
 from brevact.autograd.store import keep_mask
 
-#: Attribute of the storage of an output that refers to the holder of its mask.
-_MASKED = "_brevact_masked"
+#: Attribute of the storage of a tensor that refers to the holders of what stands for it.
+_OFFERED = "_brevact_stand_ins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +62,40 @@ def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
-def offer_mask(out: Tensor, stored: SavedByHook) -> None:
-    """Attach to an output the object that holds its mask."""
-    entry = weakref.ref(stored), out._version, out.dtype, (out.shape, out.stride(), out.storage_offset())
-    out.untyped_storage().__dict__[_MASKED] = entry
+def offer(x: Tensor, stored: SavedByHook) -> None:
+    """Attach to a tensor the object that holds what stands for it."""
+    if x.is_inference() or x.layout is not torch.strided:
+        return
+    entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset())
+    known = x.untyped_storage().__dict__
+    known[_OFFERED] = [each for each in known.get(_OFFERED, ()) if each[0]() is not None] + [entry]
 
 
-def give_up_mask(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-    """Let a rectifier, of whose output ``x``, or a view of it, is kept as it is, keep that as well, and no mask.
+def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
+    """Keep the tensors for which others stand, of which ``x`` or a view of it is kept as it is, and not these.
 
     ``outer`` are the hooks around the region.
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
     known = x.untyped_storage().__dict__
-    entry = known.get(_MASKED)
-    if entry is None:
-        return
-    reference, version, dtype, place = entry
-    stored = reference()
-    if stored is None or version != x._version or dtype is not x.dtype:
-        return
-    del known[_MASKED]
-    out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
-    if storage_report.recorders:
-        storage_report.withdraw(stored.handles)
-        storage_report.report_saved(((out,), AS_IT_IS), storage_report.EXACT_POLICY)
-    stored.fill(((out,), AS_IT_IS), outer)
+    for entry in known.pop(_OFFERED, ()):
+        reference, version, dtype, place = entry
+        stored = reference()
+        if stored is None or version != x._version or dtype is not x.dtype:
+            continue
+        out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
+        if storage_report.recorders:
+            storage_report.withdraw(stored.handles)
+            storage_report.report_saved(((out,), AS_IT_IS), storage_report.EXACT_POLICY)
+        stored.fill(((out,), AS_IT_IS), outer)
+
+
+def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
+    """Keep a tensor as it is for an op that needs it exactly, and for the others that save it."""
+    stored = SavedByHook()
+    stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
+    if is_tracked(x):
+        give_up(x, outer)
+        note_held(x, stored)
+    return stored

@@ -11,6 +11,8 @@ from torch import Tensor, UntypedStorage
 T = TypeVar("T", Tensor, UntypedStorage)
 
 
+#: Attribute of a storage that refers to the object by which an op keeps it as it is, with the version.
+_HELD = "_brevact_held"
 _version_of = operator.attrgetter("_version")
 
 
@@ -39,6 +41,18 @@ def any_tracked(tensors: list[Tensor]) -> bool:
     except (NotImplementedError, RuntimeError):  # one without storage
         return any(map(is_tracked, tensors))
     return False
+
+
+def note_held(x: Tensor, holder: Any) -> None:
+    """Note that an op that needs ``x`` exactly keeps it as it is, as long as the holder lives."""
+    if not x.is_inference():
+        x.untyped_storage().__dict__[_HELD] = weakref.ref(holder), x._version
+
+
+def is_held(x: Tensor) -> bool:
+    """Return whether an op that needs ``x``, or other elements of its storage, exactly keeps that as it is."""
+    found = x.untyped_storage().__dict__.get(_HELD)
+    return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
