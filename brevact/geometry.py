@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ DEFAULT_BLOCK = 512
 LARGEST_BLOCK = 4096
 SMALLEST_GAP = 2.0**-126
 """Smallest normal float32: two levels that are closer count as one, so that the inverse of a gap stays finite."""
+
+_DEFAULT_METADATA = torch.bfloat16, torch.float32
 
 MOST_DIMS = 4
 """Dimensions of a tensor that kernels read by its strides."""
@@ -192,6 +195,16 @@ class UniformPlan:
     minimum_at: int
     scale_at: int
     dithered: bool = False
+
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether groups that hold far values or tails have levels of their own, see `quantizers.uneven`.
+
+        Those of 8 elements and more that lie in a block each, of 2 to 8 bits, with the default metadata.
+        """
+        size, dtypes = self.geometry.inner, (self.scale_dtype, self.minimum_dtype)
+        in_blocks = self.geometry.one_run and self.geometry.block_size % size == 0
+        return in_blocks and size >= 8 and 2 <= self.geometry.bit_width <= 8 and dtypes == _DEFAULT_METADATA
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the codes, the (G,) minima and the (G,) scales.

@@ -20,6 +20,7 @@ from brevact.cpu_kernels.groups import (
     NUMEL,
     ROWS,
     SCALE_KIND,
+    UNEVEN,
     any_flagged,
     in_one_run,
     is_flagged,
@@ -45,6 +46,7 @@ from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, words_o
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
 from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
 from brevact.cpu_kernels.teams import share
+from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.geometry import Place, UniformPlan
 
 
@@ -63,9 +65,13 @@ def decoded(q, m, s, top, limit):
 
 
 @inlined
-def _decode_segment(q, count, m, s, top, limit):
-    """Replace codes by their values, in place."""
-    if is_plain(m, s, top, limit):
+def _decode_segment(q, count, m, s, top, limit, levels, table):
+    """Replace codes by their values, in place; the levels have room for those of an uneven group."""
+    if load(table, UNEVEN) != 0 and is_flagged(s):
+        uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
+        for e in range(count):
+            store(q, e, load(levels, np.int64(load(q, e))))
+    elif is_plain(m, s, top, limit):
         for e in range(count):
             store(q, e, m + s * load(q, e))
     else:
@@ -74,11 +80,13 @@ def _decode_segment(q, count, m, s, top, limit):
 
 
 @inlined
-def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, values):
+def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, levels, table, values):
     """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
     mask = np.uint32((1 << bit_width) - 1)
     top = np.float32(mask)
-    plain = is_plain(m, s, top, limit)
+    plain, uneven = is_plain(m, s, top, limit), load(table, UNEVEN) != 0 and is_flagged(s)
+    if uneven:
+        uneven_levels(m, s, bit_width, limit, levels)
     for i in range(first, last):
         shift = np.uint32((i & 3) * bit_width)
         plane = advance(values, i * columns)
@@ -86,6 +94,9 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
         if plain:
             for j in range(columns):
                 store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
+        elif uneven:
+            for j in range(columns):
+                store(plane, j, load(levels, np.int64(np.uint32(load(words, j) >> shift) & mask)))
         else:
             for j in range(columns):
                 q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
@@ -107,7 +118,7 @@ def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
 
 
 @inlined
-def _decode_segments(q, first, count, scale, minimum, limit, flagged, table):
+def _decode_segments(q, first, count, scale, minimum, limit, flagged, levels, table):
     """Replace the float32 codes of elements first to first + count by their values, in place.
 
     The limit is the largest finite value of the result's type. Without ``flagged`` no group of one element is flagged.
@@ -124,7 +135,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, flagged, table):
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
-            _decode_segment(advance(q, e), run, m, s, top, limit)
+            _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
         e += run
 
 
@@ -170,7 +181,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
     last_limit = limit_of(FLOAT16) if kind == FLOAT16 else np.float32(np.inf)
     groups = load(table, GROUPS)  # looked through once, unless there are more than elements
     flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
-    scratch, wide = f32_scratch(block), u32_scratch(block)
+    scratch, wide, levels = f32_scratch(block), u32_scratch(block), f32_scratch(256)
     mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     low, high, bits = u32_scratch(block // 8), u32_scratch(block // 8), u8_scratch(BITS)
     for index in range(start, stop):
@@ -187,7 +198,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             planes = 8 if whole else max(inner // columns, 1)
             for i in range(0, 8, planes):
                 m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
-                _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, values)
+                _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, levels, table, values)
                 group += 1
         else:
             if bit_width == 8:
@@ -197,7 +208,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
                 bytes_to_codes(packed, columns, bit_width, wide)
                 for e in range(8 * columns):
                     store(values, e, np.float32(np.int32(load(wide, e))))
-            _decode_segments(values, first, count, scale, minimum, limit, flagged, table)
+            _decode_segments(values, first, count, scale, minimum, limit, flagged, levels, table)
         if norm_at:
             denormalize_elements(values, first, count, norm_at, mean_of, scale_of, last_limit)
             if other:

@@ -24,10 +24,10 @@ from brevact.cpu_kernels.memory import (
     u16_at,
 )
 
-NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, ROWS = range(11)
+NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, ROWS, UNEVEN = range(12)
 """Fields of the table. FUSED: every group is one run inside one block. ROUNDING: see below. ROWS: address of int64
 indices, or 0 for a whole tensor: the elements are some groups of a tensor, its rows, group g being row ROWS[g] of INNER
-elements there."""
+elements there. UNEVEN: see `UniformPlan.uneven`."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
 """Kinds of rounding; groups of tensors that are dithered lie in blocks."""

@@ -22,6 +22,7 @@ from brevact.cpu_kernels.groups import (
     ROUNDING,
     SCALE_KIND,
     STOCHASTIC,
+    UNEVEN,
     any_flagged,
     calibrate,
     calibrate_groups,
@@ -57,6 +58,7 @@ from brevact.cpu_kernels.ranges import range_keys
 from brevact.cpu_kernels.rounding import is_spread, round_narrow, round_wide, shift_to_levels
 from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
 from brevact.cpu_kernels.teams import share
+from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends
 from brevact.geometry import Place, UniformPlan
 
 
@@ -150,7 +152,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
     fused, dithered = load(table, FUSED) != 0, load(table, ROUNDING) == DITHERED
-    stochastic = load(table, ROUNDING) == STOCHASTIC
+    stochastic, uneven = load(table, ROUNDING) == STOCHASTIC, load(table, UNEVEN) != 0
     k0, k1 = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
@@ -158,7 +160,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    low, high = u32_scratch(columns), u32_scratch(columns)
+    low, high, histogram = u32_scratch(columns), u32_scratch(columns), u32_scratch(256)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -177,6 +179,19 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 flagged = not is_finite_range(low_key, high_key)
                 if flagged:
                     low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+                if uneven:
+                    low_end, high_end = canonical(low_key), canonical(high_key)
+                    second_low, second_high, takes = HIGHEST_KEY, LOWEST_KEY, flagged
+                    if not flagged:
+                        second_low, second_high, takes = second_ends(advance(x, e), run, low_end, high_end)
+                    if takes:
+                        stochastic = stochastic or dithered
+                        quantize_uneven(
+                            advance(x, e), run, low_end, high_end, second_low, second_high, flagged,
+                            bit_width, (first + e) // inner, scale, minimum, histogram, advance(steps, e),
+                        )  # fmt: skip
+                        e += run
+                        continue
                 zero = zero_in_range(advance(x, e), run, low_key, high_key)
                 m, s = calibrate(low_key, high_key, flagged, zero, (first + e) // inner, scale, minimum, table)
                 at = advance(steps, e)

@@ -33,6 +33,8 @@ from brevact.cpu_kernels.groups import (
     MINIMUM_KIND,
     NUMEL,
     SCALE_KIND,
+    UNEVEN,
+    is_flagged,
     read_metadata,
 )
 from brevact.cpu_kernels.memory import (
@@ -53,6 +55,7 @@ from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.tables import uniform_table
 from brevact.cpu_kernels.teams import share
+from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.geometry import Place, Segments, UniformPlan
 
 SEGMENT_INNER, SEGMENT_RUN, SLOTS = range(3)
@@ -95,7 +98,9 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):
         m, s = read_metadata(minimum, minimum_kind, bucket % groups), read_metadata(scale, scale_kind, bucket % groups)
-        if is_plain(m, s, top, limit):
+        if load(table, UNEVEN) != 0 and is_flagged(s):
+            uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
+        elif is_plain(m, s, top, limit):
             for q in range(REGISTER):
                 store(levels, q, m + s * np.float32(np.int32(q)))
         else:

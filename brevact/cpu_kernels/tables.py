@@ -30,11 +30,12 @@ class GroupTable:
         scale_dtype: torch.dtype = torch.float32,
         minimum_dtype: torch.dtype = torch.float32,
         rows: int = 0,
+        uneven: bool = False,
     ) -> None:
         self.geometry = geometry
         self.blocks = -(-geometry.numel // geometry.block_size)
         self.fused = geometry.one_run and geometry.block_size % geometry.inner == 0
-        table = np.empty(11, dtype=np.int64)
+        table = np.empty(12, dtype=np.int64)
         table[groups.NUMEL] = geometry.numel
         table[groups.BIT_WIDTH] = geometry.bit_width
         table[groups.BLOCK] = geometry.block_size
@@ -46,6 +47,7 @@ class GroupTable:
         table[groups.MINIMUM_KIND] = KINDS[minimum_dtype]
         table[groups.KIND] = KINDS[dtype]
         table[groups.ROWS] = rows
+        table[groups.UNEVEN] = uneven
         self.table = table  # owns the memory at the address
         self.address = table.ctypes.data
 
@@ -65,7 +67,7 @@ def table_of(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False, rows
     """
     at_random = groups.DITHERED if plan.dithered else groups.STOCHASTIC
     rounding = at_random if has_seed else groups.NEAREST
-    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows)
+    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows, plan.uneven)
 
 
 #: The same table for each tensor of these sizes; not where it names rows, whose memory lives no longer than a call.

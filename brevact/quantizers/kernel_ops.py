@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, MapBlocks, Place, Segments, UniformPlan
-from brevact.quantizers import reference
+from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.philox import ROUNDS, philox4x32
 from brevact.quantizers.reference import (
@@ -144,6 +144,7 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     shift = None
     if plan.dithered and key is not None:
         shift = _shifts(flat, geometry, minimum, scale, key).masked_fill(has_zero, float("nan"))
+    own_steps = _uneven_positions(flat, plan, minimum, scale, shift) if plan.uneven else None
     for start, values in ((plan.minimum_at, _shifted(minimum, scale, shift)), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw
@@ -154,6 +155,8 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
         if shift is not None:
             u = shift[group]
             steps = torch.where(u.isnan(), steps, (steps + u).clamp(0.0, float(top)).round())
+        if own_steps is not None:
+            steps = torch.where(own_steps[start:stop] < 0, steps, own_steps[start:stop])
         bits = None if key is None else element_bits(start, stop, columns, key)
         chunk = round_codes(steps, bits).clamp(max=top)
         pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, buffer)
@@ -181,6 +184,29 @@ def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, ke
         sums.index_add_(1, group, torch.stack(counts))
     is_shifted = spreads(*sums) & ~torch.signbit(scale)
     return shifts(key, geometry.groups).masked_fill(~is_shifted, float("nan"))
+
+
+def _uneven_positions(flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """Write the metadata of uneven groups, and return (n,) positions of their elements, -1 for others."""
+    steps, inner, bit_width = (
+        torch.full_like(flat, -1.0, dtype=torch.float32),
+        plan.geometry.inner,
+        plan.geometry.bit_width,
+    )
+    whole = flat.numel() // inner * inner
+    for start, stop in ((0, whole), (whole, flat.numel())):
+        if start == stop:
+            continue
+        groups, rows = slice(start // inner, -(-stop // inner)), flat[start:stop].view(-1, min(inner, stop - start))
+        chosen = uneven.is_uneven(rows.float()).nonzero()[:, 0]
+        x = rows[chosen].float()
+        own_minimum, own_scale, is_far = uneven.fit(x, bit_width)
+        steps[start:stop].view_as(rows)[chosen] = uneven.positions(x, own_minimum, own_scale, is_far, bit_width)
+        minimum.view(torch.int32)[groups][chosen] = own_minimum
+        scale.view(torch.int16)[groups][chosen] = own_scale
+        if shift is not None:
+            shift[groups][chosen] = float("nan")
+    return steps
 
 
 def _shifted(minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
@@ -223,6 +249,9 @@ def _decoded(q: Tensor, group: Tensor, buffer: Tensor, plan: UniformPlan, dtype:
         base = torch.where(flagged, base + step * 0.5, base)
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     y = (base + step * q.float()).clamp(-limit, limit)
+    if plan.uneven:
+        parts = minimum.view(torch.int32)[group], scale.view(torch.int16)[group]
+        return torch.where(flagged, uneven.values(q, *parts, plan.geometry.bit_width, limit), y).to(dtype)
     return y.masked_fill(flagged & (q == top), float("nan")).to(dtype)
 
 

@@ -1,0 +1,263 @@
+"""Levels of buckets whose range a few values take; the arithmetic of `quantizers.uneven`, a bucket at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.groups import HIGHEST_KEY, LOWEST_KEY, is_finite, key_of
+from brevact.cpu_kernels.memory import (
+    bits_of,
+    f32_at,
+    float_of,
+    inlined,
+    load,
+    store,
+    u16_at,
+)
+
+_LARGEST_NEAR, _SMALLEST_STEP = np.float32(2.0**126), np.int32(1 << 23)
+_ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
+_SPECIAL, _QUIET, _SIGN = np.int32(0x7F800000), np.int32(0x7FC00000), np.int32(-(2**31))
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+@inlined
+def float_of_key(key):
+    return float_of(key_of(key))
+
+
+@inlined
+def canonical(key):
+    """Key of `value + 0.0`, which is that of 0.0 for -0.0."""
+    return np.int32(0) if key == np.int32(-1) else key
+
+
+@inlined
+def second_ends(x, count, low, high):
+    """Keys of the least value above `low` and of the largest below `high`, and whether the bucket is uneven.
+
+    Elements are finite, and the keys of ends are those of `value + 0.0`.
+    """
+    bottom, ceiling = float_of_key(low), float_of_key(high)
+    limit = bits_of(max(-bottom, ceiling) * np.float32(0.03125))
+    second_low, second_high, small, others = HIGHEST_KEY, LOWEST_KEY, np.int32(0), np.int32(0)
+    for e in range(count):
+        bits = bits_of(load(x, e) + _ZERO)
+        key, size = key_of(bits), np.int32(bits & _MAGNITUDE)
+        second_low = min(second_low, key if key > low else HIGHEST_KEY)
+        second_high = max(second_high, key if key < high else LOWEST_KEY)
+        others = np.int32(others + np.int32(1 if size > np.int32(0) else 0))
+        small = np.int32(small + np.int32(1 if size > np.int32(0) and size <= limit else 0))
+    near = min(ceiling - float_of_key(second_low), float_of_key(second_high) - bottom)
+    tails = np.int32(small + small) >= others
+    return second_low, second_high, low < high and (tails or near <= (ceiling - bottom) * np.float32(0.5))
+
+
+@inlined
+def _reach(count, octave_bits):
+    """Value of a level in steps; see `quantizers.uneven.reach`."""
+    one = np.int64(octave_bits + 127) << 23
+    return float_of(np.int32((np.int64(count) << (23 - octave_bits)) + one)) - float_of(np.int32(one))
+
+
+@inlined
+def _rounded_up(step):
+    bits = np.int32(np.int32(bits_of(step) + np.int32((1 << 20) - 1)) & np.int32(-(1 << 20)))
+    return float_of(max(bits, _SMALLEST_STEP))
+
+
+@inlined
+def _covering(below, above, zero, most, octave_bits):
+    low = below / _reach(zero, octave_bits) if below > _ZERO else _ZERO
+    return max(low, above / _reach(most - zero, octave_bits) if above > _ZERO else _ZERO)
+
+
+@inlined
+def _octaves(low, high, most, octave_bits, middle):
+    """Form, step and gap at the median magnitude; see `quantizers.uneven`."""
+    below, above = max(-low, _ZERO), max(high, _ZERO)
+    zero = np.int64(0)
+    for place in range(8):
+        tried = zero | (np.int64(128) >> place)
+        if tried < most and _reach(tried, octave_bits) * above <= _reach(most - tried, octave_bits) * below:
+            zero = tried
+    step, next_step = _covering(below, above, zero, most, octave_bits), _INFINITY
+    next_step = _covering(below, above, zero + 1, most, octave_bits)
+    if next_step < step:
+        zero, step = zero + 1, next_step
+    step = _rounded_up(step)
+    octave = np.int64(bits_of(middle * (_ONE / step) + float_of(np.int32((octave_bits + 127) << 23)))) >> 23
+    gap = step * float_of(np.int32((octave - octave_bits) << 23))
+    return min(octave_bits, np.int64(7)) << 8 | zero, step, gap
+
+
+@inlined
+def _median_magnitude(x, count, far, has_missing, histogram):
+    """See `quantizers.uneven`; the histogram has 256 words."""
+    for e in range(256):
+        store(histogram, e, np.uint32(0))
+    total = np.int64(0)
+    for e in range(count):
+        v = load(x, e)
+        if v != _ZERO and (is_finite(v) if has_missing else v != far):
+            exponent = np.int32(np.int32(bits_of(v) & _MAGNITUDE) >> np.int32(23))
+            store(histogram, exponent, np.uint32(load(histogram, exponent) + np.uint32(1)))
+            total += 1
+    if total == 0:
+        return _ZERO
+    found, above = np.int64(255), np.int64(load(histogram, 255))
+    while above * 2 < total:
+        found -= 1
+        above += np.int64(load(histogram, found))
+    return float_of(np.int32(found << 23 | np.int64(1 << 22)))
+
+
+@inlined
+def _sentinel(place):
+    """See `quantizers.uneven.SENTINELS`."""
+    first = np.float32(1e7) if place == 0 else np.float32(1e8) if place == 1 else np.float32(1e9)
+    second = np.float32(1e10) if place == 3 else np.float32(1e12) if place == 4 else np.float32(1e15)
+    last = np.float32(1e20) if place == 6 else np.float32(1e30)
+    return first if place < 3 else second if place < 6 else last
+
+
+@inlined
+def _far_bits(x, count, far, has_missing):
+    """See `quantizers.uneven`."""
+    if has_missing:
+        plus, minus = True, True
+        for e in range(count):
+            v = load(x, e)
+            plus, minus = plus and (is_finite(v) or v == _INFINITY), minus and (is_finite(v) or v == -_INFINITY)
+        return (
+            np.int32(_QUIET | np.int32(1 << 8))
+            if plus
+            else np.int32(np.int32(_QUIET | np.int32(1 << 8)) | _SIGN)
+            if minus
+            else _QUIET
+        )
+    bits = bits_of(far)
+    rounded = np.int32(
+        np.int32(bits + np.int32(0x7F) + np.int32(np.int32(bits >> np.int32(8)) & np.int32(1))) & np.int32(-256)
+    )
+    for place in range(8):
+        if abs(far) == _sentinel(place):
+            rounded = np.int32(np.int32(bits & _SIGN) | np.int32(_QUIET | np.int32((2 + place) << 8)))
+    return rounded
+
+
+@inlined
+def quantize_uneven(
+    x, count, low, high, second_low, second_high, has_missing, bit_width, group, scale, minimum, histogram, steps
+):
+    """Store the metadata of an uneven bucket, and the positions of its elements on its levels.
+
+    Args:
+        x: Elements, float32.
+        count: Their number.
+        low: Key of the least finite value.
+        high: Key of the largest.
+        second_low: See `second_ends`; unused with missing elements.
+        second_high: Likewise.
+        has_missing: Whether elements are not finite.
+        bit_width: Bits a code.
+        group: Index of the bucket.
+        scale: Address of the scales, bfloat16.
+        minimum: Address of the minima, float32.
+        histogram: 256 words of scratch.
+        steps: Positions, written.
+    """
+    far = _ZERO
+    if not has_missing:
+        bottom, ceiling = float_of_key(low), float_of_key(high)
+        if ceiling - float_of_key(second_low) <= float_of_key(second_high) - bottom:
+            far, low = bottom, second_low
+        else:
+            far, high = ceiling, second_high
+    lowest, highest = _ZERO, _ZERO
+    if low <= high:
+        lowest = min(max(float_of_key(low), -_LARGEST_NEAR), _LARGEST_NEAR)
+        highest = min(max(float_of_key(high), -_LARGEST_NEAR), _LARGEST_NEAR)
+    most = (np.int64(1) << bit_width) - 2
+    middle = _median_magnitude(x, count, far, has_missing, histogram)
+
+    form, step, gap = _octaves(lowest, highest, most, np.int64(8), middle)
+    # even levels beside zero
+    exponent = np.int32(bits_of(max(abs(lowest), abs(highest))) & _SPECIAL)
+    offset_step = float_of(max(np.int32(exponent - np.int32(9 << 23)), _SMALLEST_STEP))
+    offset_step = _rounded_up(max((highest - lowest) / np.float32(most - 1), offset_step))
+    first = np.int64(np.floor(lowest / offset_step))
+    offset_gap = offset_step if lowest > _ZERO or highest < _ZERO else _INFINITY
+    smallest = min(gap, offset_gap)
+    if bit_width >= 4:
+        wide_form, wide_step, wide_gap = _octaves(lowest, highest, most, bit_width - 3, middle)
+        widest_form, widest_step, widest_gap = _octaves(lowest, highest, most, bit_width - 4, middle)
+        smallest = min(smallest, min(wide_gap, widest_gap))
+    if gap > smallest * np.float32(2.0):
+        if offset_gap <= smallest * np.float32(2.0):
+            form, step = np.int64(0x800) | ((first + 1024) & 0x7FF), offset_step
+        elif wide_gap <= smallest * np.float32(2.0):
+            form, step = wide_form, wide_step
+        else:
+            form, step = widest_form, widest_step
+
+    bits = _far_bits(x, count, far, has_missing)
+    store(f32_at(minimum), group, float_of(np.int32(np.int32(bits & np.int32(-4096)) | np.int32(form))))
+    word = np.int32(np.int32(bits_of(step) >> np.int32(16)) & np.int32(0x7FF0)) | np.int32(
+        np.int32(bits >> np.int32(8)) & np.int32(0xF)
+    )
+    store(u16_at(scale), group, np.uint16(np.int32(np.int32(word) | np.int32(0x8000))))
+
+    inverse, top = _ONE / step, np.float32(most)
+    if form >= 0x800:
+        shift = np.float32(first)
+        for e in range(count):
+            t = max(load(x, e) * inverse - shift, _ZERO)
+            store(steps, e, t if t < top else top)
+    else:
+        octave_bits = np.int64(8) if form >> 8 == 7 else form >> 8
+        zero = np.float32(form & 0xFF)
+        one = np.int32((octave_bits + 127) << 23)
+        start, unit = float_of(one), float_of(np.int32((octave_bits + 104) << 23))
+        for e in range(count):
+            v = load(x, e)
+            reached = np.float32(np.int32(bits_of(abs(v) * inverse + start) - one)) * unit
+            t = max(zero - reached if bits_of(v) < np.int32(0) else zero + reached, _ZERO)
+            store(steps, e, t if t < top else top)
+    for e in range(count):
+        v = load(x, e)
+        is_far = not is_finite(v) if has_missing else v == far
+        store(steps, e, top + _ONE if is_far else load(steps, e))
+
+
+@inlined
+def uneven_levels(m, s, bit_width, limit, levels):
+    """Write what codes stand for, within the limit of a type unless it is infinite; see `quantizers.uneven.values`."""
+    top = np.int64((1 << bit_width) - 1)
+    for q in range(top + 1):
+        store(levels, q, _value(q, m, s, top, limit))
+
+
+@inlined
+def _value(q, m, s, top, limit):
+    form, word = np.int32(bits_of(m) & np.int32(0xFFF)), np.int32(bits_of(s) >> np.int32(16))
+    if q == top:
+        far = np.int32(np.int32(bits_of(m) & np.int32(-4096)) | np.int32(np.int32(word & np.int32(0xF)) << np.int32(8)))
+        size = np.int32(far & _MAGNITUDE)
+        value = np.float32(np.nan) if size > _SPECIAL else min(float_of(size), limit)
+        if size == np.int32(_QUIET | np.int32(1 << 8)):
+            value = _INFINITY
+        for place in range(8):
+            if size == np.int32(_QUIET | np.int32((2 + place) << 8)):
+                value = min(_sentinel(place), limit)
+        return -value if far < np.int32(0) else value
+    step = float_of(np.int32(np.int32(word & np.int32(0x7FF0)) << np.int32(16)))
+    if form >= np.int32(0x800):
+        y = np.float32(np.int32(q + np.int64(form & np.int32(0x7FF)) - 1024)) * step
+    else:
+        octave_bits = np.int64(8) if form >> 8 == 7 else np.int64(form >> 8)
+        count = np.int64(q) - np.int64(form & np.int32(0xFF))
+        size_of = _reach(abs(count), octave_bits) * step
+        y = -size_of if count < 0 else size_of
+    y = limit if y > limit else y
+    return -limit if y < -limit else y
