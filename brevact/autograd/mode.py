@@ -26,6 +26,7 @@ from brevact.autograd.ops.base import is_activation, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import label_of
+from brevact.autograd.rectified import offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
@@ -200,6 +201,8 @@ def _track(
         return
     # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
+    if row.kind in (Kind.SUM, Kind.BILINEAR):
+        offer_again(func, args, kwargs, result)
     if is_new and known_values.is_marked(result):
         return
     if row.kind is Kind.MOVE:

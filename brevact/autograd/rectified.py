@@ -3,20 +3,24 @@
 The gradient of a ReLU reads where its output is positive, which is one bit an element. Where the next layer keeps that
 output anyway, the mask would come on top of it: it is given up for the tensor. So is what hooks have packed of a tensor
 that a divisor or a logarithm needs exactly: of an exponential that is divided by, the gradient multiplies its error by
-a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so.
+a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so. A sum
+or a product with a number stands for the tensor, too.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
+from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.storages import is_tracked, note_held
 from brevact.autograd.store import keep_mask
@@ -62,13 +66,45 @@ def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
-def offer(x: Tensor, stored: SavedByHook) -> None:
-    """Attach to a tensor the object that holds what stands for it."""
+class _Inverse(NamedTuple):
+    """Gives a tensor back from its sum or product with a number."""
+
+    function: Callable[..., Tensor]
+    number: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x, self.number)
+
+
+_INVERSES: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
+    **dict.fromkeys(("sub", "__sub__"), torch.add),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), torch.div),
+    **dict.fromkeys(("div", "__truediv__"), torch.mul),
+}
+
+
+def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -> None:
+    """Attach to a tensor the object that holds what stands for it, or for what these functions make of it."""
     if x.is_inference() or x.layout is not torch.strided:
         return
-    entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset())
+    entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
     known = x.untyped_storage().__dict__
     known[_OFFERED] = [each for each in known.get(_OFFERED, ()) if each[0]() is not None] + [entry]
+
+
+def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
+    """Let the sum or the product of a tensor and a number stand for that tensor."""
+    x, number = args if len(args) == 2 and not kwargs else (None, None)
+    inverse = _INVERSES.get(func.__name__)
+    if inverse is None or not isinstance(x, Tensor) or not isinstance(number, int | float) or out.dtype is not x.dtype:
+        return
+    if out is x or not math.isfinite(number) or (number == 0 and inverse in (torch.div, torch.mul)):
+        return
+    for reference, version, _, (shape, stride, _), inverses in x.untyped_storage().__dict__.get(_OFFERED, ()):
+        stored = reference()
+        if stored is not None and version == x._version and (shape, stride) == (out.shape, out.stride()):
+            offer(out, stored, (_Inverse(inverse, number), *inverses))
 
 
 def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
@@ -80,15 +116,20 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
         return
     known = x.untyped_storage().__dict__
     for entry in known.pop(_OFFERED, ()):
-        reference, version, dtype, place = entry
+        reference, version, dtype, place, inverses = entry
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:
             continue
         out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
+        kept: Saved | None = (out,), AS_IT_IS
+        for inverse in inverses:
+            kept = kept and function_of(inverse, (kept,), out)
+        if kept is None:
+            continue
         if storage_report.recorders:
             storage_report.withdraw(stored.handles)
-            storage_report.report_saved(((out,), AS_IT_IS), storage_report.EXACT_POLICY)
-        stored.fill(((out,), AS_IT_IS), outer)
+            storage_report.report_saved(kept, storage_report.EXACT_POLICY)
+        stored.fill(kept, outer)
 
 
 def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:

@@ -75,7 +75,32 @@ LIMITS: dict[str, tuple[set[str], str]] = {
 MAY_ROUND = {func for op in ROWS if op.saves is not None for func in op.functions}
 MUST_NOT_ROUND = {func for op in ROWS if op.must_not_round for func in op.functions}
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
-CURVED = {"sigmoid", "tanh"}
+#: Ops whose gradient is curved in a packed tensor, or multiplies it by what grows with its values.
+CURVED = {
+    *(
+        "sigmoid",
+        "tanh",
+        "atan",
+        "asinh",
+        "erf",
+        "erfc",
+        "exp",
+        "expm1",
+        "sinh",
+        "mul",
+        "bmm",
+        "softmax",
+        "linalg.norm",
+    ),
+    *(f"nn.functional.{name}" for name in ("silu", "gelu", "elu", "selu", "hardswish", "glu", "logsigmoid", "mish")),
+    *(f"nn.functional.{name}" for name in ("softsign", "tanhshrink")),
+}
+#: Largest biases of others than 2 %, as docs/limits.md has them: of heavy tails, and of one value of 512 or a mask.
+WIDE_LIMITS = {
+    **dict.fromkeys((f"nn.functional.{name}" for name in ("silu", "gelu", "elu", "celu", "glu", "mish")), (0.1, 0.02)),
+    "nn.functional.hardswish": (0.1, 0.04),  # whose derivative has jumps
+    "nn.functional.softplus": (0.25, 0.2),  # of the sample, whose threshold is a jump
+}
 by_name = {"ids": name_of}
 
 
@@ -190,9 +215,10 @@ def wide_biases(op: Any, values: tuple[str | float, ...]) -> dict[str | float, f
 
 
 def check_wide(op: Any) -> None:
-    """Check that ops are unbiased, or as docs/limits.md says, below 2 %."""
+    """Check that ops are unbiased, or biased by less than 2 % or what docs/limits.md says."""
+    of_tails, of_few = WIDE_LIMITS.get(op.name, (0.02, 0.02))
     biases = wide_biases(op, WIDE)
-    assert {values: bias for values, bias in biases.items() if bias > 0.02} == {}
+    assert {each: bias for each, bias in biases.items() if bias > (of_tails if each == "Student" else of_few)} == {}
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.name in CURVED], **by_name)

@@ -258,10 +258,25 @@ def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
     return aten.tanh_backward(one, torch.tanh(x))
 
 
+def _atan_slope(one: Tensor, x: Tensor) -> Tensor:
+    return (x.square() + 1).reciprocal()
+
+
+def _asinh_slope(one: Tensor, x: Tensor) -> Tensor:
+    return (x.square() + 1).rsqrt()
+
+
+def _erf_slope(one: Tensor, x: Tensor) -> Tensor:
+    return x.square().neg().exp() * (2 / math.sqrt(math.pi))
+
+
 #: Derivatives as functions of the output, (ones, y) -> f'(x).
 _BY_OUTPUT: dict[Derivative, Derivative] = {
     _sigmoid_slope: aten.sigmoid_backward.default,
     _tanh_slope: aten.tanh_backward.default,
+    _atan_slope: lambda one, y: y.cos().square(),
+    _asinh_slope: lambda one, y: y.cosh().reciprocal(),
+    _erf_slope: lambda one, y: _erf_slope(one, y.clamp(-1, 1).erfinv()),
 }
 _TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
@@ -286,11 +301,11 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     aten.silu_backward.default: (F.silu,),
     aten.hardswish_backward.default: (F.hardswish,),
     aten.mish_backward.default: (F.mish,),
+    lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
     _sigmoid_slope: everywhere("sigmoid", "expit"),
     _tanh_slope: everywhere("tanh"),
-    lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
-    lambda one, x: (x.square() + 1).reciprocal(): (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
-    lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+    _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
 }
 #: As well, of functions whose gradient torch lays out as the output's.
 _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
@@ -299,7 +314,7 @@ _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
 }
 #: As well, of functions of which torch multiplies the derivative by the gradient.
 _BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
-    lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
+    _erf_slope: (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
 }
@@ -311,17 +326,32 @@ _STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
     lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
+#: Functions whose derivative has a jump or a narrow peak, of which a step of the input is a large part.
+_SHARP = frozenset((F.selu, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
 STORED = Stored(
-    "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
+    "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
+_BOUNDED = Stored(
+    "Sigmoid, Tanh, atan, asinh, erf",
+    "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
+    "bias Var of one packed copy, or Var f'' / 2",
+)
+_TABLES = {Order.GRAD_FIRST: _DERIVATIVES, Order.GRAD_ALONE: _LIKE_GRAD, Order.DERIVATIVE_FIRST: _BEFORE_GRAD}
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 OPS = (
-    *(_op(funcs, _handler(rule)) for rule, funcs in _RULES.items()),
-    *(_op(funcs, _handler(_fixed(slope))) for slope, funcs in _DERIVATIVES.items()),
-    *(_op(funcs, _handler(_fixed(slope), order=Order.GRAD_ALONE)) for slope, funcs in _LIKE_GRAD.items()),
-    *(_op(funcs, _handler(_fixed(slope), order=Order.DERIVATIVE_FIRST)) for slope, funcs in _BEFORE_GRAD.items()),
+    *(_op(funcs, _handler(rule, is_gentle=funcs[0] not in _SHARP)) for rule, funcs in _RULES.items()),
+    *(
+        Op(
+            funcs,
+            _handler(_fixed(slope), is_gentle=funcs[0] not in _SHARP, order=order),
+            _BOUNDED if slope in _BY_OUTPUT else STORED,
+            is_bit_exact=False,
+        )
+        for order, table in _TABLES.items()
+        for slope, funcs in table.items()
+    ),
     *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
