@@ -22,11 +22,8 @@ from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
-from brevact.autograd.storages import is_tracked, note_held
+from brevact.autograd.storages import OFFERED, is_tracked, note_held
 from brevact.autograd.store import keep_mask
-
-#: Attribute of the storage of a tensor that refers to the holders of what stands for it.
-_OFFERED = "_brevact_stand_ins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -
         return
     entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
     known = x.untyped_storage().__dict__
-    known[_OFFERED] = [each for each in known.get(_OFFERED, ()) if each[0]() is not None] + [entry]
+    known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
 
 
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -101,7 +98,7 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
         return
     if out is x or not math.isfinite(number) or (number == 0 and inverse in (torch.div, torch.mul)):
         return
-    for reference, version, _, (shape, stride, _), inverses in x.untyped_storage().__dict__.get(_OFFERED, ()):
+    for reference, version, _, (shape, stride, _), inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
         stored = reference()
         if stored is not None and version == x._version and (shape, stride) == (out.shape, out.stride()):
             offer(out, stored, (_Inverse(inverse, number), *inverses))
@@ -115,7 +112,7 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
     if x.is_inference() or x.layout is not torch.strided:
         return
     known = x.untyped_storage().__dict__
-    for entry in known.pop(_OFFERED, ()):
+    for entry in known.pop(OFFERED, ()):
         reference, version, dtype, place, inverses = entry
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:

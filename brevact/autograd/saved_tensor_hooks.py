@@ -85,14 +85,15 @@ class SavedTensorHooks(HookStack):
         kept: Saved | None = None,
         keep: Callable[[Tensor], Saved] | None = None,
         mask_of: Callable[[Tensor], Tensor] | None = None,
+        offers: bool = False,
     ) -> Tensor:
         """Run a function of torch that saves its input or its output, and save ``kept`` in place of that tensor.
 
-        In place of ``kept``, ``keep`` packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor
-        until another op packs that.
+        If it ``offers`` that, it is given up where another op keeps the tensor as it is. In place of ``kept``, ``keep``
+        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that.
         """
         try:
-            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of)
+            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers)
             out = function(input)
         finally:
             self._packer = None
@@ -214,11 +215,15 @@ class SavedTensorHooks(HookStack):
         kept: Saved | None,
         keep: Callable[[Tensor], Saved] | None,
         mask_of: Callable[[Tensor], Tensor] | None,
+        offers: bool,
         x: Tensor,
     ) -> _Packed:
         """Pack the tensor that torch's own function saves: its input, or its output."""
         if kept is not None:
-            return self._hand_on(kept)
+            packed = self._hand_on(kept)
+            if offers and isinstance(packed, SavedByHook):
+                offer(x, packed)
+            return packed
         if mask_of is not None:
             stored = SavedByHook()
             with self.suspended:

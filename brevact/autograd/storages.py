@@ -8,11 +8,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor, UntypedStorage
 
+from brevact.quantizers import is_traced
+
 T = TypeVar("T", Tensor, UntypedStorage)
 
 
 #: Attribute of a storage that refers to the object by which an op keeps it as it is, with the version.
 _HELD = "_brevact_held"
+#: Of one that refers to the objects that hold what stands for its tensors until an op keeps these as they are.
+OFFERED = "_brevact_stand_ins"
 _version_of = operator.attrgetter("_version")
 
 
@@ -41,6 +45,11 @@ def any_tracked(tensors: list[Tensor]) -> bool:
     except (NotImplementedError, RuntimeError):  # one without storage
         return any(map(is_tracked, tensors))
     return False
+
+
+def is_offered(x: Tensor) -> bool:
+    """Return whether an op keeps a stand-in for ``x``, such as a packed copy, which it gives up."""
+    return not is_traced(x) and OFFERED in x.untyped_storage().__dict__
 
 
 def note_held(x: Tensor, holder: Any) -> None:

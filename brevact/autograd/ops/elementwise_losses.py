@@ -293,7 +293,8 @@ def _gaussian_nll_loss(
         or region.settings.leaves_ops_to_torch
     ):
         return NotImplemented
-    if region.torch_runner(input, target, var) is None or reduction not in ("none", "mean", "sum"):
+    is_cast = any(x.dtype is not torch.float32 for x in (input, target, var))  # by autocast
+    if (is_cast and region.torch_runner(input, target, var) is None) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if not (var.detach() >= eps).all():
         return NotImplemented  # torch raises an error, or bounds them
