@@ -52,7 +52,8 @@ class TorchRunner(Protocol):
         """Run a function that saves its input or its output, and save ``kept`` in place of that tensor.
 
         If it ``offers`` that, it is given up where another op keeps the tensor as it is. In place of ``kept``, ``keep``
-        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that. Without any of them the hooks decide, as for a function that saves nothing.
+        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that.
+        Without any of them the hooks decide, as for a function that saves nothing.
         """
         ...
 
