@@ -50,7 +50,7 @@ def second_ends(x, count, low, high):
         small = np.int32(small + np.int32(1 if size > np.int32(0) and size <= limit else 0))
     near = min(ceiling - float_of_key(second_low), float_of_key(second_high) - bottom)
     tails = np.int32(small + small) >= others
-    return second_low, second_high, low < high and (tails or near <= (ceiling - bottom) * np.float32(0.5))
+    return second_low, second_high, low < high and (tails or near < (ceiling - bottom) * np.float32(0.5))
 
 
 @inlined
@@ -203,10 +203,9 @@ def quantize_uneven(
 
     bits = _far_bits(x, count, far, has_missing)
     store(f32_at(minimum), group, float_of(np.int32(np.int32(bits & np.int32(-4096)) | np.int32(form))))
-    word = np.int32(np.int32(bits_of(step) >> np.int32(16)) & np.int32(0x7FF0)) | np.int32(
-        np.int32(bits >> np.int32(8)) & np.int32(0xF)
-    )
-    store(u16_at(scale), group, np.uint16(np.int32(np.int32(word) | np.int32(0x8000))))
+    word = np.int32(np.int32(np.int32(bits_of(step) >> np.int32(16)) & np.int32(0x7FF0)) | np.int32(0x8000))
+    word = np.int32(word | np.int32(np.int32(bits >> np.int32(8)) & np.int32(0xF)))
+    store(u16_at(scale), group, np.uint16(word))
 
     inverse, top = _ONE / step, np.float32(most)
     if form >= 0x800:

@@ -188,24 +188,22 @@ def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, ke
 
 def _uneven_positions(flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     """Write the metadata of uneven groups, and return (n,) positions of their elements, -1 for others."""
-    steps, inner, bit_width = (
-        torch.full_like(flat, -1.0, dtype=torch.float32),
-        plan.geometry.inner,
-        plan.geometry.bit_width,
-    )
-    whole = flat.numel() // inner * inner
+    inner, bit_width = plan.geometry.inner, plan.geometry.bit_width
+    steps, whole = torch.empty_like(flat, dtype=torch.float32), flat.numel() // inner * inner
     for start, stop in ((0, whole), (whole, flat.numel())):
         if start == stop:
             continue
-        groups, rows = slice(start // inner, -(-stop // inner)), flat[start:stop].view(-1, min(inner, stop - start))
-        chosen = uneven.is_uneven(rows.float()).nonzero()[:, 0]
-        x = rows[chosen].float()
-        own_minimum, own_scale, is_far = uneven.fit(x, bit_width)
-        steps[start:stop].view_as(rows)[chosen] = uneven.positions(x, own_minimum, own_scale, is_far, bit_width)
-        minimum.view(torch.int32)[groups][chosen] = own_minimum
-        scale.view(torch.int16)[groups][chosen] = own_scale
+        groups, x = (
+            slice(start // inner, -(-stop // inner)),
+            flat[start:stop].view(-1, min(inner, stop - start)).float(),
+        )
+        takes, (own_minimum, own_scale, is_far) = uneven.is_uneven(x), uneven.fit(x, bit_width)
+        own_steps = uneven.positions(x, own_minimum, own_scale, is_far, bit_width)
+        steps[start:stop] = torch.where(takes[:, None], own_steps, -1.0).flatten()
+        for stored, own in ((minimum.view(torch.int32), own_minimum), (scale.view(torch.int16), own_scale)):
+            stored[groups] = torch.where(takes, own, stored[groups])
         if shift is not None:
-            shift[groups][chosen] = float("nan")
+            shift[groups] = shift[groups].masked_fill(takes, float("nan"))
     return steps
 
 

@@ -37,8 +37,8 @@ def reach(count: Tensor, octave_bits: int) -> Tensor:
 def is_uneven(x: Tensor) -> Tensor:
     """(R,) whether buckets take uneven levels.
 
-    They do if an element is not finite; if the range without the elements of the least or the largest value is at most
-    half of it; or if half of the elements that are not 0 are at most 1/32 of the largest magnitude.
+    They do if an element is not finite; if the range without the elements of the least or the largest value is less
+    than half of it; or if half of the elements that are not 0 are at most 1/32 of the largest magnitude.
     """
     finite = x.isfinite()
     low, high, second_low, second_high = _ends(x, finite)
@@ -46,7 +46,7 @@ def is_uneven(x: Tensor) -> Tensor:
     largest = torch.maximum(-low, high)
     small = (size <= (largest * 0.03125)[:, None]) & (size > 0)
     near = torch.minimum(high - second_low, second_high - low)
-    far = (near <= (high - low) * 0.5) | (small.sum(1) * 2 >= (size > 0).sum(1))
+    far = (near < (high - low) * 0.5) | (small.sum(1) * 2 >= (size > 0).sum(1))
     return ~finite.all(1) | ((high > low) & far)
 
 
@@ -59,7 +59,7 @@ def _ends(x: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
 
 
 def fit(x: Tensor, bit_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(R,) minimum (int32 bits) and scale (int16 bits) of buckets that are all uneven, and (R, I) which elements are far.
+    """Metadata of buckets as uneven ones: (R,) minimum (int32 bits), (R,) scale (int16 bits), (R, I) what is far.
 
     *Far* are the elements that are not finite, else those of the least value or of the largest, whichever leaves the
     smaller range. Of the forms below, in this order, the levels have the first whose gap at the median magnitude of the
@@ -140,7 +140,8 @@ def _offsets(low: Tensor, high: Tensor, most: int) -> tuple[Tensor, ...]:
     """Form, step and gap of even levels (q + K) * s; K has 11 bits, for which s is at least 2^-9 of the largest."""
     largest = torch.maximum(low.abs(), high.abs())
     exponent = largest.view(torch.int32) & _SPECIAL
-    step = torch.maximum((high - low) / (most - 1.0), (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
+    even = (high - low) / torch.full_like(low, most - 1.0)  # a tensor: CUDA multiplies by a scalar's inverse
+    step = torch.maximum(even, (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
     step = _rounded_up(step)
     first = (low / step).floor().to(torch.int32)
     gap = torch.where((low > 0) | (high < 0), step, torch.inf)
@@ -167,7 +168,7 @@ def _far_bits(x: Tensor, finite: Tensor, is_far: Tensor) -> Tensor:
 
 
 def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_width: int) -> Tensor:
-    """(R, I) float32 positions on the levels that `fit` gave: a code, and how far an element is on the way to the next."""
+    """(R, I) float32 positions on the levels that `fit` gave: a code, and the part of the way to the next one."""
     form, step, _ = _parts(minimum[:, None], scale[:, None])
     most = float((1 << bit_width) - 2)
     steps = x.abs() * (torch.ones_like(step) / step)

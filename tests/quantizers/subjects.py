@@ -22,10 +22,12 @@ from brevact.quantizers import (
     SignMagnitudeQuantizer,
     UniformQuantizer,
     WeibullQuantizer,
+    uneven,
     unpack_codes,
 )
 from brevact.quantizers.formats.mixed.sized_mix import DrawnMix
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -85,10 +87,21 @@ class Subject:
 
 
 def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The stored scale of each element's group."""
-    geometry = packed.quantizer.geometry(packed.layout)
-    group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
-    return packed.layout.restore(packed.scale.float().abs()[group])
+    """The stored scale of each element's group; in uneven ones, the gap between the levels around the element."""
+    plan, x = plan_of(packed.spec), packed.layout.flatten(x.detach()).float()
+    group = torch.arange(x.numel()) // plan.geometry.inner % max(plan.geometry.groups, 1)
+    step = packed.scale.float().abs()[group]
+    if plan.uneven and (rows := torch.signbit(packed.scale)[group].nonzero()[:, 0]).numel():
+        parts = packed.minimum.view(torch.int32)[group[rows], None], packed.scale.view(torch.int16)[group[rows], None]
+        codes = torch.arange(1 << plan.geometry.bit_width)
+        limit = min(torch.finfo(packed.layout.dtype).max, torch.finfo(torch.float32).max)
+        levels = uneven.values(codes, *parts, plan.geometry.bit_width, limit)
+        near, far, z = levels[:, :-1].contiguous(), levels[:, -1], x[rows]
+        above = torch.searchsorted(near, z[:, None]).clamp(1, near.shape[1] - 1)
+        gap = (near.gather(1, above) - near.gather(1, above - 1))[:, 0]
+        is_far = far.isfinite() & ((z - far).abs() <= far.abs() * 2.0**-16)
+        step[rows] = torch.where(is_far, far.abs() * 2.0**-15, gap)
+    return packed.layout.restore(step)
 
 
 def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
@@ -107,7 +120,7 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     result, size = torch.empty(quantizer.numel), quantizer.size
     is_high = unpack_codes(mask, 1, -(-quantizer.numel // size)).bool().repeat_interleave(size)[: quantizer.numel]
     for spec, pack, where in zip(quantizer.specs(packed.layout), packs, (~is_high, is_high), strict=True):
-        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]), x)
+        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]), packed.layout.flatten(x)[where])
     return packed.layout.restore(result)
 
 
@@ -115,7 +128,8 @@ def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The step of each element by the quantizer of its sample."""
     flat = torch.empty(packed.layout.numel)
     for own, rows in packed.quantizer.packs(packed):
-        flat.view(-1, own.quantizer.bucket_size)[rows] = uniform_step(own, x).view(len(rows), -1)
+        values = packed.layout.flatten(x).view(-1, own.quantizer.bucket_size)[rows].flatten()
+        flat.view(-1, own.quantizer.bucket_size)[rows] = uniform_step(own, values).view(len(rows), -1)
     return packed.layout.restore(flat)
 
 
