@@ -134,7 +134,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        if any_tracked(tensors) and not region.settings.double_backward:
+        if any_tracked(tensors) and is_of_torch(func) and not region.settings.double_backward:
             result = region.hooks.run_exactly(func, args, kwargs)
         else:
             with region.hooks.suspended:

@@ -9,7 +9,6 @@ or a product with a number stands for the tensor, too.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,23 +90,27 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -
 
 
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
-    """Let the sum or the product of a tensor and a number stand for that tensor."""
+    """Let the sum or the product of a tensor and a number, which lose next to nothing of it, stand for that tensor."""
     x, number = args if len(args) == 2 and not kwargs else (None, None)
     inverse = _INVERSES.get(func.__name__)
-    if inverse is None or not isinstance(x, Tensor) or not isinstance(number, int | float) or out.dtype is not x.dtype:
+    if inverse is None or not isinstance(x, Tensor) or not isinstance(number, int | float):
         return
-    if out is x or not math.isfinite(number) or (number == 0 and inverse in (torch.div, torch.mul)):
+    size = abs(number)
+    if not (size <= 1 if inverse in (torch.add, torch.sub) else 2**-8 <= size <= 2**8):
         return
-    for reference, version, _, (shape, stride, _), inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
+    if out is x or not (out.dtype is x.dtype in (torch.float32, torch.float64)) or out.stride() != x.stride():
+        return
+    place = x.shape, x.stride(), x.storage_offset()
+    for reference, version, dtype, own_place, inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
         stored = reference()
-        if stored is not None and version == x._version and (shape, stride) == (out.shape, out.stride()):
+        if stored is not None and version == x._version and dtype is x.dtype and own_place == place:
             offer(out, stored, (_Inverse(inverse, number), *inverses))
 
 
-def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
+def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
     """Keep the tensors for which others stand, of which ``x`` or a view of it is kept as it is, and not these.
 
-    ``outer`` are the hooks around the region.
+    ``outer`` are the hooks around the region, ``why`` is the reason for reports.
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
@@ -125,7 +128,7 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
             continue
         if storage_report.recorders:
             storage_report.withdraw(stored.handles)
-            storage_report.report_saved(kept, storage_report.EXACT_POLICY)
+            storage_report.report_saved(kept, why)
         stored.fill(kept, outer)
 
 
@@ -134,6 +137,6 @@ def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
     stored = SavedByHook()
     stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
     if is_tracked(x):
-        give_up(x, outer)
+        give_up(x, outer, storage_report.NOT_NOISE)
         note_held(x, stored)
     return stored

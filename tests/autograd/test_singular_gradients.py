@@ -96,3 +96,24 @@ def test_ratios_have_no_more_noise_than_twice_that_of_products(name, spread, col
     plain = gradients(RATIOS[name], 0)
     assert noise(RATIOS[name], plain) <= 2 * noise(product, gradients(product, 0))
     assert bias_of(lambda seed: gradients(RATIOS[name], seed, FOUR), plain, [None, None]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given_up", "function"),
+    [
+        (True, lambda y: y.log()),
+        (True, lambda y: (0.5 + y * 2).log()),
+        (False, lambda y: (y + 1e6).log()),
+        (False, lambda y: (y * 1e-30).log()),
+        (False, lambda y: y * 3),
+    ],
+)
+def test_what_is_packed_is_given_up_for_what_is_kept_exactly(given_up, function):
+    x = torch.randn(64, 64, requires_grad=True)
+    grads = []
+    for chosen in (None, settings(bit_width=4)):
+        with region(chosen):
+            y = (x * 1).exp()
+            out = function(y).sum() + y.sum()
+        grads.append(torch.autograd.grad(out, x)[0])
+    assert ((grads[1] - grads[0]).norm() < 1e-5 * grads[0].norm()) == given_up
