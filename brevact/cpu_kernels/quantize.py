@@ -160,7 +160,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    low, high, histogram = u32_scratch(columns), u32_scratch(columns), u32_scratch(256)
+    low, high = u32_scratch(columns), u32_scratch(columns)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -188,7 +188,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                         stochastic = stochastic or dithered
                         quantize_uneven(
                             advance(x, e), run, low_end, high_end, second_low, second_high, flagged,
-                            bit_width, (first + e) // inner, scale, minimum, histogram, advance(steps, e),
+                            bit_width, (first + e) // inner, scale, minimum, advance(steps, e),
                         )  # fmt: skip
                         e += run
                         continue

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.groups import HIGHEST_KEY, LOWEST_KEY, is_finite, key_of
+from brevact.cpu_kernels.groups import is_finite, key_of
 from brevact.cpu_kernels.memory import (
+    as_i32,
     bits_of,
     f32_at,
     float_of,
@@ -36,20 +37,23 @@ def canonical(key):
 def second_ends(x, count, low, high):
     """Keys of the least value above `low` and of the largest below `high`, and whether the bucket is uneven.
 
-    Elements are finite, and the keys of ends are those of `value + 0.0`.
+    Elements are finite, and the keys of ends are those of `value + 0.0`. LLVM vectorizes two short loops, not one.
     """
     bottom, ceiling = float_of_key(low), float_of_key(high)
     limit = bits_of(max(-bottom, ceiling) * np.float32(0.03125))
-    second_low, second_high, small, others = HIGHEST_KEY, LOWEST_KEY, np.int32(0), np.int32(0)
+    first, last = np.uint32(low + np.int32(1)), np.uint32(high - np.int32(1))
+    above, below = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFF)  # distances, which wrap around for the ends
     for e in range(count):
-        bits = bits_of(load(x, e) + _ZERO)
-        key, size = key_of(bits), np.int32(bits & _MAGNITUDE)
-        second_low = min(second_low, key if key > low else HIGHEST_KEY)
-        second_high = max(second_high, key if key < high else LOWEST_KEY)
-        others = np.int32(others + np.int32(1 if size > np.int32(0) else 0))
-        small = np.int32(small + np.int32(1 if size > np.int32(0) and size <= limit else 0))
+        key = np.uint32(key_of(bits_of(load(x, e) + _ZERO)))
+        above, below = min(above, np.uint32(key - first)), min(below, np.uint32(last - key))
+    small, zeros = np.int32(0), np.int32(0)
+    for e in range(count):
+        size = np.int32(bits_of(load(x, e)) & _MAGNITUDE)
+        zeros = np.int32(zeros + np.int32(1 if size == np.int32(0) else 0))
+        small = np.int32(small + np.int32(1 if size <= limit else 0))
+    second_low, second_high = np.int32(first + above), np.int32(last - below)
     near = min(ceiling - float_of_key(second_low), float_of_key(second_high) - bottom)
-    tails = np.int32(small + small) >= others
+    tails = 2 * np.int64(small - zeros) >= count - np.int64(zeros)
     return second_low, second_high, low < high and (tails or near < (ceiling - bottom) * np.float32(0.5))
 
 
@@ -92,24 +96,31 @@ def _octaves(low, high, most, octave_bits, middle):
 
 
 @inlined
-def _median_magnitude(x, count, far, has_missing, histogram):
-    """See `quantizers.uneven`; the histogram has 256 words."""
-    for e in range(256):
-        store(histogram, e, np.uint32(0))
-    total = np.int64(0)
+def _median_magnitude(x, count, far, has_missing, sizes):
+    """See `quantizers.uneven`; the words of scratch take the magnitudes of what counts, and 0 for others."""
+    if has_missing:
+        for e in range(count):
+            size = np.int32(bits_of(load(x, e)) & _MAGNITUDE)
+            store(sizes, e, size if size < _SPECIAL else np.int32(0))
+    else:
+        for e in range(count):
+            size = np.int32(bits_of(load(x, e)) & _MAGNITUDE)
+            store(sizes, e, size if load(x, e) != far else np.int32(0))
+    total, found = _count_from(sizes, count, np.int32(1)), np.int32(0)
+    for place in range(8):
+        tried = np.int32(found | np.int32(128 >> place))
+        if 2 * _count_from(sizes, count, max(np.int32(tried << np.int32(23)), np.int32(1))) >= total:
+            found = tried
+    return float_of(np.int32(np.int32(found << np.int32(23)) | np.int32(1 << 22))) if total else _ZERO
+
+
+@inlined
+def _count_from(sizes, count, least):
+    """How many of `count` words are at least this."""
+    found = np.int32(0)
     for e in range(count):
-        v = load(x, e)
-        if v != _ZERO and (is_finite(v) if has_missing else v != far):
-            exponent = np.int32(np.int32(bits_of(v) & _MAGNITUDE) >> np.int32(23))
-            store(histogram, exponent, np.uint32(load(histogram, exponent) + np.uint32(1)))
-            total += 1
-    if total == 0:
-        return _ZERO
-    found, above = np.int64(255), np.int64(load(histogram, 255))
-    while above * 2 < total:
-        found -= 1
-        above += np.int64(load(histogram, found))
-    return float_of(np.int32(found << 23 | np.int64(1 << 22)))
+        found = np.int32(found + np.int32(1 if load(sizes, e) >= least else 0))
+    return np.int64(found)
 
 
 @inlined
@@ -147,9 +158,7 @@ def _far_bits(x, count, far, has_missing):
 
 
 @inlined
-def quantize_uneven(
-    x, count, low, high, second_low, second_high, has_missing, bit_width, group, scale, minimum, histogram, steps
-):
+def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, bit_width, group, scale, minimum, steps):
     """Store the metadata of an uneven bucket, and the positions of its elements on its levels.
 
     Args:
@@ -164,7 +173,6 @@ def quantize_uneven(
         group: Index of the bucket.
         scale: Address of the scales, bfloat16.
         minimum: Address of the minima, float32.
-        histogram: 256 words of scratch.
         steps: Positions, written.
     """
     far = _ZERO
@@ -179,7 +187,7 @@ def quantize_uneven(
         lowest = min(max(float_of_key(low), -_LARGEST_NEAR), _LARGEST_NEAR)
         highest = min(max(float_of_key(high), -_LARGEST_NEAR), _LARGEST_NEAR)
     most = (np.int64(1) << bit_width) - 2
-    middle = _median_magnitude(x, count, far, has_missing, histogram)
+    middle = _median_magnitude(x, count, far, has_missing, as_i32(steps))
 
     form, step, gap = _octaves(lowest, highest, most, np.int64(8), middle)
     # even levels beside zero
@@ -221,12 +229,14 @@ def quantize_uneven(
         for e in range(count):
             v = load(x, e)
             reached = np.float32(np.int32(bits_of(abs(v) * inverse + start) - one)) * unit
-            t = max(zero - reached if bits_of(v) < np.int32(0) else zero + reached, _ZERO)
+            t = max(zero + float_of(np.int32(bits_of(reached) | np.int32(bits_of(v) & _SIGN))), _ZERO)
             store(steps, e, t if t < top else top)
-    for e in range(count):
-        v = load(x, e)
-        is_far = not is_finite(v) if has_missing else v == far
-        store(steps, e, top + _ONE if is_far else load(steps, e))
+    if has_missing:
+        for e in range(count):
+            store(steps, e, load(steps, e) if is_finite(load(x, e)) else top + _ONE)
+    else:
+        for e in range(count):
+            store(steps, e, top + _ONE if load(x, e) == far else load(steps, e))
 
 
 @inlined

@@ -182,12 +182,27 @@ class PackedActivation:
     bit a group with elements of both signs has no level at 0. Other formats document their level at 0;
     `NormalizedCodes`, which norms store, have none.
 
-    **NaN and infinities** decode to NaN and leave the range of the group to its finite elements. A group of both kinds
-    is flagged by the sign bit of s, that of s = 0 as well. In this group code 2^b - 1 decodes to NaN and code q below
+    **NaN and infinities** decode to NaN and leave the range of the group to its finite elements; infinities of one sign
+    decode to themselves in uneven buckets (below). A group of both kinds is flagged by the sign bit of s, that of s = 0
+    as well. In this group code 2^b - 1 decodes to NaN and code q below
     it to m + |s| * q, with one level fewer between the ends. At 1 bit the remaining code decodes to m + |s| / 2, or to
     0 where an element is 0: only this case is biased, by at most half of the range, or all of it beside zeros. A group
     without a finite element has NaN metadata and decodes to NaN. Other formats document their flag, which takes no
     byte.
+
+    **Uneven buckets.** Buckets of 8 elements and more, of 2 to 8 bits, with a float32 minimum and a bfloat16 scale, are
+    flagged in the same way if an element is not finite, if one value takes half of the range, or if half of the
+    elements are at most 1/32 of the largest magnitude. There code 2^b - 1 stands for one *far value*, and the others
+    for levels that fit the remaining elements. The bits of the minimum are those of the far value in float32, but its
+    last 12, which say where levels lie; the last four bits of the scale are the four next ones of the far value, and
+    the scale without them is s. So a far value keeps 16 significant bits; `uneven.SENTINELS`, the largest float and
+    infinities have patterns of NaN or infinity, and are exact. With the last 12 bits F, code q below 2^b - 1 decodes
+
+    - if F >= 2048, to (q + F - 3072) * s;
+    - else to +-T(k) * s with k = |q - F % 256|, where T(k) is k if F // 256 is 7, or has 2^m levels an octave, m = F //
+      256: T(k) = v - 2^m, where the float32 bits of v are those of 2^m plus k * 2^(23 - m).
+
+    `uneven.fit` chooses among them. Other formats and metadata keep their levels.
 
     **Large ranges.** Elements that are finite in float32 decode to finite values. If the range of a uniform quantizer's
     group is 2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it, elements beyond
