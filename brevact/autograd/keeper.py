@@ -47,11 +47,13 @@ class TorchRunner(Protocol):
         kept: Saved | None = None,
         keep: Callable[[Tensor], Saved] | None = None,
         mask_of: Callable[[Tensor], Tensor] | None = None,
+        offers: bool = False,
     ) -> Tensor:
         """Run a function that saves its input or its output, and save ``kept`` in place of that tensor.
 
-        In place of ``kept``, ``keep`` packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor
-        until another op packs that. Without any of them the hooks decide, as for a function that saves nothing.
+        If it ``offers`` that, it is given up where another op keeps the tensor as it is. In place of ``kept``, ``keep``
+        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that.
+        Without any of them the hooks decide, as for a function that saves nothing.
         """
         ...
 

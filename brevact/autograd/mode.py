@@ -27,6 +27,7 @@ from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import label_of
+from brevact.autograd.rectified import offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
@@ -156,8 +157,11 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        with region.hooks.suspended:
-            result = func(*args, **kwargs)
+        if any_tracked(tensors) and is_of_torch(func) and not region.settings.double_backward:
+            result = region.hooks.run_exactly(func, args, kwargs)
+        else:
+            with region.hooks.suspended:
+                result = func(*args, **kwargs)
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
@@ -227,6 +231,8 @@ def _track(
         return
     # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
+    if row.kind in (Kind.SUM, Kind.BILINEAR):
+        offer_again(func, args, kwargs, result)
     if is_new and known_values.is_marked(result):
         return
     if row.kind is Kind.MOVE:

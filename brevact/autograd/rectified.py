@@ -1,7 +1,10 @@
-"""Rectifiers by whose output torch takes their gradient: a mask stands for it, until another op keeps it as it is.
+"""What stands for a tensor until another op keeps that as it is: masks of rectifiers, and packed copies.
 
 The gradient of a ReLU reads where its output is positive, which is one bit an element. Where the next layer keeps that
-output anyway, the mask would come on top of it: it is given up for the tensor.
+output anyway, the mask would come on top of it: it is given up for the tensor. So is what hooks have packed of a tensor
+that a divisor or a logarithm needs exactly: of an exponential that is divided by, the gradient multiplies its error by
+a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so. A sum
+or a product with a number stands for the tensor, too.
 """
 
 from __future__ import annotations
@@ -9,17 +12,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
+from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.storages import OFFERED, is_tracked, note_held
 from brevact.autograd.store import keep_mask
-
-#: Attribute of the storage of an output that refers to the holder of its mask.
-_MASKED = "_brevact_masked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +62,81 @@ def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
-def offer_mask(out: Tensor, stored: SavedByHook) -> None:
-    """Attach to an output the object that holds its mask."""
-    entry = weakref.ref(stored), out._version, out.dtype, (out.shape, out.stride(), out.storage_offset())
-    out.untyped_storage().__dict__[_MASKED] = entry
+class _Inverse(NamedTuple):
+    """Gives a tensor back from its sum or product with a number."""
+
+    function: Callable[..., Tensor]
+    number: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x, self.number)
 
 
-def give_up_mask(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-    """Let a rectifier, of whose output ``x``, or a view of it, is kept as it is, keep that as well, and no mask.
+_INVERSES: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
+    **dict.fromkeys(("sub", "__sub__"), torch.add),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), torch.div),
+    **dict.fromkeys(("div", "__truediv__"), torch.mul),
+}
 
-    ``outer`` are the hooks around the region.
+
+def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -> None:
+    """Attach to a tensor the object that holds what stands for it, or for what these functions make of it."""
+    if x.is_inference() or x.layout is not torch.strided:
+        return
+    entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
+    known = x.untyped_storage().__dict__
+    known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
+
+
+def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
+    """Let the sum or the product of a tensor and a number, which lose next to nothing of it, stand for that tensor."""
+    x, number = args if len(args) == 2 and not kwargs else (None, None)
+    inverse = _INVERSES.get(func.__name__)
+    if inverse is None or not isinstance(x, Tensor) or not isinstance(number, int | float):
+        return
+    size = abs(number)
+    if not (size <= 1 if inverse in (torch.add, torch.sub) else 2**-8 <= size <= 2**8):
+        return
+    if out is x or not (out.dtype is x.dtype in (torch.float32, torch.float64)) or out.stride() != x.stride():
+        return
+    place = x.shape, x.stride(), x.storage_offset()
+    for reference, version, dtype, own_place, inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
+        stored = reference()
+        if stored is not None and version == x._version and dtype is x.dtype and own_place == place:
+            offer(out, stored, (_Inverse(inverse, number), *inverses))
+
+
+def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
+    """Keep the tensors for which others stand, of which ``x`` or a view of it is kept as it is, and not these.
+
+    ``outer`` are the hooks around the region, ``why`` is the reason for reports.
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
     known = x.untyped_storage().__dict__
-    entry = known.get(_MASKED)
-    if entry is None:
-        return
-    reference, version, dtype, place = entry
-    stored = reference()
-    if stored is None or version != x._version or dtype is not x.dtype:
-        return
-    del known[_MASKED]
-    out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
-    if storage_report.recorders:
-        storage_report.withdraw(stored.handles)
-        storage_report.report_saved(((out,), AS_IT_IS), storage_report.EXACT_POLICY)
-    stored.fill(((out,), AS_IT_IS), outer)
+    for entry in known.pop(OFFERED, ()):
+        reference, version, dtype, place, inverses = entry
+        stored = reference()
+        if stored is None or version != x._version or dtype is not x.dtype:
+            continue
+        out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
+        kept: Saved | None = (out,), AS_IT_IS
+        for inverse in inverses:
+            kept = kept and function_of(inverse, (kept,), out)
+        if kept is None:
+            continue
+        if storage_report.recorders:
+            storage_report.withdraw(stored.handles)
+            storage_report.report_saved(kept, why)
+        stored.fill(kept, outer)
+
+
+def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
+    """Keep a tensor as it is for an op that needs it exactly, and for the others that save it."""
+    stored = SavedByHook()
+    stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
+    if is_tracked(x):
+        give_up(x, outer, storage_report.NOT_NOISE)
+        note_held(x, stored)
+    return stored

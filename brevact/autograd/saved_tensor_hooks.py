@@ -34,7 +34,7 @@ from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.other_code import saver_of
-from brevact.autograd.rectified import give_up_mask, keep_signs, offer_mask
+from brevact.autograd.rectified import give_up, hold, keep_signs, offer
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
@@ -90,19 +90,28 @@ class SavedTensorHooks(HookStack):
         kept: Saved | None = None,
         keep: Callable[[Tensor], Saved] | None = None,
         mask_of: Callable[[Tensor], Tensor] | None = None,
+        offers: bool = False,
     ) -> Tensor:
         """Run a function of torch that saves its input or its output, and save ``kept`` in place of that tensor.
 
-        In place of ``kept``, ``keep`` packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor
-        until another op packs that.
+        If it ``offers`` that, it is given up where another op keeps the tensor as it is. In place of ``kept``, ``keep``
+        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that.
         """
         try:
-            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of)
+            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers)
             out = function(input)
         finally:
             self._packer = None
         ModelState.mark_activation(out)
         return out
+
+    def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function whose tensors stay as they are, and serve other ops that save them."""
+        try:
+            self._packer = self._pack_exactly
+            return func(*args, **kwargs)
+        finally:
+            self._packer = None
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a backward pass in the region, which makes the second graph (:meth:`_keep_of_second_graph`)."""
@@ -180,7 +189,17 @@ class SavedTensorHooks(HookStack):
                 with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
             return self._pack_for_other_code(x, frame)
-        return self._hand_on(self._keep(x, self._region, sys._getframe(1)))
+        kept = self._keep(x, self._region, sys._getframe(1))
+        stored = self._hand_on(kept)
+        if kept[1] is not AS_IT_IS and is_tracked(x) and not kept[1].quality.is_exact:
+            offer(x, stored)  # type: ignore[arg-type]  # of what is not kept as it is
+        return stored
+
+    def _pack_exactly(self, x: Tensor) -> _Packed:
+        """Pack a tensor that must stay as it is."""
+        if storage_report.recorders:
+            keep_as_it_is(x, storage_report.NOT_NOISE)
+        return hold(x, self._outer)
 
     def _pack_of_layer(self, input: Tensor, weight: Tensor, flattens: bool, x: Tensor) -> _Packed:
         """Pack a tensor that torch's own layer saves, which runs in place of a Function."""
@@ -201,16 +220,20 @@ class SavedTensorHooks(HookStack):
         kept: Saved | None,
         keep: Callable[[Tensor], Saved] | None,
         mask_of: Callable[[Tensor], Tensor] | None,
+        offers: bool,
         x: Tensor,
     ) -> _Packed:
         """Pack the tensor that torch's own function saves: its input, or its output."""
         if kept is not None:
-            return self._hand_on(kept)
+            packed = self._hand_on(kept)
+            if offers and isinstance(packed, SavedByHook):
+                offer(x, packed)
+            return packed
         if mask_of is not None:
             stored = SavedByHook()
             with self.suspended:
                 stored.fill(keep_signs(mask_of(x.detach()), x.dtype), self._outer)
-            offer_mask(x, stored)
+            offer(x, stored)
             return stored
         if x is input:
             return self._hand_on(self._region.keep(x))
@@ -261,7 +284,7 @@ class SavedTensorHooks(HookStack):
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if is_tracked(x):
-                give_up_mask(x, self._outer)
+                give_up(x, self._outer)
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
                 x = x.detach()
             if self._outer is None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, UntypedStorage
 
+from brevact.quantizers import is_traced
+
 T = TypeVar("T", Tensor, UntypedStorage)
 
 
@@ -21,6 +23,10 @@ def _count_of_a_lone_local() -> int:
 #: Python 3.14 on, where the call borrows it. A function around the call would count its own argument, or not.
 LONE = _count_of_a_lone_local()
 
+#: Attribute of a storage that refers to the object by which an op keeps it as it is, with the version.
+_HELD = "_brevact_held"
+#: Of one that refers to the objects that hold what stands for its tensors until an op keeps these as they are.
+OFFERED = "_brevact_stand_ins"
 _version_of = operator.attrgetter("_version")
 
 
@@ -49,6 +55,23 @@ def any_tracked(tensors: list[Tensor]) -> bool:
     except (NotImplementedError, RuntimeError):  # one without storage
         return any(map(is_tracked, tensors))
     return False
+
+
+def is_offered(x: Tensor) -> bool:
+    """Return whether an op keeps a stand-in for ``x``, such as a packed copy, which it gives up."""
+    return not is_traced(x) and OFFERED in x.untyped_storage().__dict__
+
+
+def note_held(x: Tensor, holder: Any) -> None:
+    """Note that an op that needs ``x`` exactly keeps it as it is, as long as the holder lives."""
+    if not x.is_inference():
+        x.untyped_storage().__dict__[_HELD] = weakref.ref(holder), x._version
+
+
+def is_held(x: Tensor) -> bool:
+    """Return whether an op that needs ``x``, or other elements of its storage, exactly keeps that as it is."""
+    found = x.untyped_storage().__dict__.get(_HELD)
+    return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

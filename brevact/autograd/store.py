@@ -30,7 +30,7 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
-from brevact.autograd.storages import is_tracked
+from brevact.autograd.storages import is_held, is_tracked
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
@@ -176,6 +176,8 @@ class Store(EagerKeeper):
         may_be_known = share and is_tracked(x)  # nothing can be found of a tensor whose storage carries nothing
         if may_be_known:
             known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
+            if is_held(x) and not (known is not None and known[1].quality.is_exact):
+                return _beside(keep_as_it_is(x), norm)
             if known is not None and (not normalizes or serves_norms(known[1])):
                 share_codes(known[0])
                 if storage_report.recorders:

@@ -92,6 +92,42 @@ def errs_on_average(call: Callable[[int], Outcome], plain: Callable[[int], Outco
     return False
 
 
+def bias_of(call: Callable[[int], Outcome], plain: Outcome, odd: list[Tensor | None]) -> float:
+    """Largest bias of the gradients, relative to their norms, that two sets of draws tell from none; NaN is infinite.
+
+    The mean product of the errors of two draws is the square of the bias, and of an unbiased gradient within some of
+    its standard errors of zero, however the errors of one draw depend on each other. Of a gradient of the tensor whose
+    elements are ``odd``, the others count.
+    """
+
+    def ordinary(outcome: Outcome) -> list[Tensor]:
+        found = []
+        for grad, expected, where in zip(outcome.grads, plain.grads, odd, strict=True):
+            if expected is not None and expected.numel() >= 16:
+                grad = torch.zeros_like(expected) if grad is None else grad
+                grad = grad if where is None else grad[~where]
+                found.append((torch.view_as_real(grad) if grad.is_complex() else grad).double().flatten())
+        return found
+
+    largest = 0.0
+    expected = ordinary(plain)
+    found = ordinary(call(0))
+    if all(torch.allclose(a, b, 1e-5, 1e-6 * float(b.abs().max())) for a, b in zip(found, expected, strict=True)):
+        return largest
+    first, second = ([ordinary(call(seed)) for seed in range(start, start + 16)] for start in (0, 16))
+    for i, reference in enumerate(expected):
+        biases = []
+        for draws in (first, second):
+            errors = torch.stack([draw[i] for draw in draws]) - reference
+            products = (errors @ errors.T)[~torch.eye(16, dtype=torch.bool)]
+            is_told = not products.mean() <= 5 * products.square().mean().sqrt() / 120**0.5
+            biases.append(
+                float(products.mean().nan_to_num(torch.inf)) ** 0.5 / float(reference.norm()) if is_told else 0.0
+            )
+        largest = max(largest, min(biases))
+    return largest
+
+
 def broken_laws(call: Callable[[BackwardSettings | None, int], Outcome], is_large: bool, is_exact: bool) -> list[str]:
     """Return the laws that a call breaks.
 

@@ -154,6 +154,35 @@ def larger_samples(op: Any, most: int = 4) -> list[Sample]:
     return [*found, *itertools.islice(accepted, most - len(found))]
 
 
+#: Values that take the range of a bucket: heavy tails, one of 512, and a quarter of the elements that is masked.
+WIDE = ("Student", 50.0, 200.0, 1000.0, -30.0, -100.0, -1e4, -math.inf)
+
+
+def with_wide_values(sample: Sample, values: str | float, *, is_positive: bool) -> tuple[Sample, list[Tensor | None]]:
+    """Return a sample of such values in its large tensors, and which elements of each tensor are odd."""
+    odd: list[Tensor | None] = []
+
+    def widen(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad):
+            return x
+        odd.append(None)
+        if x.numel() < DEFAULT_MIN_NUMEL // 4 or x.layout is not torch.strided:
+            return x
+        generator = torch.Generator().manual_seed(x.numel() + len(odd))
+        y = torch.randn(x.shape, generator=generator)
+        if isinstance(values, str):
+            y /= (torch.randn(2, *x.shape, generator=generator).square().sum(0) / 2).sqrt()
+        else:
+            where = torch.rand(x.shape, generator=generator) < 0.25
+            if values > 0:
+                where = (torch.arange(x.numel()) % 512 == 0).view(x.shape)
+            y[where], odd[-1] = values, where
+        return (y.abs() if is_positive else y).to(x.dtype).requires_grad_()
+
+    args, kwargs = tree_map(widen, (sample.args, sample.kwargs))
+    return Sample(args, kwargs, sample.process), odd
+
+
 def _is_accepted(op: Any, sample: Sample) -> bool:
     """Whether torch takes a sample that was made larger, gives it gradients, and a result that is not huge."""
     try:

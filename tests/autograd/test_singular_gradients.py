@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributions import Gamma, Laplace, LogNormal, Normal, kl_divergence
 from torch.nn import functional as F
 
-from brevact.autograd import region
+import brevact
+from brevact import DitherBackward4bit
+from brevact.autograd import BackwardSettings, region
+from tests.autograd.database_laws import Outcome, bias_of
 from tests.autograd.leaves import every_noisy_leaf, packs
 from tests.autograd.measuring import settings
 
@@ -50,3 +54,66 @@ def test_singular_gradients_of_each_kind_are_exact(leaf, op):
             out = op(x + 0)
         grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
     torch.testing.assert_close(grads[1], grads[0])
+
+
+FOUR = BackwardSettings(brevact.quantizer(DitherBackward4bit))
+#: Losses of a mean, the logarithm of a scale, and a target, which divide by exponentials.
+RATIOS = {
+    "gaussian_nll_loss": lambda mean, log, y: F.gaussian_nll_loss(mean, y, (2 * log).exp()),
+    "Normal": lambda mean, log, y: -Normal(mean, log.exp()).log_prob(y).mean(),
+    "Normal of softplus": lambda mean, log, y: -Normal(mean, F.softplus(log) + 1e-3).log_prob(y).mean(),
+    "Laplace": lambda mean, log, y: -Laplace(mean, log.exp()).log_prob(y).mean(),
+    "LogNormal": lambda mean, log, y: -LogNormal(mean, log.exp()).log_prob(y.exp()).mean(),
+    "Gamma": lambda mean, log, y: -Gamma(mean.exp(), log.exp()).log_prob(y.exp()).mean(),
+    "KL": lambda mean, log, y: kl_divergence(Normal(mean, log.exp()), Normal(y, (0.5 * y).exp())).mean(),
+    "sum with a number": lambda mean, log, y: ((y - mean).abs() / (2 * log.exp() + 1e-3)).mean(),
+}
+
+
+@pytest.mark.parametrize(("spread", "columns"), [(0.2, 32), (1.0, 32), (1.0, 64)])
+@pytest.mark.parametrize("name", RATIOS)
+def test_ratios_have_no_more_noise_than_twice_that_of_products(name, spread, columns):
+    torch.manual_seed(0)
+    mean, y, log = (torch.randn(128, columns) for _ in range(3))
+    log *= spread
+
+    def gradients(loss, seed: int, chosen=None) -> Outcome:
+        leaves = [x.clone().requires_grad_() for x in (mean, log)]
+        torch.manual_seed(seed)
+        with region(chosen):
+            out = loss(leaves[0] * 1, leaves[1] * 1, y)
+        return Outcome([], list(torch.autograd.grad(out, leaves)), 1.0)
+
+    def noise(loss, plain: Outcome) -> float:
+        pairs = [pair for seed in range(4) for pair in zip(gradients(loss, seed, FOUR).grads, plain.grads, strict=True)]
+        return (
+            sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+            / 2
+            / sum(float(x.square().sum()) for x in plain.grads) ** 0.5
+        )
+
+    product = lambda mean, log, y: (0.5 * ((y - mean) * (-log).exp()) ** 2 + log).mean()  # noqa: E731
+    plain = gradients(RATIOS[name], 0)
+    assert noise(RATIOS[name], plain) <= 2 * noise(product, gradients(product, 0))
+    assert bias_of(lambda seed: gradients(RATIOS[name], seed, FOUR), plain, [None, None]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given_up", "function"),
+    [
+        (True, lambda y: y.log()),
+        (True, lambda y: (0.5 + y * 2).log()),
+        (False, lambda y: (y + 1e6).log()),
+        (False, lambda y: (y * 1e-30).log()),
+        (False, lambda y: y * 3),
+    ],
+)
+def test_what_is_packed_is_given_up_for_what_is_kept_exactly(given_up, function):
+    x = torch.randn(64, 64, requires_grad=True)
+    grads = []
+    for chosen in (None, settings(bit_width=4)):
+        with region(chosen):
+            y = (x * 1).exp()
+            out = function(y).sum() + y.sum()
+        grads.append(torch.autograd.grad(out, x)[0])
+    assert ((grads[1] - grads[0]).norm() < 1e-5 * grads[0].norm()) == given_up

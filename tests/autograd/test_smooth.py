@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import region
+import brevact
+from brevact import DitherBackward4bit
+from brevact.autograd import BackwardSettings, region
 from brevact.quantizers import Rounding
 from tests.autograd import ops
+from tests.autograd.database_laws import Outcome, bias_of
 from tests.autograd.measuring import decoded, run_op, settings, watch_saved
 
 
@@ -49,6 +52,23 @@ def test_bounded_functions_of_small_parts_of_what_is_packed_store_nothing(functi
             torch.cat([function(part) if reads else part for part in parts], 1).sum().backward()
         kept.append(sum({each.untyped_storage().data_ptr(): each.nbytes for each in saved.tensors}.values()))
     assert kept[1] <= kept[0] + norm.bias.nbytes
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.5, 11.7, 30.0])
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, Tensor.sigmoid_])
+def test_saturated_functions_are_biased_by_less_than_2_percent(function, spread):
+    x = torch.randn(64, 128) * spread
+    chosen = BackwardSettings(brevact.quantizer(DitherBackward4bit))
+
+    def gradients(seed: int, chosen: BackwardSettings | None = chosen) -> Outcome:
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(seed)
+        with region(chosen):
+            out = function(leaf * 1)
+        out.sum().backward()
+        return Outcome([], [leaf.grad], 1.0)
+
+    assert bias_of(gradients, gradients(0, None), [None]) < 0.02
 
 
 def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():

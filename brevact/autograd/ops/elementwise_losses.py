@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+from brevact.autograd.storages import is_tracked
 from brevact.autograd.store import keep_mask
 
 _Call = Callable[[Tensor, Tensor], Tensor]
@@ -268,6 +269,38 @@ def _binary_cross_entropy_with_logits(
     return region.apply(_BinaryCrossEntropy, call, divisor, input, target, weight, pos_weight)
 
 
+def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:
+    """The ops of ``F.gaussian_nll_loss`` but for its copy of the variances, whose bound these keep."""
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss += 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _gaussian_nll_loss(
+    region: Any,
+    func: Callable,
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """Keep the variances exactly, for the op as well that has computed them: torch keeps a copy of its own."""
+    if (
+        not (isinstance(var, Tensor) and is_tracked(var) and var.shape == input.shape)
+        or region.settings.leaves_ops_to_torch
+    ):
+        return NotImplemented
+    is_cast = any(x.dtype is not torch.float32 for x in (input, target, var))  # by autocast
+    if (is_cast and region.torch_runner(input, target, var) is None) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if not (var.detach() >= eps).all():
+        return NotImplemented  # torch raises an error, or bounds them
+    return region.hooks.run_exactly(_gaussian_nll, (input, target, var, full, reduction), {})
+
+
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
     "the derivative, packed; with weights of positives the probability and the target, packed",
@@ -284,6 +317,12 @@ OPS = (
             (F.kl_div, _kl_div),
             (F.binary_cross_entropy_with_logits, _binary_cross_entropy_with_logits),
         )
+    ),
+    Op(
+        (F.gaussian_nll_loss,),
+        _gaussian_nll_loss,
+        Stored("`gaussian_nll_loss`", "as in PyTorch", EXACT),
+        is_bit_exact=False,
     ),
     Op((F.l1_loss,), _of_difference(_SIGN), Stored("`l1_loss`", "the sign, in two bits", EXACT)),
 )

@@ -18,6 +18,7 @@ from brevact.autograd.ops.base import Saving, Value, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import STORED as SMOOTH
+from brevact.autograd.storages import is_offered
 from brevact.autograd.strides import lay_out
 from brevact.quantizers import is_traced
 
@@ -65,13 +66,24 @@ class _Square(Saving):
         return None, None, grad_input, *(None for _ in ctx.needs_input_grad[3:])
 
 
-def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
+def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save the input of a square by its rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
     if (input.is_leaf and not is_traced(input)) or not are_rows(input.shape, (-1,)):
         return NotImplemented
+    if not is_traced(input) and _may_be_held(region, input):
+        runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
+        if runner is not None:
+            kept = keep_by_rows(region, input, (-1,))
+            return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
     return region.apply(_Square, func, input, *exponent)
+
+
+def _may_be_held(region: Keeper, x: Tensor) -> bool:
+    """Return whether a tensor may be needed exactly later on: an exponential or a softplus, of which one divides."""
+    known = region.find_known(x)
+    return is_offered(x) or (known is not None and known[1].quality.is_curved)
 
 
 def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:

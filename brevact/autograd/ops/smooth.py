@@ -5,7 +5,9 @@ f' to it would not be unbiased, since f' is not linear. Functions whose derivati
 saves anyway (exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 
 Where the input is packed in enough bits, its own derivative and the output derive from it (``derived``): that bias,
-f''' Var / 2, is small then, and one tensor is stored in place of two or three.
+f''' Var / 2, is small then, and one tensor is stored in place of two or three. Of a sigmoid or a hyperbolic tangent the
+output is packed in place of an input that nothing is known of: in the saturated one a step may be wider than the slope.
+The derivative, y (1 - y) or 1 - y^2, has the bias of the variance of one copy.
 """
 
 from __future__ import annotations
@@ -58,12 +60,21 @@ class _Smooth(Saving):
         input: Tensor,
         inplace: bool,
     ) -> Tensor:
+        ctx.stride, ctx.order = input.stride(), order
+        by_output = _BY_OUTPUT.get(derivative) if _packs_output(region, input) else None
+        if by_output is not None:
+            out = call(input)
+            own = region.keep(out)
+            save(ctx, keep_smooth(Slope(by_output), own, out) or own)
+            if inplace:
+                region.register(out, own, is_dirty=True)
+                ctx.mark_dirty(input)
+            return out
         source = None if value is None else keep_source(region, input)
         kept = None if source is None else keep_smooth(Slope(derivative), source, input)
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
         save(ctx, kept)
-        ctx.stride, ctx.order = input.stride(), order
         out = call(input)
         if source is not None and value is not None:
             derive(region, out, value, ((input, source),), is_curved=True, is_dirty=inplace)
@@ -184,6 +195,13 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
     return lambda input, inplace=False: derivative
 
 
+def _packs_output(region: Keeper, input: Tensor) -> bool:
+    """Return whether a function of whose output its derivative is one packs that: nothing is known of its input."""
+    settings = region.settings
+    is_large = bool(settings.derives_curved and input.numel() >= settings.min_numel)
+    return is_large and region.find_kept(input) is None
+
+
 def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
@@ -200,12 +218,14 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 
 
 def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
+    """Run torch's own function, whose gradient reads its output: packed, or a function of an input that is known.
 
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
+    if _packs_output(region, input):
+        return region.hooks.run_torch_function(function, input, keep=region.keep)
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
@@ -230,6 +250,34 @@ def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Cal
     return handle
 
 
+def _sigmoid_slope(one: Tensor, x: Tensor) -> Tensor:
+    return aten.sigmoid_backward(one, torch.sigmoid(x))
+
+
+def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
+    return aten.tanh_backward(one, torch.tanh(x))
+
+
+def _atan_slope(one: Tensor, x: Tensor) -> Tensor:
+    return (x.square() + 1).reciprocal()
+
+
+def _asinh_slope(one: Tensor, x: Tensor) -> Tensor:
+    return (x.square() + 1).rsqrt()
+
+
+def _erf_slope(one: Tensor, x: Tensor) -> Tensor:
+    return x.square().neg().exp() * (2 / math.sqrt(math.pi))
+
+
+#: Derivatives as functions of the output, (ones, y) -> f'(x).
+_BY_OUTPUT: dict[Derivative, Derivative] = {
+    _sigmoid_slope: aten.sigmoid_backward.default,
+    _tanh_slope: aten.tanh_backward.default,
+    _atan_slope: lambda one, y: y.cos().square(),
+    _asinh_slope: lambda one, y: y.cosh().reciprocal(),
+    _erf_slope: lambda one, y: _erf_slope(one, y.clamp(-1, 1).erfinv()),
+}
 _TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
@@ -253,11 +301,11 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     aten.silu_backward.default: (F.silu,),
     aten.hardswish_backward.default: (F.hardswish,),
     aten.mish_backward.default: (F.mish,),
-    lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)): everywhere("sigmoid", "expit"),
-    lambda one, x: aten.tanh_backward(one, torch.tanh(x)): everywhere("tanh"),
     lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
-    lambda one, x: (x.square() + 1).reciprocal(): (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
-    lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+    _sigmoid_slope: everywhere("sigmoid", "expit"),
+    _tanh_slope: everywhere("tanh"),
+    _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
 }
 #: As well, of functions whose gradient torch lays out as the output's.
 _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
@@ -266,7 +314,7 @@ _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
 }
 #: As well, of functions of which torch multiplies the derivative by the gradient.
 _BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
-    lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
+    _erf_slope: (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
 }
@@ -278,17 +326,32 @@ _STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
     lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
+#: Functions whose derivative has a jump or a narrow peak, of which a step of the input is a large part.
+_SHARP = frozenset((F.selu, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
 STORED = Stored(
-    "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
+    "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
+_BOUNDED = Stored(
+    "Sigmoid, Tanh, atan, asinh, erf",
+    "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
+    "bias Var of one packed copy, or Var f'' / 2",
+)
+_TABLES = {Order.GRAD_FIRST: _DERIVATIVES, Order.GRAD_ALONE: _LIKE_GRAD, Order.DERIVATIVE_FIRST: _BEFORE_GRAD}
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 OPS = (
-    *(_op(funcs, _handler(rule)) for rule, funcs in _RULES.items()),
-    *(_op(funcs, _handler(_fixed(slope))) for slope, funcs in _DERIVATIVES.items()),
-    *(_op(funcs, _handler(_fixed(slope), order=Order.GRAD_ALONE)) for slope, funcs in _LIKE_GRAD.items()),
-    *(_op(funcs, _handler(_fixed(slope), order=Order.DERIVATIVE_FIRST)) for slope, funcs in _BEFORE_GRAD.items()),
+    *(_op(funcs, _handler(rule, is_gentle=funcs[0] not in _SHARP)) for rule, funcs in _RULES.items()),
+    *(
+        Op(
+            funcs,
+            _handler(_fixed(slope), is_gentle=funcs[0] not in _SHARP, order=order),
+            _BOUNDED if slope in _BY_OUTPUT else STORED,
+            is_bit_exact=False,
+        )
+        for order, table in _TABLES.items()
+        for slope, funcs in table.items()
+    ),
     *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
