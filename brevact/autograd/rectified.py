@@ -16,10 +16,11 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.storages import OF_VALUES
 from brevact.autograd.store import keep_mask
 
 #: Attribute of the storage of an output that refers to the holder of its mask.
-_MASKED = "_brevact_masked"
+_MASKED = OF_VALUES + "mask"
 
 
 @dataclass(frozen=True, slots=True)

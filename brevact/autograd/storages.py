@@ -8,10 +8,32 @@ from typing import Any, TypeVar
 
 from torch import Tensor, UntypedStorage
 
+from brevact.private_names.of_torch import DisableTorchFunction
+
 T = TypeVar("T", Tensor, UntypedStorage)
 
 
 _version_of = operator.attrgetter("_version")
+#: How the attributes of a storage begin that tell of the values in it.
+OF_VALUES = "_brevact_values_"
+#: Attribute of a storage that somebody may write to unseen at any time: none of the others is set on it.
+EXPOSED = "_brevact_exposed"
+
+
+def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
+    """End what is known of the values in the storage of ``x``, which others may overwrite unseen: now, or ever after.
+
+    That is saved forms, codes that other ops would share, and masks.
+    """
+    try:
+        with DisableTorchFunction():
+            known = x.untyped_storage().__dict__
+    except (NotImplementedError, RuntimeError, ValueError):  # no storage
+        return
+    for name in [name for name in known if name.startswith(OF_VALUES)]:
+        del known[name]
+    if for_good:
+        known[EXPOSED] = True
 
 
 def storage_address(x: Tensor) -> int:
