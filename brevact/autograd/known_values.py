@@ -332,5 +332,10 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
             return None
     if shape == x.shape and stride == x.stride() and not x.storage_offset():
         return tensors, decoder
-    make = _view if decoder.lasts else View
-    return tensors, make(decoder, tuple(x.shape), x.stride(), x.storage_offset())
+    return view_of((tensors, decoder), x, x.storage_offset())
+
+
+def view_of(base: Saved, x: Tensor, offset: int) -> Saved:
+    """Return the saved form of ``x``, a view, at this offset, of a tensor of which ``base`` is the saved form."""
+    tensors, decoder = base
+    return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
