@@ -240,10 +240,10 @@ def _mark_result_of_function(x: Tensor) -> None:
 
     The ops in its forward were seen, without a place in the graph: it is an activation by what they left in its memory.
     """
-    made = x._base if x._is_view() and x._base is not None else x
-    node: Any = node_of(made)
-    if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
-        mark_node(node, made, weight=False)
+    for made in (x, x._base):
+        node: Any = None if made is None else node_of(made)
+        if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
+            mark_node(node, x, weight=False)
 
 
 def _marked_numel(node: Any, output: int) -> int | None:

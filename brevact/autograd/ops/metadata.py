@@ -21,11 +21,11 @@ _COUNTING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_)
 )
 #: Addresses: kernels that are launched without gradients, as in the forward of a Function, write there at once.
-_ADDRESSES = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
+_ADDRESSES = (Tensor.data_ptr, Tensor.untyped_storage)
 #: Tensors and arrays in the same memory, with no version counter or another one.
 _ALIASES: tuple[Callable[..., Any], ...] = (
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__),  # type: ignore[attr-defined]
-    *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(Tensor.storage, Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
 )
 _GETITEM = Tensor.__getitem__
 OPS = (
