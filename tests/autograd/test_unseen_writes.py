@@ -10,14 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import brevitas.nn as qnn
 import numpy as np
 import pytest
 import torch
+from brevitas.quant import Uint8ActPerTensorFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from brevact import LosslessBackward, StochBackward2bit
+from brevact import LosslessBackward, Policy, StochBackward2bit, StochBackward8bit
 from brevact.autograd import known_values, region
 from tests.autograd.measuring import settings
 
@@ -73,6 +75,25 @@ class Doubled(torch.autograd.Function):
         return -2 * grad, None
 
 
+class Square(torch.autograd.Function):
+    """A Function whose backward overwrites the tensor that it has saved."""
+
+    writes = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = 2 * x * grad
+        if Square.writes:
+            double(at(x.data_ptr(), x))
+        return result
+
+
 def weights() -> list[Tensor]:
     return [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2)]
 
@@ -99,6 +120,21 @@ def test_nothing_is_known_of_memory_that_somebody_holds(take):
         double(memory)
         out = out + F.linear(x, second).sum()
     assert torch.equal(torch.autograd.grad(out, second)[0], torch.full((64, 64), -2.0 * 64))
+
+
+@pytest.mark.parametrize("leaf", [LosslessBackward, StochBackward8bit], ids=["codes", "packed"])
+def test_functions_may_overwrite_what_they_have_saved(leaf, monkeypatch):
+    """Nobody else reads the decoded tensor: not the layer behind, whose input is computed from the same one."""
+    layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat) if leaf is LosslessBackward else nn.LayerNorm(64)
+    x, weight, found = torch.randn(64, 64, requires_grad=True), weights()[0], []
+    for writes in (False, True):
+        monkeypatch.setattr(Square, "writes", writes)
+        torch.manual_seed(0)
+        with brevact.backward_quant(Policy({Square: leaf, "*": leaf})):
+            y = layer(x * 1.0)
+            out = F.linear(torch.cat((y, y)), weight).sum() + Square.apply(y).sum()
+        found.append(torch.autograd.grad(out, (weight, x))[0])
+    assert torch.equal(*found)
 
 
 def test_addresses_that_torch_and_this_package_take_end_nothing():
