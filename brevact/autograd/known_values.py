@@ -335,7 +335,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     return view_of((tensors, decoder), x, x.storage_offset())
 
 
-def view_of(base: Saved, x: Tensor, offset: int) -> Saved:
+def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
     """Return the saved form of ``x``, a view, at this offset, of a tensor of which ``base`` is the saved form."""
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)

@@ -24,7 +24,7 @@ _COUNTING: frozenset[Callable[..., Any]] = frozenset(
 _ADDRESSES = (Tensor.data_ptr, Tensor.untyped_storage)
 #: Tensors and arrays in the same memory, with no version counter or another one.
 _ALIASES: tuple[Callable[..., Any], ...] = (
-    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__),  # type: ignore[attr-defined]
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__),
     *(Tensor.storage, Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
 )
 _GETITEM = Tensor.__getitem__
