@@ -24,7 +24,7 @@ SIZES = {
 CASES: list[tuple[str, Any]] = [
     ("Llama", RECOMPUTE),
     ("Llama", LosslessBackward.let(recompute=1024)),
-    ("Llama", DitherBackward4bit.let(score_bit_width=4)),
+    ("Llama", DitherBackward4bit.let(score_bit_width=4, recompute=1024)),
     ("Qwen3", StochBackward8bit),
 ]
 
