@@ -215,7 +215,17 @@ def flattened(decoder: Decoder, shape: tuple[int, ...]) -> Decoder:
     return _flattened(decoder, shape)
 
 
+@dataclass(frozen=True, slots=True)
+class _Own(PassesOn):
+    """Decoder of a tensor of which the reader has all memory to itself."""
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        found = self.decoder.decode(tensors)
+        return found.clone() if self.decoder.is_read_again(tensors) else found
+
+
 AS_IT_IS = _AsItIs()
+own = one_object_each(_Own)
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
 decoder_of_pairs, decoder_of_places = one_object_each(_Pairs), one_object_each(_Places)
 

@@ -8,7 +8,8 @@ would be no smaller.
 
 An entry lives as long as the tensor's own storage: codes take a fraction of it. The table identifies a tensor by its
 storage (a weak reference) and version counter, and views of the tensor by their offset, shape and strides.
-Edits that the counter does not see go by ``x.data`` or NumPy: a region that hands either out forgets the tensor.
+Edits that the counter does not see go by ``x.data``, NumPy, or an address, as those of kernels of Triton: a region that
+hands one out forgets the tensor (``storages.end_known_values``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from brevact.autograd.decode_cache import decoded_beside_codes, decoded_for_many
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import storage_address, versions_of
+from brevact.autograd.storages import EXPOSED, OF_VALUES, storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
@@ -250,7 +251,7 @@ _Entry = tuple[
 ]
 
 #: Attribute of a storage that holds the saved form of its tensor, and is freed with the storage.
-_KNOWN = "_brevact_known"
+_KNOWN = OF_VALUES + "known"
 
 
 def register(
@@ -280,6 +281,8 @@ def register(
         storage = x.untyped_storage()
         if storage.nbytes() != x.numel() * x.itemsize:
             return  # others are in the storage
+        if EXPOSED in storage.__dict__:
+            return
         address = storage._cdata
         for kept in tensors:
             if storage_address(kept) == address:
@@ -296,12 +299,6 @@ def is_marked(x: Tensor) -> bool:
         return _KNOWN in x.untyped_storage().__dict__
     except (NotImplementedError, RuntimeError):  # no storage
         return False
-
-
-def forget(x: Tensor) -> None:
-    """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if storage_address(x):
-        x.untyped_storage().__dict__.pop(_KNOWN, None)
 
 
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
@@ -335,5 +332,10 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
             return None
     if shape == x.shape and stride == x.stride() and not x.storage_offset():
         return tensors, decoder
-    make = _view if decoder.lasts else View
-    return tensors, make(decoder, tuple(x.shape), x.stride(), x.storage_offset())
+    return view_of((tensors, decoder), x, x.storage_offset())
+
+
+def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
+    """Return the saved form of ``x``, a view, at this offset, of a tensor of which ``base`` is the saved form."""
+    tensors, decoder = base
+    return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)

@@ -24,14 +24,14 @@ from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import out_of_place
-from brevact.autograd.ops.metadata import stores_nothing
+from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import label_of
 from brevact.autograd.rectified import offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import any_tracked
+from brevact.autograd.storages import any_tracked, end_known_values
 from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.private_names.of_torch import (
     frame_callback,
@@ -75,9 +75,12 @@ class EagerMode(compiled_mode.RegionMode):
             if type(func) is MethodWrapperType:  # an attribute
                 return func(*args, **kwargs)
             row = row_of(func)
+            if row.written is not None:
+                for x in row.written(args, kwargs):
+                    end_known_values(x)
         elif row.is_metadata:
-            if row.is_unversioned and args and isinstance(args[0], Tensor):
-                known_values.forget(args[0])
+            if row.is_unversioned:
+                hand_out_memory(func, args, sys._getframe(1))
             if stores_nothing(func, args):
                 return func(*args, **kwargs)
         result = None

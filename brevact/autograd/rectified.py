@@ -21,7 +21,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
-from brevact.autograd.storages import OFFERED, is_tracked, note_held
+from brevact.autograd.storages import EXPOSED, OFFERED, is_tracked, note_held
 from brevact.autograd.store import keep_mask
 
 
@@ -86,6 +86,8 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -
         return
     entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
     known = x.untyped_storage().__dict__
+    if EXPOSED in known:
+        return
     known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import Kind
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.op_names import OP_NAMES
@@ -18,6 +19,7 @@ from brevact.autograd.ops import OPS
 from brevact.autograd.ops.base import may_overwrite
 from brevact.autograd.ops.op import Op
 from brevact.autograd.other_code import OPERATORS, operator_name
+from brevact.private_names.of_torch import schemas_of_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Row:
         is_metadata: whether a call asks for metadata of a tensor, or makes a plain view (``stores_nothing``).
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
+        written: returns the tensors of a call whose values an operator may change in that way; None if there are none.
         makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
         takes_tensors: whether a tensor may be handed to it in place of a subclass's that shares its storage: its saved
             tensors are known, and it changes no attribute of an argument.
@@ -63,6 +66,7 @@ class Row:
     is_metadata: bool = False
     is_backward: bool = False
     is_unversioned: bool = False
+    written: Callable[[tuple, dict[str, Any]], list[Tensor]] | None = None
     makes_weight: bool = False
     takes_tensors: bool = False
     replaces: bool = False
@@ -147,7 +151,30 @@ def _row_of_operator(func: Callable) -> Row:
     namespace, plain = str(func).split(".")[:2]
     if namespace != "aten":
         name = operator_name(func)
-        return Row(name=name, must_not_round=lambda region, args: name is None or region.op != name)
+        written = None if name is None else _written_by(name)
+        return Row(name=name, must_not_round=lambda region, args: name is None or region.op != name, written=written)
     function = next((found for home in (torch, Tensor, F) if callable(found := getattr(home, plain, None))), None)
     known = _UNKNOWN if function is None else ROWS.get(function, _UNKNOWN)
     return Row(must_not_round=known.must_not_round)
+
+
+def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
+    """Return a function of a call's arguments: those that an operator declares to write, or all if it declares none.
+
+    Nobody checks what is declared, and not all kernels count the versions of what they write.
+    """
+    found = {
+        key
+        for schema in schemas_of_operator(name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for key in (place, argument.name)
+    }
+
+    def written(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        if found:
+            args = tuple([x for place, x in enumerate(args) if place in found])
+            kwargs = {key: x for key, x in kwargs.items() if key in found}
+        return tensors_of_call(args, kwargs)
+
+    return written

@@ -144,6 +144,9 @@ class PassesOn(Decoder):
     def allows_double_backward(self) -> bool:
         return self.decoder.allows_double_backward
 
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        return self.decoder.is_read_again(tensors)
+
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
 

@@ -24,7 +24,7 @@ from brevact.autograd import known_values, storage_report
 from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.clipped_ends import share_codes
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, own, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.distinct import keep_distinct
 from brevact.autograd.hook_stack import HookStack
@@ -274,10 +274,14 @@ class SavedTensorHooks(HookStack):
         return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
-        """Pack a tensor that other code than a torch function saves: the region's mode is active here."""
+        """Pack a tensor that other code than a torch function saves: the region's mode is active here.
+
+        Kernels of its backward pass may overwrite the decoded tensor, as they may the saved one.
+        """
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
-            return self._hand_on(self._keep(x, region, saver, unknown))
+            tensors, decoder = self._keep(x, region, saver, unknown)
+            return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
 
     def _hand_on(self, kept: Saved) -> _Packed:
         """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""

@@ -4,7 +4,8 @@ Residual branches, q/k/v projections, a block's input that its shortcut reads to
 and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (which carries its part of
 the table, so that an address that was freed and used again is never taken for the old one), version counter, offset,
 shape and strides, and knows the packed tensors by weak references: they live as long as some graph node keeps them.
-Like PyTorch's own check, the version counter does not see edits through ``x.data`` or NumPy.
+The version counter does not see edits through ``x.data``, NumPy or an address: a region that hands one out forgets
+the tensor's packed forms (``storages.end_known_values``).
 
 A tensor without gradient, a batch or a target, outlives the step that packed it. Its random codes serve one root region
 alone: otherwise the noise of a step would depend on whether somebody, perhaps garbage that waits for its collector,
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from brevact.autograd.storages import referent
+from brevact.autograd.storages import EXPOSED, OF_VALUES, referent
 
 _SWEEP_FLOOR = 4
 _numbers = itertools.count()
@@ -90,7 +91,7 @@ class SharedPacks:
     """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
 
     def __init__(self) -> None:
-        self._attribute = f"_brevact_packs_{next(_numbers)}"
+        self._attribute = f"{OF_VALUES}packs_{next(_numbers)}"
 
     def packs_of(self, storage: UntypedStorage) -> _Packs:
         """Return the part of the table for a storage."""
@@ -129,13 +130,15 @@ class SharedPacks:
     def add(
         self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
     ) -> None:
-        """Register the packed form of ``x``; not of inference tensors, which have no version.
+        """Register the packed form of ``x``; not of inference tensors, which have no version, nor in exposed storages.
 
         The number is that of the root region in which random codes were drawn, 0 for codes that are not random.
         """
         if x.is_inference():
             return
         storage = x.untyped_storage()
+        if EXPOSED in storage.__dict__:
+            return
         packs, source = self.packs_of(storage), storage._cdata
         if len(packs) >= packs.sweep_at:  # it has doubled
             packs.sweep()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, UntypedStorage
 
+from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import is_traced
 
 T = TypeVar("T", Tensor, UntypedStorage)
@@ -23,11 +24,31 @@ def _count_of_a_lone_local() -> int:
 #: Python 3.14 on, where the call borrows it. A function around the call would count its own argument, or not.
 LONE = _count_of_a_lone_local()
 
-#: Attribute of a storage that refers to the object by which an op keeps it as it is, with the version.
-_HELD = "_brevact_held"
-#: Of one that refers to the objects that hold what stands for its tensors until an op keeps these as they are.
-OFFERED = "_brevact_stand_ins"
 _version_of = operator.attrgetter("_version")
+#: How the attributes of a storage begin that tell of the values in it.
+OF_VALUES = "_brevact_values_"
+#: The object by which an op keeps the storage as it is, with the version.
+_HELD = OF_VALUES + "held"
+#: The objects that hold what stands for its tensors until an op keeps these as they are.
+OFFERED = OF_VALUES + "stand_ins"
+#: Attribute of a storage that somebody may write to unseen at any time: none of the others is set on it.
+EXPOSED = "_brevact_exposed"
+
+
+def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
+    """End what is known of the values in the storage of ``x``, which others may overwrite unseen: now, or ever after.
+
+    That is saved forms, codes that other ops would share, and masks.
+    """
+    try:
+        with DisableTorchFunction():
+            known = x.untyped_storage().__dict__
+    except (NotImplementedError, RuntimeError, ValueError):  # no storage
+        return
+    for name in [name for name in known if name.startswith(OF_VALUES)]:
+        del known[name]
+    if for_good:
+        known[EXPOSED] = True
 
 
 def storage_address(x: Tensor) -> int:
@@ -64,7 +85,7 @@ def is_offered(x: Tensor) -> bool:
 
 def note_held(x: Tensor, holder: Any) -> None:
     """Note that an op that needs ``x`` exactly keeps it as it is, as long as the holder lives."""
-    if not x.is_inference():
+    if not x.is_inference() and EXPOSED not in x.untyped_storage().__dict__:
         x.untyped_storage().__dict__[_HELD] = weakref.ref(holder), x._version
 
 

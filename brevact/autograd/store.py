@@ -235,9 +235,15 @@ class Store(EagerKeeper):
     def keep_activation(self, x: Tensor) -> Saved:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
 
-        A leaf that requires a gradient is somebody's variable and stays in memory anyway.
+        A leaf that requires a gradient is somebody's variable and stays in memory anyway. So does a view of one; a view
+        of another tensor, made in the forward of a Function, is a leaf by its looks alone.
         """
-        if x.is_leaf and x.requires_grad:
+        base = x._base if x.is_leaf and x._is_view() else None
+        if base is not None and not base.is_leaf:
+            is_whole = x.numel() == base.numel() and Layout.of(x).is_dense and Layout.of(base).is_dense
+            if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or self.is_weight(base)):
+                return known_values.view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
+        elif x.is_leaf and x.requires_grad:
             return keep_as_it_is(x, storage_report.VARIABLE)
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.storages import WeakStorage, referent, storage_address
+from brevact.autograd.storages import WeakStorage, is_tracked, referent, storage_address
 from brevact.private_names.of_graph import COMPILED, function_of
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
@@ -33,7 +33,10 @@ _LAYER_NODES = (
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
+#: Attribute of a storage that an op without gradients has written to which was not one of weights alone.
+_ACTIVATION = "_brevact_activation"
 _SWEEP_FLOOR = 64
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def is_parameter(x: Tensor | None) -> bool:
@@ -101,12 +104,16 @@ class ModelState:
                 mark_node(node, x, weight=weight)
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
+                storage.__dict__.pop(_ACTIVATION, None)
                 if len(self._derived) >= self._sweep_at:
                     self._derived = {key: known for key, known in self._derived.items() if not known.expired()}
                     self._sweep_at = max(_SWEEP_FLOOR, 2 * len(self._derived))
                 self._derived[storage._cdata] = WeakStorage(storage)
-            elif self._derived:
-                self._derived.pop(storage_address(x), None)
+            else:
+                if self._derived:
+                    self._derived.pop(storage_address(x), None)
+                if type(x) is Tensor and not _is_grad_enabled() and storage_address(x):  # as in a Function's forward
+                    x.untyped_storage().__dict__[_ACTIVATION] = True
 
     @staticmethod
     def mark_graph(outputs: Any) -> None:
@@ -221,9 +228,22 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
     if type(x) is not Tensor and is_parameter(x):
         return True
     node = node_of(x)
-    if node is not None:
-        return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x)
-    return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
+    if node is None:
+        return storage_address(x) in state or (x._is_view() and x._base is not None and is_weight(x._base, state))
+    if node.metadata.get(WEIGHT_NUMEL) is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:
+        _mark_result_of_function(x)
+    return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x)
+
+
+def _mark_result_of_function(x: Tensor) -> None:
+    """Mark what another library's Function has made of weights and of tensors without gradient, or a view of that.
+
+    The ops in its forward were seen, without a place in the graph: it is an activation by what they left in its memory.
+    """
+    for made in (x, x._base):
+        node: Any = None if made is None else node_of(made)
+        if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
+            mark_node(node, x, weight=False)
 
 
 def _marked_numel(node: Any, output: int) -> int | None:

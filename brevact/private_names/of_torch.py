@@ -169,6 +169,9 @@ has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a n
 
 # --- ops
 
+#: The schemas of an operator of `torch.ops`, by "namespace::name".
+schemas_of_operator = find("torch._C._jit_get_schemas_for_operator", REGIONS, fallback=lambda name: ())
+
 
 def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     weighted = grad * out

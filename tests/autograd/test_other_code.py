@@ -71,6 +71,19 @@ class Cube(torch.autograd.Function):
         return 3 * grad * ctx.saved_tensors[0] ** 2
 
 
+class FlatCube(torch.autograd.Function):
+    """A Function that saves a view of its input, made where gradients are off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1, 64))
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad * ctx.saved_tensors[0].view(grad.shape) ** 2
+
+
 @torch.jit.script
 def scripted_clamp(x: Tensor) -> Tensor:
     return torch.clamp(x, -0.5, 0.5)
@@ -103,6 +116,7 @@ OTHERS = {
     "straight-through": Other(BinarySign.apply, BinarySign),
     "learned step": Other(lambda x: LearnedStep.apply(x, STEP), LearnedStep),
     "context apart": Other(Cube.apply, Cube),
+    "view of its input": Other(FlatCube.apply, FlatCube),
     "scripted clamp": Other(scripted_clamp),
     "scripted module": Other(torch.jit.script(nn.ReLU())),
     "operator": Other(hinge, hinge),
@@ -200,6 +214,32 @@ def test_rules_for_other_code_hold_in_blocks(other):
     with watch_saved() as saved, brevact.backward_quant(Policy({other.key: StochBackward2bit})):
         other.call(x * 1.0)
     assert any(t.dtype is torch.uint8 for t in saved.tensors)
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["stays", "changes"])
+def test_a_view_that_a_function_saves_shares_the_codes_of_its_base(changes):
+    """They are those of its values then, whatever becomes of it in place."""
+    x, weight = activation(), torch.ones(8, 128, requires_grad=True)
+    rules = {FlatCube: NearestBackward4bit, "*": NearestBackward4bit}
+    with watch_saved() as saved, brevact.backward_quant(Policy(rules)):
+        y = x * 1.0
+        of_layer, out = F.linear(y, weight), FlatCube.apply(y)
+        if changes:
+            y.mul_(2)
+    assert len({t.untyped_storage()._cdata for t in saved.tensors if t.dtype is torch.uint8}) == 1
+    decoded = brevact.quantizer(NearestBackward4bit).quantize(x.detach()).dequantize()
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], 3 * decoded**2)
+    assert torch.equal(torch.autograd.grad(of_layer.sum(), weight)[0], torch.ones(8, 64) @ decoded)
+
+
+@pytest.mark.parametrize("make", [lambda p: p, lambda p: p.view(128, 64), lambda p: p.view(128, 64) * 2])
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_], ids=["weight", "variable"])
+def test_a_view_of_what_stays_in_memory_is_kept_as_it_is(kind, make):
+    p = kind(torch.randn(64, 128))
+    with watch_saved() as saved, brevact.backward_quant(Policy({FlatCube: StochBackward2bit, "*": StochBackward2bit})):
+        FlatCube.apply(make(p))
+    is_activation = kind is not nn.Parameter and make(p).grad_fn is not None and make(p)._base is None
+    assert [t.dtype for t in saved.tensors] == [torch.uint8 if is_activation else torch.float32]
 
 
 def test_rules_take_a_functions_apply_and_tuples_for_it():

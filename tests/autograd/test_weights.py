@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -216,3 +217,85 @@ def test_the_address_of_a_buffer_that_is_replaced_is_no_weights():
     module.mean = torch.ones(8)
     assert former not in state
     state.close()
+
+
+class Product(torch.autograd.Function):
+    """A linear layer of somebody's own: of a batch without gradient, and a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.T, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        x, _ = ctx.saved_tensors
+        return None, grad.T @ x, None
+
+
+class OutsideOfTorch(Product):
+    """The same by a kernel, which writes into memory of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = torch.empty(len(x), len(weight))
+        out.numpy()[:] = x.numpy() @ weight.detach().numpy().T
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return Product.backward(ctx, grad)[:2]
+
+
+class Rounded(torch.autograd.Function):
+    """A fake quantizer of somebody's own: of a weight, and a scale without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return how(weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch": Product.apply,
+    "into out": lambda x, w: Product.apply(x, w, torch.empty(len(x), len(w))),
+    "kernel": OutsideOfTorch.apply,
+    "view": lambda x, w: Product.apply(x, w).T,
+}
+ROUNDINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch": lambda w, scale: (w / scale).round() * scale,
+    "into memory like it": lambda w, scale: torch.empty_like(w).copy_((w / scale).round() * scale),
+    "itself": lambda w, scale: w,
+    "view": lambda w, scale: w.view_as(w),
+}
+
+
+@pytest.mark.parametrize("tokens", [64, 65])
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_what_a_function_makes_of_a_weight_and_a_batch_is_an_activation(product, tokens):
+    """Also where it has no more elements than the weight."""
+    weight, x = nn.Parameter(torch.randn(128, 64)), torch.randn(tokens, 64)
+    with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
+        product(x, weight).sin().cos()
+    assert [t.dtype for t in saved.tensors if t.shape != weight.shape and t is not x].count(torch.uint8) == 2
+
+
+@pytest.mark.parametrize("how", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_what_a_function_makes_of_weights_alone_is_one(how):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(128, 128))
+            self.register_buffer("scale", torch.full((128, 1), 0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(Rounded.apply(self.weight * 1.0, self.scale, how), x)
+
+    x = torch.randn(128, 64, requires_grad=True)
+    with watch_saved() as saved:
+        brevact.quantize_backward(Model(), StochBackward2bit)(x)
+    assert not [t for t in saved.tensors if t.dtype is torch.uint8 and t.numel() >= 128 * 128 / 4]

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.ops.op import Op
+from brevact.autograd.storages import end_known_values
 
 _SIZES = (
-    *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
-    *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
+    *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
+    *("nelement", "numel", "size", "storage_offset", "stride"),
 )
 #: Of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
 _COUNTING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_)
 )
-_UNVERSIONED = (Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # type: ignore[attr-defined]
+#: Addresses: kernels that are launched without gradients, as in the forward of a Function, write there at once.
+_ADDRESSES = (Tensor.data_ptr, Tensor.untyped_storage)
+#: Tensors and arrays in the same memory, with no version counter or another one.
+_ALIASES: tuple[Callable[..., Any], ...] = (
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__),
+    *(Tensor.storage, Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+)
 _GETITEM = Tensor.__getitem__
 OPS = (
     Op(tuple(getattr(Tensor, name) for name in _SIZES), is_metadata=True),
     Op(tuple(_COUNTING), is_metadata=True),
-    Op(_UNVERSIONED, is_metadata=True, is_unversioned=True),
+    Op((*_ADDRESSES, *_ALIASES), is_metadata=True, is_unversioned=True),
     Op((_GETITEM,), is_metadata=True),
     Op((torch.tensor,), is_metadata=True),
 )
@@ -37,6 +45,19 @@ def stores_nothing(func: Callable, args: tuple) -> bool:
     if func is _GETITEM:
         return _makes_view(args[1])
     return func not in _COUNTING or (type(args[0]) is Tensor and args[0].dtype in _INTEGERS)
+
+
+def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
+    """End what is known of the values of a tensor whose memory a function of :data:`OPS` hands out to this frame.
+
+    Torch and this package take addresses to compare tensors, and to launch kernels that count versions.
+    """
+    is_address = func in _ADDRESSES
+    if is_address and caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "brevact"):
+        return
+    for x in args:
+        if isinstance(x, Tensor):
+            end_known_values(x, for_good=not is_address or torch.is_grad_enabled())
 
 
 def _makes_view(index: Any) -> bool:
