@@ -155,7 +155,9 @@ def test_layers_with_quantizers_of_their_own_move_no_dropout_behind_them():
         bnn.QuantLinear(64, 64, True, weight_quant=None, act_quant=brevact.StochBackward4bit),
         nn.Dropout(0.5),
     ) * 2
-    net = nn.Sequential(*layers, qnn.QuantReLU(act_quant=brevact.StochBackward4bit, forward_quant=None), nn.Dropout(0.5))
+    net = nn.Sequential(
+        *layers, qnn.QuantReLU(act_quant=brevact.StochBackward4bit, forward_quant=None), nn.Dropout(0.5)
+    )
 
     def of_square(model, batch):
         return model(batch).square().mean()
