@@ -7,6 +7,7 @@ settings by the arguments of its ``@value`` functions alone.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -114,12 +115,15 @@ def _check_structure(injector: InjectorClass, written: dict[str, Any]) -> None:
 
 def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
     """Raise for ``bucket_size: int = 128``, which Brevitas takes for a magic method."""
-    # Python 3.14 puts a function there in place of the dictionary.
-    if "__annotations__" in namespace or "__annotate_func__" in namespace or "__annotate__" in namespace:
-        names = ", ".join(namespace.get("__annotations__", ())) or "a name"
+    annotations = namespace.get("__annotations__", ())
+    annotate = namespace.get("__annotate_func__") or namespace.get("__annotate__")
+    if annotate is not None:  # Python 3.14 puts a function there in place of the dictionary
+        library = importlib.import_module("annotationlib")
+        annotations = library.call_annotate_function(annotate, library.Format.STRING)
+    if annotations:
         raise TypeError(
-            f"{names} of {class_name} is annotated, which the body of an injector cannot be: drop the annotation "
-            "(bucket_size = 128)"
+            f"{', '.join(annotations)} of {class_name} is annotated, which the body of an injector cannot be: drop the "
+            "annotation (bucket_size = 128)"
         )
 
 
