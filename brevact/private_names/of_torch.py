@@ -55,8 +55,18 @@ disable_modes = find(
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
 #: What FSDP, and others that wrap modules without a module of their own, know of them.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
-#: Whether a tensor is one of a batch of gradients (``is_grads_batched``).
-is_batched = find("torch._C._functorch.is_legacy_batchedtensor", REGIONS, fallback=lambda x: True)
+#: Whether a tensor is a batch of ``is_grads_batched``, and what adds and removes its dimension; of ``torch.func.vmap``.
+is_batched = find("torch._C._functorch.is_legacy_batchedtensor", REGIONS)
+add_legacy_batch_dim = find("torch._add_batch_dim", REGIONS)
+remove_legacy_batch_dim = find("torch._remove_batch_dim", REGIONS)
+is_functorch_batched = find("torch._C._functorch.is_batchedtensor", REGIONS)
+level_of = find("torch._C._functorch.maybe_get_level", REGIONS)
+add_batch_dim = find("torch._C._functorch._add_batch_dim", REGIONS)
+remove_batch_dim = find("torch._C._functorch._remove_batch_dim", REGIONS)
+outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", REGIONS)
+_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", REGIONS)
+_DispatchKeySet = find("torch._C.DispatchKeySet", REGIONS)
+_key_named = find("torch._C._dispatch_key_parse", REGIONS)
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
@@ -81,6 +91,12 @@ ATTRIBUTES = (
 )
 for _path in ATTRIBUTES:
     find(_path, REGIONS)
+
+
+def outside_of_legacy_vmap() -> Any:
+    """Return a context in which ``is_grads_batched`` does not refuse random numbers."""
+    return _ExcludeDispatchKeys(_DispatchKeySet(_key_named("VmapMode")))
+
 
 # --- modules
 
