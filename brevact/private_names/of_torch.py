@@ -156,6 +156,12 @@ has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a n
 # --- ops
 
 
+def argument_names(operator: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of an operator of ``torch.ops``: of one overload, or the default one."""
+    overload = operator if hasattr(operator, "_schema") else getattr(operator, "default", None)
+    return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
+
+
 def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     weighted = grad * out
     return (weighted - out * weighted.sum(dim, keepdim=True)).to(dtype)
