@@ -67,6 +67,8 @@ outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interp
 _ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", REGIONS)
 _DispatchKeySet = find("torch._C.DispatchKeySet", REGIONS)
 _key_named = find("torch._C._dispatch_key_parse", REGIONS)
+#: What torch says where saved-tensor hooks are off; None where they are on.
+why_hooks_are_off = find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS)
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
@@ -109,6 +111,8 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", R
 
 skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
+#: Contexts that Dynamo knows, by the functions that make them.
+contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes", COMPILING, placeholder={})
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
 #: What Dynamo traces: called in traced code.
