@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Refused as a whole where one of its names is missing: what it stores might be wrong.
 REGIONS = "storing packed activations for backward"
 COMPILING = "torch.compile of a region"
+BATCHES = "a batch of gradients through packed activations"
 
 # --- autograd
 
@@ -56,19 +57,21 @@ is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", RE
 #: What FSDP, and others that wrap modules without a module of their own, know of them.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
 #: Whether a tensor is a batch of ``is_grads_batched``, and what adds and removes its dimension; of ``torch.func.vmap``.
-is_batched = find("torch._C._functorch.is_legacy_batchedtensor", REGIONS)
-add_legacy_batch_dim = find("torch._add_batch_dim", REGIONS)
-remove_legacy_batch_dim = find("torch._remove_batch_dim", REGIONS)
-is_functorch_batched = find("torch._C._functorch.is_batchedtensor", REGIONS)
-level_of = find("torch._C._functorch.maybe_get_level", REGIONS)
-add_batch_dim = find("torch._C._functorch._add_batch_dim", REGIONS)
-remove_batch_dim = find("torch._C._functorch._remove_batch_dim", REGIONS)
-outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", REGIONS)
-_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", REGIONS)
-_DispatchKeySet = find("torch._C.DispatchKeySet", REGIONS)
-_key_named = find("torch._C._dispatch_key_parse", REGIONS)
+is_batched = find("torch._C._functorch.is_legacy_batchedtensor", BATCHES, fallback=lambda x: False)
+add_legacy_batch_dim = find("torch._add_batch_dim", BATCHES)
+remove_legacy_batch_dim = find("torch._remove_batch_dim", BATCHES)
+is_functorch_batched = find("torch._C._functorch.is_batchedtensor", BATCHES, fallback=lambda x: False)
+level_of = find("torch._C._functorch.maybe_get_level", BATCHES)
+add_batch_dim = find("torch._C._functorch._add_batch_dim", BATCHES)
+remove_batch_dim = find("torch._C._functorch._remove_batch_dim", BATCHES)
+outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", BATCHES)
+_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", BATCHES)
+_DispatchKeySet = find("torch._C.DispatchKeySet", BATCHES)
+_key_named = find("torch._C._dispatch_key_parse", BATCHES)
 #: What torch says where saved-tensor hooks are off; None where they are on.
-why_hooks_are_off = find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS)
+why_hooks_are_off = find(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS, fallback=lambda: None
+)
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
