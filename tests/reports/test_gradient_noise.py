@@ -221,7 +221,7 @@ class WithState(nn.Module):
         self.state = torch.randn(8, 16) if kind == "codes" else None
         if kind == "optimizer":
             self.state = nn.Parameter(torch.randn(8, 16))
-            self.optimizer = torch.optim.SGD([self.state], lr=0.1)
+            self.optimizer = torch.optim.SGD([self.state], lr=100.0)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "hidden":
