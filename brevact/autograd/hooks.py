@@ -18,7 +18,7 @@ from brevact.autograd.hook_stack import is_checkpoint_innermost
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
-from brevact.private_names.of_torch import top_hooks
+from brevact.private_names.of_torch import top_hooks, why_hooks_are_off
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -109,6 +109,8 @@ class _EnterRegion:
             return False
         enclosing = regions[-1] if regions else None
         around = None if enclosing is None else enclosing.attachment
+        if enclosing is not None and why_hooks_are_off() is not None:  # a transform, for which the region steps aside
+            return False
         if self.yields and around is not None and around is not self.attachment:
             return False
         if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
 from brevact.autograd.active_regions import active
+from brevact.autograd.aten_calls import as_torch_function
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
@@ -26,7 +27,7 @@ from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
-from brevact.autograd.other_code import label_of
+from brevact.autograd.other_code import OPERATORS, label_of
 from brevact.autograd.rectified import offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
@@ -71,6 +72,9 @@ class EagerMode(compiled_mode.RegionMode):
         if frame_callback() is not None:  # between the graphs of a compiled model
             return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
+        if row is None and type(func) in OPERATORS:
+            func, args, kwargs = as_torch_function(func, args, kwargs)
+            row = ROWS.get(func)
         if row is None:
             if type(func) is MethodWrapperType:  # an attribute
                 return func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Transforms of programs in which nothing is packed, or which cannot run a region at all.
 
-* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``: they allow no saved-tensor hooks; entering a region raises.
+* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``: they allow no saved-tensor hooks; entering a region raises. A
+  region in which one is called steps aside (:func:`_step_aside`): what the transform differentiates stays as it is.
 * ``torch.func.vmap``, ``jvp``, forward-mode AD: saved tensors have batch dimensions or tangents that codes would lose;
   they stay as they are, and results are those of the model without backward quantization.
 * ``torch.jit.trace``: a traced program has no regions, as one that ``torch.export`` made; it saves torch's tensors.
@@ -8,10 +9,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch.autograd import forward_ad
 
-from brevact.private_names.of_torch import functorch_interpreter, states_of_modules
+from brevact.autograd.active_regions import current_region
+from brevact.autograd.first_region import before_first_region
+from brevact.private_names.of_torch import contexts_in_graphs, functorch_interpreter, states_of_modules
 from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 
 NO_TRANSFORMS = (
@@ -46,3 +53,22 @@ def check_rounding() -> None:
     """Raise where norms cannot go on with rounded values."""
     if is_transformed() or is_tracing():
         raise NotImplementedError(NO_ROUNDED_NORMS)
+
+
+def _step_aside() -> None:
+    """Let ``disable_saved_tensors_hooks``, which transforms enter, take the hooks of the region off meanwhile."""
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    @functools.wraps(disable)
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        region = current_region()
+        is_on = region is not None and not region.hooks.is_empty and region.hooks.are_innermost()
+        with region.hooks.suspended if is_on else nullcontext(), disable(error_message):
+            yield
+
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    contexts_in_graphs[disable_saved_tensors_hooks] = None
+
+
+before_first_region(_step_aside)

@@ -72,10 +72,10 @@ class ModelState:
             _watchers.add(self)
 
     def see(self, module: nn.Module) -> None:
-        """Notice a module that runs."""
-        if module not in self._modules and (module._parameters or module._buffers):
+        """Notice a module that runs; a program of ``torch.export`` reads those of its modules without calling them."""
+        if module not in self._modules and (module._parameters or module._buffers or module._modules):
             self._modules[module] = None
-            self._unread.append(module)
+            self._unread += module.modules() if isinstance(module, torch.fx.GraphModule) else (module,)
 
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is that of a weight."""

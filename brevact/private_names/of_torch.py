@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: Refused as a whole where one of its names is missing: what it stores might be wrong.
 REGIONS = "storing packed activations for backward"
 COMPILING = "torch.compile of a region"
+BATCHES = "a batch of gradients through packed activations"
 
 # --- autograd
 
@@ -85,8 +86,22 @@ disable_modes = find(
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
 #: What FSDP, and others that wrap modules without a module of their own, know of them.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
-#: Whether a tensor is one of a batch of gradients (``is_grads_batched``).
-is_batched = find("torch._C._functorch.is_legacy_batchedtensor", REGIONS, fallback=lambda x: True)
+#: Whether a tensor is a batch of ``is_grads_batched``, and what adds and removes its dimension; of ``torch.func.vmap``.
+is_batched = find("torch._C._functorch.is_legacy_batchedtensor", BATCHES, fallback=lambda x: False)
+add_legacy_batch_dim = find("torch._add_batch_dim", BATCHES)
+remove_legacy_batch_dim = find("torch._remove_batch_dim", BATCHES)
+is_functorch_batched = find("torch._C._functorch.is_batchedtensor", BATCHES, fallback=lambda x: False)
+level_of = find("torch._C._functorch.maybe_get_level", BATCHES)
+add_batch_dim = find("torch._C._functorch._add_batch_dim", BATCHES)
+remove_batch_dim = find("torch._C._functorch._remove_batch_dim", BATCHES)
+outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", BATCHES)
+_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", BATCHES)
+_DispatchKeySet = find("torch._C.DispatchKeySet", BATCHES)
+_key_named = find("torch._C._dispatch_key_parse", BATCHES)
+#: What torch says where saved-tensor hooks are off; None where they are on.
+why_hooks_are_off = find(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS, fallback=lambda: None
+)
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
@@ -112,6 +127,12 @@ ATTRIBUTES = (
 for _path in ATTRIBUTES:
     find(_path, REGIONS)
 
+
+def outside_of_legacy_vmap() -> Any:
+    """Return a context in which ``is_grads_batched`` does not refuse random numbers."""
+    return _ExcludeDispatchKeys(_DispatchKeySet(_key_named("VmapMode")))
+
+
 # --- modules
 
 global_forward_pre_hooks = find("torch.nn.modules.module._global_forward_pre_hooks", REGIONS, placeholder=set())
@@ -123,6 +144,8 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", R
 
 skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
+#: Contexts that Dynamo knows, by the functions that make them.
+contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes", COMPILING, placeholder={})
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
 #: What Dynamo traces: called in traced code.
@@ -171,6 +194,12 @@ has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a n
 
 #: The schemas of an operator of `torch.ops`, by "namespace::name".
 schemas_of_operator = find("torch._C._jit_get_schemas_for_operator", REGIONS, fallback=lambda name: ())
+
+
+def argument_names(operator: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of an operator of ``torch.ops``: of one overload, or the default one."""
+    overload = operator if hasattr(operator, "_schema") else getattr(operator, "default", None)
+    return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
 
 
 def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
-from brevact.private_names.of_torch import is_batched, is_functorch_tensor
+from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
@@ -228,5 +228,4 @@ def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
 def _is_readable(grad: Tensor, layout: Layout) -> bool:
     """Whether a gradient may be read as it lies, and is no part of a graph."""
     is_constant = not (grad.requires_grad and torch.is_grad_enabled())
-    is_plain = not is_functorch_tensor(grad) and not is_batched(grad)
-    return grad.dtype in FUSED and is_constant and is_plain and layout.matches(grad)
+    return grad.dtype in FUSED and is_constant and not is_functorch_tensor(grad) and layout.matches(grad)

@@ -76,6 +76,7 @@ def exact_gradients(
     or that the gradients of all batches are equal.
     """
     seed = torch.initial_seed() % _MOST_SEED
+    versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
     with as_it_was(model), regions_disabled():
         again = gradients(model, batches[0], loss, seed)
         on_pass()
@@ -83,7 +84,8 @@ def exact_gradients(
         for index, batch in enumerate(batches):
             found.append(gradients(model, batch, loss, seed + index))
             on_pass()
-    check_repeats(found[0], again)
+    changed = [name for name, p in model.named_parameters() if p._version != versions.get(name, p._version)]
+    check_repeats(found[0], again, changed)
     unit = batch_variance(found) if len(found) > 1 else Estimate(squared_norm(found[0]), math.nan)
     if unit.value == 0:
         raise ValueError(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.reports.in_place import uncompiled
-from brevact.reports.tensors_in_place import put_back
+from brevact.reports.in_place import ModelBefore, uncompiled
 
 #: Gradients of parameters, in their order.
 Gradients = Sequence[Tensor]
@@ -25,17 +24,12 @@ MOST_DIFFERENCE = 1e-2
 
 
 def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization: int | None = None) -> Gradients:
-    """Return the gradients of the parameters that train; buffers, and gradients of other tensors, stay as they are.
+    """Return the gradients of the parameters that train; buffers, attributes and other gradients stay as they are.
 
     Those of the model are None afterwards. One seed is that of torch's generators, for what the model draws; the other
     is that of its quantizers, which draw from torch's generator without it.
     """
-    before = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_inference()
-    ]
+    before = ModelBefore(model, but_parameters=True)
     model.zero_grad(set_to_none=True)
     _seed_generators(seed)
     try:
@@ -45,9 +39,7 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
             with _gradients_kept(_leaves_beside(value, model)):
                 value.backward()
     finally:
-        for module, name, buffer, old in before:
-            module._buffers[name] = buffer
-            put_back(buffer, old)
+        before.restore()
     found = [p.grad for p in model.parameters() if p.requires_grad]
     if all(grad is None for grad in found):
         raise ValueError(
@@ -153,17 +145,27 @@ def _check_value(value: Any) -> None:
         raise ValueError(f"loss: returned {float(value.detach())}; noise is measured where losses are finite")
 
 
-def check_repeats(first: Gradients, second: Gradients) -> None:
-    """Raise for a loss whose exact gradient of a batch differs from one pass to the next."""
+def check_repeats(first: Gradients, second: Gradients, changed: Sequence[str]) -> None:
+    """Raise for a loss whose exact gradient of a batch differs from one pass to the next.
+
+    ``changed`` are the names of parameters that a pass has changed.
+    """
     norm = math.sqrt(squared_norm(first))
     difference = math.sqrt(squared_distance(first, second))
     if not math.isfinite(norm):
         raise ValueError("loss: the gradient of the first batch is not finite; noise is measured where gradients are")
     if not difference <= MOST_DIFFERENCE * norm:
+        why = (
+            f"The passes change parameters, {', '.join(changed)}: leave steps of an optimizer inside the model, and "
+            "other updates in place, out of what is measured"
+            if changed
+            else "Random numbers of torch's generators, buffers and attributes of modules are the same in all passes; "
+            "draw others (of random, numpy, a generator of its own) beforehand, into the batches, and keep state in "
+            "attributes of modules (not in globals or iterators)"
+        )
         raise ValueError(
             f"loss: two exact gradients of the first batch, of norm {norm:.2g}, differ by {difference:.2g}, which "
-            "would count as noise of quantization. Random numbers of torch's generators are the same in all passes "
-            "of a batch; draw others (of random, numpy, a generator of its own) beforehand, into the batches"
+            f"would count as noise of quantization. {why}"
         )
 
 

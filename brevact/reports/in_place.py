@@ -59,7 +59,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
     """
     _check(model)
     _shard(model)
-    state = _State(model)
+    state = ModelBefore(model)
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with kept_generators(), torch.inference_mode(False):
@@ -97,10 +97,14 @@ def _check(model: nn.Module) -> None:
         )
 
 
-class _State:
-    """All that a model is made of, to be put back: objects by reference, their contents in shallow copies."""
+class ModelBefore:
+    """All that a model is made of, to be put back: objects by reference, their contents in shallow copies.
 
-    def __init__(self, model: nn.Module) -> None:
+    Parameters, which no pass changes, stay as they are if ``but_parameters``.
+    """
+
+    def __init__(self, model: nn.Module, *, but_parameters: bool = False) -> None:
+        self._but_parameters = but_parameters
         self._seen: dict[int, Any] = {}  # which keeps what is seen alive, so that no other object has its identity
         self._contents: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], object]] = []
@@ -116,12 +120,14 @@ class _State:
                 continue
             inside: list[Any] = []
             if isinstance(value, Tensor):
+                if self._but_parameters and isinstance(value, nn.Parameter):
+                    continue
                 if value.is_leaf:  # others are of an earlier pass: they are put back where they were
                     self._tensors.append(TensorBefore(value))
             elif isinstance(value, _CONTAINERS):
                 inside = self._note_contents(value)
             elif isinstance(value, tuple):
-                inside = [*value]
+                inside = [*tuple.__iter__(value)]  # whose own length may raise
             elif (restore := _restorer_of(value)) is not None:
                 self._others.append(restore)
             elif isinstance(value, nn.Module):

@@ -58,17 +58,6 @@ class TensorBefore:
                 hooks.update(before or {})
 
 
-def put_back(x: Tensor, values: Tensor) -> None:
-    """Give a tensor the sizes and values that it had, if it has others."""
-    if values.grad_fn is None:
-        _leave_graph(x)
-    with torch.no_grad():
-        if x.shape != values.shape:
-            x.resize_(values.shape)
-    if not _has_bits_of(x, values):
-        _copy(x, values)
-
-
 def _leave_graph(x: Tensor) -> None:
     """Let a buffer be a leaf again, into which a forward pass has written a tensor with a graph."""
     if not x.is_leaf and not x._is_view():

@@ -249,11 +249,12 @@ def run(
     *,
     twice: bool = False,
     in_region: bool = False,
+    backward: Callable[..., Any] = torch.autograd.grad,
 ) -> Outcome:
     """Call an op inside a region, or plain, and differentiate a weighted sum of its results.
 
     ``twice`` says to differentiate a weighted sum of its gradients, too, which stand behind them; these are taken in a
-    region if ``in_region``.
+    region if ``in_region``. ``backward`` is called as ``torch.autograd.grad``.
     """
     leaves: list[Tensor] = []
 
@@ -287,7 +288,7 @@ def run(
         grads: list[Tensor | None] = []
         if loss is not None:
             with region(settings) if in_region and settings is not None else nullcontext():
-                grads = list(torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=twice))
+                grads = list(backward(loss, leaves, allow_unused=True, create_graph=twice))
             penalty = loss_of([x for x in grads if x is not None]) if twice else None
             if penalty is not None:
                 grads += torch.autograd.grad(penalty, leaves, allow_unused=True)

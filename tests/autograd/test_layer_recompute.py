@@ -310,16 +310,6 @@ def test_logits_of_a_slice_are_computed_for_it_alone(rows, recwarn):
     assert not recwarn.list
 
 
-def test_batches_of_gradients_reach_recomputed_probabilities():
-    net, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 20)), torch.randn(6, 8)
-    with region(EXACTLY):
-        loss = F.cross_entropy(net(x), torch.arange(6))
-    once = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
-    both = torch.autograd.grad(loss, list(net.parameters()), torch.tensor([1.0, 2.0]), is_grads_batched=True)
-    for found, grad in zip(both, once, strict=True):
-        torch.testing.assert_close(found, torch.stack([grad, 2 * grad]))
-
-
 def test_attention_is_computed_once_for_its_readers_and_its_gradient():
     net, x, seen = Attention(), torch.randn(2, 7, 16, requires_grad=True), []
 
@@ -770,25 +760,6 @@ def test_gradients_of_weights_in_16_bits_are_summed_in_float32():
     )
     # bfloat16 rounds the sum once (2^-9), and what is summed; 8 bits add a 255th of half a range to each element
     assert found <= plain + 2**-9 + 1 / 255
-
-
-@pytest.mark.parametrize("size", [8, 100])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_batches_of_gradients_reach_convolutions_behind_recomputed_layers(size, autocast):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU())
-    x = torch.randn(4, 4, size, size, requires_grad=True)
-    factors = torch.tensor([1.0, 2.0])
-
-    def batched(bits: BackwardSettings) -> tuple[torch.Tensor, ...]:
-        with region(bits), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = net(x).float().square().mean()
-        return torch.autograd.grad(loss, list(net.parameters()), factors, is_grads_batched=True)
-
-    for bits in (settings(8), settings(8, recompute=10_000)):
-        for gradient in batched(bits):
-            assert gradient.isfinite().all() and (gradient[0] != 0).any()
-            torch.testing.assert_close(gradient[1], 2 * gradient[0], rtol=2**-6 if autocast else 1e-4, atol=1e-6)
 
 
 def test_a_backward_pass_that_raises_leaves_no_outputs_to_the_next_ones():

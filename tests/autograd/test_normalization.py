@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils.checkpoint import checkpoint
 
 import brevact
+from brevact import LosslessBackward
 from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
 from brevact.quantizers import (
     Layout,
@@ -573,3 +575,19 @@ def test_statistics_of_norms_stay_exact(norm):
     assert any(t.dtype is torch.uint8 for t in saved.tensors)
     assert grads[1].norm() < 2 * grads[0].norm()
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), dim=0) > 0.9
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LayerNorm((6, 6)), lambda: nn.GroupNorm(2, 8), lambda: nn.InstanceNorm2d(8, affine=True)]
+)
+def test_norms_give_gradients_for_each_sample(make):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(4, 8, 3), make(), nn.SiLU()), torch.randn(20, 4, 8, 8)
+    found = []
+    for chosen in (None, LosslessBackward):
+        copied = copy.deepcopy(net)
+        if chosen is not None:
+            brevact.quantize_backward(copied, chosen, min_numel=0)
+        call_for_per_sample_grads(copied, batch_size=20, loss_reduction="sum")(x).sum().backward()
+        found.append([p.grad_sample for p in copied.parameters()])
+    assert all(torch.equal(*grads) for grads in zip(*found, strict=True))

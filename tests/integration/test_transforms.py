@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import brevact
-from brevact import L4ForwardBackward, StochBackward2bit
+from brevact import L4ForwardBackward, LosslessBackward, StochBackward2bit
 from tests.crosses import taking_turns
 from tests.integration.models import X, codes, grads, images_net, mlp, quantized, twins
 
@@ -54,25 +57,52 @@ class Forces(nn.Module):
         return torch.func.grad(lambda y: self.energy(y).square().sum())(self.first(x))
 
 
-def test_rules_without_quantizer_allow_transforms_inside():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.forces = nn.Linear(64, 64), Forces()
+class Chunked(torch.autograd.Function):
+    """A loss with its gradient, of some rows at a time."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.forces(self.first(x))
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        found = [torch.func.grad_and_value(lambda rows: rows.tanh().sum())(chunk) for chunk in x.chunk(2)]
+        ctx.save_for_backward(torch.cat([grad for grad, _ in found]))
+        return sum(value for _, value in found)
 
-    model = Model()
-    expected = model(X)
-    expected.sum().backward()
-    exact = model.first.weight.grad.clone()
-    model.zero_grad()
-    brevact.quantize_backward(model, {"forces": None, "*": StochBackward2bit.let(min_numel=0)})
-    out = model(X)
-    assert torch.equal(out, expected)
-    out.sum().backward()
-    assert not torch.equal(model.first.weight.grad, exact)  # packed
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class OfEachRow(nn.Module):
+    """A hidden state that is trained in the forward pass, row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - torch.vmap(torch.func.grad(lambda row: self.layer(row).square().sum()))(x)
+
+
+class Through(nn.Module):
+    """Layers, and a module or a function behind them."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("last", [Forces, OfEachRow, lambda: Chunked.apply])
+def test_regions_step_aside_for_transforms_inside(last):
+    plain, model = twins(lambda: Through(last()), LosslessBackward)
+    for each in (plain, model):
+        each(X).sum().backward()
+    assert all(map(torch.equal, grads(plain), grads(model)))
+    packed = quantized(copy.deepcopy(plain), StochBackward2bit)
+    packed.zero_grad()
+    packed(X).sum().backward()
+    assert not torch.equal(packed.first[0].weight.grad, plain.first[0].weight.grad)  # the layers in front pack
 
 
 @pytest.mark.parametrize("randomness", ["error", "different"])

@@ -209,6 +209,47 @@ def test_a_loss_that_draws_random_numbers_of_its_own_is_refused(net):
         exact_gradients(net, IMAGES, lambda model, batch: model(batch) * generator.random())
 
 
+class WithState(nn.Module):
+    """A layer with a hidden state, or a codebook that may have an optimizer of its own; and irreps as those of e3nn."""
+
+    class Irreps(tuple):
+        def __len__(self):
+            raise NotImplementedError("ambiguous")
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.irreps = kind, nn.Linear(16, 16), self.Irreps(((1, 0),))
+        self.state = torch.randn(8, 16) if kind == "codes" else None
+        if kind == "optimizer":
+            self.state = nn.Parameter(torch.randn(8, 16))
+            self.optimizer = torch.optim.SGD([self.state], lr=100.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "hidden":
+            self.state = (self.layer(x) if self.state is None else self.layer(x) + self.state).tanh().detach()
+            return self.layer(x).mul(self.state).sum()
+        codes = self.layer(x)
+        places = torch.cdist(codes.detach(), self.state).argmin(1)
+        chosen = self.state[places]
+        if self.kind == "codes":
+            self.state = self.state.lerp(torch.zeros_like(self.state).index_add(0, places, codes.detach()), 0.1)
+        else:
+            self.optimizer.zero_grad()
+            F.mse_loss(chosen, codes.detach()).backward()
+            self.optimizer.step()
+        return F.mse_loss(codes, chosen.detach())
+
+
+def test_state_of_modules_is_the_same_in_all_passes():
+    rows = batches_of(32, 16)
+    for kind in ("hidden", "codes"):
+        model = brevact.quantize_backward(WithState(kind), brevact.StochBackward4bit, min_numel=0)
+        before = model.state
+        assert brevact.gradient_report(model, rows, loss, draws=2).noise > 0 and model.state is before
+    with pytest.raises(ValueError, match="passes change parameters, state: leave steps of an optimizer"):
+        brevact.gradient_report(WithState("optimizer"), rows, loss, draws=2)
+
+
 # the model
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.batched_gradients import are_batched, run_by_rows
 from brevact.autograd.call_arguments import PLAIN_TYPES
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
@@ -21,6 +22,7 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import PointFunction, is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SavedValue(NamedTuple):
@@ -122,13 +124,16 @@ def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a backward pass on a gradient that is none, as that of a Function which returns None, in place of zeros.
 
-    Parameters in front of it have no gradient then, as in torch, and no step of an optimizer.
+    Parameters in front of it have no gradient then, as in torch, and no step of an optimizer. Of a batch of gradients
+    it gets one row at a time.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Any) -> Any:
         if grads[0] is None and not any(grad is not None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
+        if not _is_compiling() and are_batched(grads):
+            return run_by_rows(wrapped, ctx, grads)
         return backward(ctx, *grads)
 
     return wrapped

@@ -24,7 +24,7 @@ from brevact.autograd.layer_recompute import WithOptions, is_large_and_recompute
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
+from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
 
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
@@ -89,7 +89,7 @@ class _Convolution(Saving):
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
             return (None,) * 5 + (sum_of_channels(grad),)
-        if ctx.goes_by_parts and mask[0] and grad.is_cpu and not is_batched(grad):
+        if ctx.goes_by_parts and mask[0] and grad.is_cpu:
             return None, None, None, *_part_by_part(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)

@@ -34,7 +34,6 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_places, reported
-from brevact.private_names.of_torch import is_batched
 from brevact.quantizers.tracing import is_traced
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
@@ -111,9 +110,6 @@ class _CrossEntropyOfRows(Saving):
         like = grad.new_empty((), dtype=ctx.loss_dtype)
         g, y, w_y = _of_samples(grad, like, target, None, ctx.options)
         hit = (g * w_y).expand(len(target), 1)
-        if is_batched(grad):
-            p = torch.cat([each.decode() for each in kept])
-            return None, None, None, (p * hit).scatter_add_(1, y, -hit).to(dtype), None, None
         rows = None if not ctx.is_known else rows_of(kept[0].decoder.logits, kept[0].tensors)
         whole = kept[0].decode() if ctx.is_known and rows is None else None
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
@@ -225,7 +221,7 @@ def _of_indices(
     g, y, w_y = _of_samples(grad, p, target, w, options)
     hit = g * w_y * (1 - s) if s else g * w_y
     total = hit if not s else hit + g * (s if w is None else s * w.mean())
-    grad_input = p.mul_(total) if overwrites and not is_batched(total) else p * total
+    grad_input = p.mul_(total) if overwrites else p * total
     grad_input.scatter_add_(dim, y, -hit)
     if s:
         grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +21,19 @@ from brevact.private_names.of_torch import verify_batch_size, verify_spatial_siz
 from brevact.quantizers import is_traced
 
 
-def _fit(shape: tuple[int, ...], weight: Any, bias: Any = None) -> bool:
-    """Whether weight and bias are tensors of this shape, or None."""
-    if weight is not None and not (isinstance(weight, Tensor) and weight.shape == shape):
-        return False
-    return bias is None or (isinstance(bias, Tensor) and bias.shape == shape)
+def _fit(shape: tuple[int, ...], *weights: Any) -> bool:
+    """Whether weights are None, or tensors of this shape whose class leaves torch functions as they are."""
+    for x in weights:
+        if x is not None and not (isinstance(x, Tensor) and x.shape == shape and not _has_rules(type(x))):
+            return False
+    return True
+
+
+@functools.cache
+def _has_rules(kind: type[Tensor]) -> bool:
+    """Return whether a class has rules for functions of torch, as weights with a gradient for each sample have."""
+    rule = getattr(kind.__torch_function__, "__func__", None)  # nn.Parameter has none
+    return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def _have_last_dims(input: Any, shape: Any) -> bool:
