@@ -18,7 +18,7 @@ from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
@@ -150,12 +150,13 @@ class MemoryOfPass:
     def measured(self) -> MemoryReport:
         """Return what the pass stores under the policy that the model has now, or would have by default."""
         model, run, note = self._model, self._run, ""
-        saved = _measure(model, run)
-        if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
+        has_regions = any(regions_of(module) for module in model.modules())
+        saved = _measure(model, run) if has_regions else _measured_plain(model, run)
+        if has_regions or any(op.why != NO_QUANTIZER for op in saved.ops):
             if self._plain is None:
                 with regions_disabled():
-                    self._plain = _measure(model, run)
-            plain = self._plain
+                    self._plain = _measured_plain(model, run)
+            plain, saved = self._plain, saved if has_regions else _measure(model, run)
         else:
             plain = saved
             try:
@@ -234,20 +235,56 @@ def _measure(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     change: Callable[[nn.Module], object] = lambda model: None,
+    *,
+    holds: bool = True,
 ) -> _Measured:
-    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was."""
+    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was.
+
+    Where nothing is held, the tensors are gone once the model has no more use for them, as in inference.
+    """
     with in_place(model):
         change(model)
         if not model.training:
             model.train()
-        return _measure_as_it_is(model, run)
+        return _measure_as_it_is(model, run, holds)
 
 
-def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
+class _UnheldError(Exception):
+    """A backward pass in the forward pass needs a tensor that was not held."""
+
+
+def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
+    """Return what a pass that packs nothing keeps, in the memory of one without gradients where that is possible."""
+    try:
+        return _measure(model, run, holds=False)
+    except _UnheldError:
+        return _measure(model, run)
+
+
+def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> _Measured:
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
-    held: dict[int, tuple[Tensor, str]] = {}
+    held: dict[int, tuple[Tensor | WeakStorage, str]] = {}
     found, rows = _Measured(), list[tuple[int, OpMemory]]()
     source = ""  # layer that has stored what the last tensor derives from
+    is_missed = False
+
+    def pack_unheld(x: Tensor) -> Tensor | None:
+        place = _place_of(x)
+        before, _ = held.get(place, (None, ""))
+        if isinstance(before, WeakStorage) and before.expired():  # a new tensor is where another was
+            del held[place]
+        pack(x)
+        if place not in held or place < 0:
+            return x
+        held[place] = WeakStorage(x.untyped_storage()), held[place][1]
+        return None
+
+    def unpack_unheld(x: Tensor | None) -> Tensor:
+        nonlocal is_missed
+        if x is None:
+            is_missed = True
+            raise _UnheldError
+        return x
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
@@ -285,7 +322,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
 
     with uncompiled(), _running_module(model) as running:
         with torch.enable_grad(), recording() as recorder, region(None):
-            recorder.hooks = pack, lambda x: x
+            recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
             with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
                 try:
                     output = run(model)
@@ -293,6 +330,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
                         found.is_generator, output = True, list(output)
                 finally:
                     held.clear()  # regions refer to it until garbage is collected, and later steps would share it
+                    if is_missed:
+                        raise _UnheldError  # noqa: B012 - also where the model has caught it, or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
