@@ -25,7 +25,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, measured_peak, step_of
+from brevact.reports.step import StepLoss, device_of, measured_peak, plain_peak_of, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -115,10 +115,10 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             model.train()
         if not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        (plain_peak, plain), (packed_peak, packed) = (
-            measured_peak(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
-        )
-    return replace(report, plain_peak=plain_peak, packed_peak=packed_peak, plain_parts=plain, packed_parts=packed)
+        packed_peak, packed = measured_peak(step_of(model, batch, loss, packs=True), device_of(model, batch))
+        plain = plain_peak_of(model, batch, loss)
+    parts = {} if packed is None else {"plain_parts": plain, "packed_parts": packed}
+    return replace(report, plain_peak=plain.tensors, packed_peak=packed_peak, **parts)
 
 
 def _begins_backward(value: Any) -> bool:
@@ -331,7 +331,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                 finally:
                     held.clear()  # regions refer to it until garbage is collected, and later steps would share it
                     if is_missed:
-                        raise _UnheldError  # noqa: B012 - also where the model has caught it, or raised another
+                        raise _UnheldError  # also where the model has caught it, or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found

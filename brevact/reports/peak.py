@@ -102,14 +102,15 @@ _PROCESS = {
 def peak_tables(plain: PeakMemory, packed: PeakMemory) -> str:
     """Return tables of the parts of both peaks: of a step without backward quantization and with it."""
     tables = [_table("tensors at the peak", _TENSORS, (plain, packed), [x.tensors for x in (plain, packed)])]
-    if plain.process is not None and packed.process is not None:
+    if packed.process is not None:
         processes = plain.process, packed.process
-        tables.append(_table("process at its peak", _PROCESS, processes, [x.peak for x in processes]))
+        peaks = [None if x is None else x.peak for x in processes]
+        tables.append(_table("process at its peak", _PROCESS, processes, peaks))
     return "\n\n".join(tables)
 
 
-def _table(title: str, names: dict[str, str], columns: Sequence[object], totals: Sequence[int]) -> str:
-    rows = [(text, *(_size(getattr(column, name)) for column in columns)) for name, text in names.items()]
+def _table(title: str, names: dict[str, str], columns: Sequence[object], totals: Sequence[int | None]) -> str:
+    rows = [(text, *(_size(getattr(column, name, None)) for column in columns)) for name, text in names.items()]
     return text_table((title, "plain", "packed"), rows, ("sum", *map(_size, totals)), numbers=2)
 
 

@@ -15,12 +15,13 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from brevact.autograd.decoders import SavedByHook
 from brevact.autograd.saved import Decoder
@@ -28,6 +29,7 @@ from brevact.private_names.of_graph import function_of, saved_by
 from brevact.private_names.of_profiler import Allocation, allocations_in_time, quietly
 from brevact.reports.peak import PeakMemory, ProcessMemory
 from brevact.reports.process_probe import ProcessProbe
+from brevact.reports.saved_in_file import Life, saved_in_file
 
 #: Methods of decoders that return an activation, or its product with a gradient.
 _DECODING = "decode", "decode_through", "multiply", "multiply_"
@@ -48,15 +50,40 @@ class _Blocks:
     """All blocks of the step."""
 
     def __init__(self, allocations: list[Allocation]) -> None:
-        self._times = [each.time for each in allocations]
-        self._totals = list(itertools.accumulate(each.nbytes for each in allocations))
         self._of: dict[int, list[_Block]] = {}
+        self._frees_before: list[tuple[int, int]] = []  # of blocks that were there before the step
         for each in allocations:
             blocks = self._of.setdefault(each.address, [])
             if each.nbytes > 0:
                 blocks.append(_Block(each.time, math.inf, each.nbytes))
             elif blocks:
                 blocks[-1] = replace(blocks[-1], end=each.time)
+            else:
+                self._frees_before.append((each.time, each.nbytes))
+        self._add_up()
+
+    def _add_up(self) -> None:
+        changes = [*self._frees_before]
+        for block in self:
+            changes += (block.start, block.nbytes), (block.end, -block.nbytes)
+        changes.sort()
+        self._times = [time for time, _ in changes]
+        self._totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
+
+    def of_memory(self, lives: Iterable[Life]) -> _Blocks:
+        """Return the blocks as they would be if what waited in a file had stayed where it was, and not been read."""
+        gone = self.found(copy for life in lives for copy in life.copies)
+        ends: dict[_Block | None, float] = {}
+        for life in lives:
+            block = self.find(life.address, life.saved)
+            ends[block] = max(life.end, ends.get(block, 0))
+        found = _Blocks([])
+        found._frees_before = self._frees_before
+        for address, blocks in self._of.items():
+            left = [block for block in blocks if block not in gone]
+            found._of[address] = [replace(block, end=max(block.end, ends.get(block, 0))) for block in left]
+        found._add_up()
+        return found
 
     def find(self, address: int, moment: int) -> _Block | None:
         """Return the block that was at an address at a moment."""
@@ -208,15 +235,36 @@ def peak_memory_of(step: Step) -> PeakMemory:
     gc.collect()
     process, probe = ProcessProbe.of_process(), StepProbe()
     step(None)
+    with nullcontext() if process is None else process.watched():
+        blocks = _Blocks(_allocations(step, probe, "cpu"))
+    return _parts(blocks, probe, None if process is None else process.memory(blocks.bytes_at))
+
+
+def peak_memory_by_file(step: Step, model: nn.Module, device: str) -> PeakMemory:
+    """Measure the parts of the tensors of a step at full precision at its peak, in the memory of a packed one.
+
+    What is saved waits in a file, and counts as if it did not. Nothing is known of the process without that.
+
+    Args:
+        step: as of :func:`peak_memory_of`; it runs twice.
+        model: whose weights stay in memory.
+        device: kind of the device whose memory it is.
+    """
+    with saved_in_file(model):
+        step(None)
+    gc.collect()
+    probe = StepProbe()
+    with saved_in_file(model) as saved:
+        blocks = _Blocks(_allocations(step, probe, device)).of_memory(saved.lives)
+    probe.unpacked += ((life.address, life.saved) for life in saved.lives)
+    return _parts(blocks, probe, None)
+
+
+def _allocations(step: Step, probe: StepProbe, device: str) -> list[Allocation]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        if process is None:
-            step(probe)
-        else:
-            with process.watched():
-                step(probe)
-    blocks = _Blocks(allocations_in_time(profile))
-    return _parts(blocks, probe, None if process is None else process.memory(blocks.bytes_at))
+        step(probe)
+    return allocations_in_time(profile, device)
 
 
 def _parts(blocks: _Blocks, probe: StepProbe, process: ProcessMemory | None) -> PeakMemory:
