@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from brevact.autograd import first_region
 from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.user_lines import warn
 
@@ -112,6 +113,7 @@ def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
 
     Gradients are the same, bit for bit.
     """
+    first_region.prepare()  # the heap, in which these passes leave as few gaps as packed ones then
     with tempfile.TemporaryFile(buffering=0) as file:
         saved = SavedInFile(model, file)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
