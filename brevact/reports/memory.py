@@ -44,7 +44,10 @@ def memory_report(
 
     Runs the model on the batch twice, with its backward quantizers and without them, and adds up the storages that
     autograd keeps, each once, without parameters and buffers. A model without a backward quantizer is measured as after
-    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
+    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit;
+    a forward pass that writes into parameters of more than 64 KiB is warned of. The pass without quantizers holds
+    nothing, as inference. A model that does not fit is measured on the meta device, with a batch there.
+
     An input that is stored unchanged counts by its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function will recompute do not count. Compiled modules are measured uncompiled.
 
@@ -54,6 +57,8 @@ def memory_report(
     >>> report = brevact.memory_report(model, torch.randn(64, 64))
     >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
     (32768, 2608)
+    >>> brevact.memory_report(model.to("meta"), torch.empty(64, 64, device="meta")).saved_bytes
+    2608
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
     The model has no backward quantizer: brevact.quantize_backward(model) would store this.
 
@@ -65,15 +70,15 @@ def memory_report(
     True
 
     If the loss is a tensor of one element, more steps, plain and packed, run its backward pass and measure the
-    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The peak
-    consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
+    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. In the plain
+    step what autograd saves waits in a temporary file, and counts as if it did not. The peak consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
     (True, True)
 
     On the CPU the report has the parts of both peaks (``plain_parts``, ``packed_parts``), and of the memory of the
-    process, whose free memory it returns to the system before that:
+    process in the packed step, whose free memory it returns to the system before that:
 
     >>> parts = step.packed_parts
     >>> parts.tensors == step.packed_peak, parts.weight_gradients > 0
@@ -113,9 +118,10 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             attach_policy(model)
         if not model.training:
             model.train()
-        if not _begins_backward(StepLoss(loss)(model, batch)):
+        device = device_of(model, batch)
+        if device.type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        packed_peak, packed = measured_peak(step_of(model, batch, loss, packs=True), device_of(model, batch))
+        packed_peak, packed = measured_peak(step_of(model, batch, loss, packs=True), device)
         plain = plain_peak_of(model, batch, loss)
     parts = {} if packed is None else {"plain_parts": plain, "packed_parts": packed}
     return replace(report, plain_peak=plain.tensors, packed_peak=packed_peak, **parts)
