@@ -71,7 +71,8 @@ def memory_report(
 
     If the loss is a tensor of one element, more steps, plain and packed, run its backward pass and measure the
     peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. In the plain
-    step what autograd saves waits in a temporary file, and counts as if it did not. The peak consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
+    step what autograd saves waits in a temporary file, and counts as if it did not. The peak consists of kept bytes,
+    gradients, and tensors that are decoded or computed at one time:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
