@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from brevact.autograd import first_region
 from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.heap import count
 from brevact.user_lines import warn
 
 #: Bytes from which tensors are written.
@@ -70,6 +71,7 @@ class SavedInFile:
             life = self._lives[address] = Life(storage)
             self.lives.append(life)
         place = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype
+        count(x.numel())
         if place not in life.positions:
             values = x.as_strided((_extent(x.shape, x.stride()),), (1,)).cpu()
             try:
@@ -88,6 +90,7 @@ class SavedInFile:
             return held
         shape, strides, dtype, device = held.form
         values = torch.empty(_extent(shape, strides), dtype=dtype)
+        count(values.numel())
         with self._lock:
             self._file.seek(held.position)
             self._through(self._file.readinto, values)
