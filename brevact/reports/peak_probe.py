@@ -63,11 +63,11 @@ class _Blocks:
         self._add_up()
 
     def _add_up(self) -> None:
-        changes = [*self._frees_before]
+        changes: list[tuple[float, int]] = [*self._frees_before]
         for block in self:
             changes += (block.start, block.nbytes), (block.end, -block.nbytes)
         changes.sort()
-        self._times = [time for time, _ in changes]
+        self._times = [moment for moment, _ in changes]
         self._totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
 
     def of_memory(self, lives: Iterable[Life]) -> _Blocks:

@@ -100,7 +100,8 @@ class SavedInFile:
 
     @staticmethod
     def _through(move: Callable[[Any], int], values: Tensor) -> None:
-        view = memoryview(values.view(torch.uint8).numpy())
+        bytes_: Any = values.view(torch.uint8).numpy()
+        view = memoryview(bytes_)
         while view:
             view = view[move(view[:_AT_ONCE]) :]
 
