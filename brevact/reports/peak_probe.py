@@ -99,7 +99,7 @@ class _Blocks:
         for blocks in self._of.values():
             yield from blocks
 
-    def peak(self) -> tuple[int, int]:
+    def peak(self) -> tuple[int, float]:
         """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
         most = max(self._totals, default=0)
         return (most, self._times[self._totals.index(most)]) if most > 0 else (0, 0)
