@@ -141,6 +141,13 @@ class Tuning:
     heap: Heap | None = None
 
 
+def count(numel: int) -> None:
+    """Count elements of activations that are computed beside those which kernels pass over: layers are run again."""
+    Tuning.passed += numel
+    if Tuning.passed >= Tuning.next_look:
+        look()
+
+
 def look() -> None:
     """Look at the process, now that kernels have packed or decoded enough elements (`Tuning.next_look`)."""
     Tuning.passed = 0

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from torch import nn
 
 import brevact
 from brevact import heap
@@ -293,3 +295,16 @@ def test_the_memory_that_is_left_is_that_of_the_nearest_limit(tmp_path, monkeypa
     monkeypatch.setattr(heap, "GROUPS", tmp_path)
     monkeypatch.setattr(heap, "_groups", heap._groups.__wrapped__)
     assert heap.memory_left() == expected
+
+
+def test_layers_that_are_run_again_count_as_if_their_outputs_were_packed(monkeypatch):
+    """In forward and in backward: else a process that recomputes is looked at less often, and its gaps stay."""
+    monkeypatch.setattr(heap.Tuning, "next_look", sys.maxsize)
+    monkeypatch.setattr(heap.Tuning, "passed", 0)
+    layers = nn.LayerNorm(32), nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 8)
+    model, x = brevact.quantize_backward(nn.Sequential(*layers), brevact.RECOMPUTE), torch.randn(4096, 32)
+    out = model(x)
+    assert heap.Tuning.passed >= 4096 * 128
+    monkeypatch.setattr(heap.Tuning, "passed", 0)
+    out.sum().backward()
+    assert heap.Tuning.passed >= 4096 * 128

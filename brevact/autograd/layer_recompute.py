@@ -36,6 +36,7 @@ from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
 from brevact.autograd.transforms import may_free_weights
+from brevact.heap import count
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     is_any_autocast_enabled,
@@ -162,6 +163,7 @@ class LayerOutput(HeldOutput):
 
     def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, weight, bias = self._operands(tensors)
+        count(math.prod(self.shape))
         samples, step = self.shape[0], samples_of_call(self.shape)
         with DisableTorchFunction():
             if isinstance(self.layer, WithOptions) and x.is_cpu and 2 * step <= samples == x.shape[0]:
@@ -274,6 +276,7 @@ def remember_output(
     )
     biases = () if bias is None else (as_now(bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
+    count(out.numel())
 
 
 def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...] | None]:

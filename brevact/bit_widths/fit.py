@@ -92,6 +92,9 @@ def fit(
     full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this
     once for each level of recomputation.
 
+    Passes at full precision take the memory of packed ones: what autograd saves waits in a temporary file (in
+    ``TMPDIR``), but for those whose time is measured, with a budget of ``time``.
+
     ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
     all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
     batches. Without ``time`` it tries two levels of recomputation at most: the first one at which 4 bits are within the

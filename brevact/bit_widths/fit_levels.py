@@ -76,7 +76,8 @@ class Levels:
             except BudgetRefusal as error:  # another level may meet the budget
                 refusals.append(error)
                 continue
-            if recompute or budget.time is not None:
+            policy = replace(policy, report=replace(_report(policy), recompute=recompute))
+            if budget.time is not None:  # by steps at full precision, which need their memory
                 policy = self._timed(policy, recompute, predicted)
             found.append(policy)
             if is_enough(policy, budget, self._quiet):
@@ -132,7 +133,7 @@ class Levels:
     def _timed(self, policy: Policy, recompute: int, predicted: float) -> Policy:
         """Return the policy with the time of a step in its report."""
         (measured,) = times_of(self._model, [_everywhere(recompute)], self._batch, self._loss, self._on_pass)
-        report = replace(_report(policy), recompute=recompute, time=measured, predicted_time=predicted)
+        report = replace(_report(policy), time=measured, predicted_time=predicted)
         return replace(policy, report=report)
 
 

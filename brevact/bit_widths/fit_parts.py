@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from brevact.autograd import regions_disabled
 from brevact.bit_widths.fit_groups import Groups, with_quantizers
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.private_names.of_torch import tree_flatten, tree_unflatten
 from brevact.reports.chains import chains_of
-from brevact.reports.gradient_noise import Estimate, ExactGradients
-from brevact.reports.gradient_passes import Loss, as_it_was, gradients
+from brevact.reports.gradient_noise import Estimate, ExactGradients, plain_gradients
+from brevact.reports.gradient_passes import Loss, as_it_was
 from brevact.reports.memory import memory_of
 from brevact.user_lines import warn
 
@@ -78,8 +77,8 @@ def noise_on_part(
         try:
             if _packed(model, groups, part, loss) < groups.costs.keys():
                 continue
-            with as_it_was(model), regions_disabled():
-                found = gradients(model, part, loss, exact.seed)
+            with as_it_was(model):
+                found = plain_gradients(model, part, loss, exact.seed)
         except Exception as error:  # of any type: the code that takes whole batches alone is the caller's
             warn(
                 f"fit(quick=True): on {count} of the {samples} samples of a batch the loss raised "

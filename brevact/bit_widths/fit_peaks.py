@@ -9,7 +9,7 @@ from torch import nn
 
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.in_place import in_place
-from brevact.reports.step import device_of, peak_of, step_of
+from brevact.reports.step import device_of, peak_of, plain_peak_of, step_of
 
 #: How often bytes are tried.
 TRIES = 8
@@ -18,11 +18,13 @@ SLACK = 0.01
 
 
 def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    """Return the peak of a step of a model in training mode, with its policy or without."""
+    """Return the peak of a step of a model in training mode, with its policy or, in as little memory, without."""
     with in_place(model):
         if not model.training:
             model.train()
-        return peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch))
+        if not packs:
+            return plain_peak_of(model, batch, loss).tensors
+        return peak_of(step_of(model, batch, loss, packs=True), device_of(model, batch))
 
 
 class ByteLimit:

@@ -45,13 +45,13 @@ def allocations(profile: Any) -> Iterator[int]:
             yield event.nbytes()
 
 
-def allocations_in_time(profile: Any) -> list[Allocation]:
-    """Return the allocations of a finished ``torch.profiler.profile`` on the CPU with their addresses, oldest first."""
+def allocations_in_time(profile: Any, device: str) -> list[Allocation]:
+    """Return the allocations of a finished ``torch.profiler.profile`` on devices of a kind, oldest first."""
     found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == device:
             fields = event.extra_fields
             found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
     return sorted(found, key=lambda each: each.time)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import regions_disabled
 from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_repeats, gradients, squared_norm
+from brevact.reports.saved_in_file import saved_in_file
 
 #: Seeds of the model are those of its batches, one after the other; those of quantizers lie far from them.
 _MOST_SEED, _SEEDS_OF_BATCH = 1 << 62, 1 << 32
@@ -77,12 +78,12 @@ def exact_gradients(
     """
     seed = torch.initial_seed() % _MOST_SEED
     versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
-    with as_it_was(model), regions_disabled():
-        again = gradients(model, batches[0], loss, seed)
+    with as_it_was(model):
+        again = plain_gradients(model, batches[0], loss, seed)
         on_pass()
         found = []
         for index, batch in enumerate(batches):
-            found.append(gradients(model, batch, loss, seed + index))
+            found.append(plain_gradients(model, batch, loss, seed + index))
             on_pass()
     changed = [name for name, p in model.named_parameters() if p._version != versions.get(name, p._version)]
     check_repeats(found[0], again, changed)
@@ -93,6 +94,12 @@ def exact_gradients(
             "different batches, and weights that they change"
         )
     return ExactGradients(found, unit, seed)
+
+
+def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:
+    """Return the gradients of a pass without backward quantization, in the memory of one with it."""
+    with regions_disabled(), saved_in_file(model):
+        return gradients(model, batch, loss, seed)
 
 
 def gradient_noise(

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from brevact.autograd.seeds import kept_generators
 from brevact.reports.tensors_in_place import TensorBefore
+from brevact.user_lines import warn
 
 #: Containers, by whose own methods those of derived classes are filled again.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -46,10 +47,12 @@ _NO_ITEMS: list[Any] = []
 def in_place(model: nn.Module) -> Iterator[None]:
     """Run a block that may run, train and change a model; afterwards, also after an error, all is as before.
 
-    That is parameters, buffers, gradients, modes, hooks, regions, attributes of modules, what is in their lists and
-    dictionaries, and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no
-    hook on parameters runs. Not restored is what is out of the model's sight: globals, files, iterators, objects that
-    three others stand around, attributes of scripted modules, tensors with a graph that are overwritten.
+    That is buffers, gradients, modes, hooks, regions, attributes of modules, what is in their lists and dictionaries,
+    and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no hook on
+    parameters runs. Parameters and integers above 64 KiB are not copied: a warning names those that the block has
+    written to. Not restored is what is out of the model's sight: globals, files, iterators, objects that three others
+    stand around, attributes of scripted modules, tensors with a graph that are overwritten, and what is written through
+    ``.data`` of a large parameter.
 
     Args:
         model: any module but a wrapper of several processes or devices.
@@ -109,6 +112,7 @@ class ModelBefore:
         self._contents: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], object]] = []
         self._tensors: list[TensorBefore] = []
+        self._model = model
         self._visit(model)
 
     def _visit(self, model: nn.Module) -> None:
@@ -184,8 +188,14 @@ class ModelBefore:
             _refill(container, items)
         for restore in self._others:
             restore()
-        for each in self._tensors:
-            each.restore()
+        changed = [each.tensor for each in self._tensors if not each.restore()]
+        if changed:
+            of_model = [name for name, x in self._model.named_parameters() if any(x is each for each in changed)]
+            warn(
+                f"the forward pass of the model writes into {', '.join(of_model) or 'a tensor'}, of which no copy was "
+                "made since it is large: it has the values that the measured passes gave it. Measure a copy of the "
+                "model to keep them: copy.deepcopy(model)"
+            )
 
 
 @functools.lru_cache(maxsize=1024)

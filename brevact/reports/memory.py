@@ -18,14 +18,14 @@ from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, measured_peak, step_of
+from brevact.reports.step import StepLoss, device_of, measured_peak, plain_peak_of, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -44,7 +44,10 @@ def memory_report(
 
     Runs the model on the batch twice, with its backward quantizers and without them, and adds up the storages that
     autograd keeps, each once, without parameters and buffers. A model without a backward quantizer is measured as after
-    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
+    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit;
+    a forward pass that writes into parameters of more than 64 KiB is warned of. The pass without quantizers holds
+    nothing, as inference. A model that does not fit is measured on the meta device, with a batch there.
+
     An input that is stored unchanged counts by its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function will recompute do not count. Compiled modules are measured uncompiled.
 
@@ -54,6 +57,8 @@ def memory_report(
     >>> report = brevact.memory_report(model, torch.randn(64, 64))
     >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
     (32768, 2608)
+    >>> brevact.memory_report(model.to("meta"), torch.empty(64, 64, device="meta")).saved_bytes
+    2608
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
     The model has no backward quantizer: brevact.quantize_backward(model) would store this.
 
@@ -65,8 +70,9 @@ def memory_report(
     True
 
     If the loss is a tensor of one element, more steps, plain and packed, run its backward pass and measure the
-    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The peak
-    consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
+    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. In the plain
+    step what autograd saves waits in a temporary file, and counts as if it did not. The peak consists of kept bytes,
+    gradients, and tensors that are decoded or computed at one time:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
@@ -112,12 +118,13 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             attach_policy(model)
         if not model.training:
             model.train()
-        if not _begins_backward(StepLoss(loss)(model, batch)):
+        device = device_of(model, batch)
+        if device.type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        (plain_peak, plain), (packed_peak, packed) = (
-            measured_peak(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
-        )
-    return replace(report, plain_peak=plain_peak, packed_peak=packed_peak, plain_parts=plain, packed_parts=packed)
+        packed_peak, packed = measured_peak(step_of(model, batch, loss, packs=True), device)
+        plain = plain_peak_of(model, batch, loss)
+    report = replace(report, plain_peak=plain.tensors, packed_peak=packed_peak)
+    return report if packed is None else replace(report, plain_parts=plain, packed_parts=packed)
 
 
 def _begins_backward(value: Any) -> bool:
@@ -149,12 +156,13 @@ class MemoryOfPass:
     def measured(self) -> MemoryReport:
         """Return what the pass stores under the policy that the model has now, or would have by default."""
         model, run, note = self._model, self._run, ""
-        saved = _measure(model, run)
-        if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
+        has_regions = any(regions_of(module) for module in model.modules())
+        saved = _measure(model, run) if has_regions else _measured_plain(model, run)
+        if has_regions or any(op.why != NO_QUANTIZER for op in saved.ops):
             if self._plain is None:
                 with regions_disabled():
-                    self._plain = _measure(model, run)
-            plain = self._plain
+                    self._plain = _measured_plain(model, run)
+            plain, saved = self._plain, saved if has_regions else _measure(model, run)
         else:
             plain = saved
             try:
@@ -233,20 +241,56 @@ def _measure(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     change: Callable[[nn.Module], object] = lambda model: None,
+    *,
+    holds: bool = True,
 ) -> _Measured:
-    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was."""
+    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was.
+
+    Where nothing is held, the tensors are gone once the model has no more use for them, as in inference.
+    """
     with in_place(model):
         change(model)
         if not model.training:
             model.train()
-        return _measure_as_it_is(model, run)
+        return _measure_as_it_is(model, run, holds)
 
 
-def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
+class _UnheldError(Exception):
+    """A backward pass in the forward pass needs a tensor that was not held."""
+
+
+def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
+    """Return what a pass that packs nothing keeps, in the memory of one without gradients where that is possible."""
+    try:
+        return _measure(model, run, holds=False)
+    except _UnheldError:
+        return _measure(model, run)
+
+
+def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> _Measured:
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
-    held: dict[int, tuple[Tensor, str]] = {}
+    held: dict[int, tuple[Tensor | WeakStorage, str]] = {}
     found, rows = _Measured(), list[tuple[int, OpMemory]]()
     source = ""  # layer that has stored what the last tensor derives from
+    is_missed = False
+
+    def pack_unheld(x: Tensor) -> Tensor | None:
+        place = _place_of(x)
+        before, _ = held.get(place, (None, ""))
+        if isinstance(before, WeakStorage) and before.expired():  # a new tensor is where another was
+            del held[place]
+        pack(x)
+        if place not in held or place < 0:
+            return x
+        held[place] = WeakStorage(x.untyped_storage()), held[place][1]
+        return None
+
+    def unpack_unheld(x: Tensor | None) -> Tensor:
+        nonlocal is_missed
+        if x is None:
+            is_missed = True
+            raise _UnheldError
+        return x
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
@@ -284,7 +328,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
 
     with uncompiled(), _running_module(model) as running:
         with torch.enable_grad(), recording() as recorder, region(None):
-            recorder.hooks = pack, lambda x: x
+            recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
             with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
                 try:
                     output = run(model)
@@ -292,6 +336,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
                         found.is_generator, output = True, list(output)
                 finally:
                     held.clear()  # regions refer to it until garbage is collected, and later steps would share it
+                    if is_missed:
+                        raise _UnheldError  # also where the model has caught it, or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found

@@ -19,13 +19,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from brevact.autograd.decoders import SavedByHook
 from brevact.autograd.saved import Decoder
 from brevact.private_names.of_graph import function_of, saved_by
 from brevact.private_names.of_profiler import Allocation, allocations_in_time, quietly
 from brevact.reports.peak import PeakMemory
+from brevact.reports.saved_in_file import Life, saved_in_file
 
 #: Methods of decoders that return an activation, or its product with a gradient.
 _DECODING = "decode", "decode_through", "multiply", "multiply_"
@@ -46,15 +47,40 @@ class _Blocks:
     """All blocks of the step."""
 
     def __init__(self, allocations: list[Allocation]) -> None:
-        self._times = [each.time for each in allocations]
-        self._totals = list(itertools.accumulate(each.nbytes for each in allocations))
         self._of: dict[int, list[_Block]] = {}
+        self._frees_before: list[tuple[int, int]] = []  # of blocks that were there before the step
         for each in allocations:
             blocks = self._of.setdefault(each.address, [])
             if each.nbytes > 0:
                 blocks.append(_Block(each.time, math.inf, each.nbytes))
             elif blocks:
                 blocks[-1] = replace(blocks[-1], end=each.time)
+            else:
+                self._frees_before.append((each.time, each.nbytes))
+        self._add_up()
+
+    def _add_up(self) -> None:
+        changes: list[tuple[float, int]] = [*self._frees_before]
+        for block in self:
+            changes += (block.start, block.nbytes), (block.end, -block.nbytes)
+        changes.sort()
+        self._times = [moment for moment, _ in changes]
+        self._totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
+
+    def of_memory(self, lives: Iterable[Life]) -> _Blocks:
+        """Return the blocks as they would be if what waited in a file had stayed where it was, and not been read."""
+        gone = self.found(copy for life in lives for copy in life.copies)
+        ends: dict[_Block | None, float] = {}
+        for life in lives:
+            block = self.find(life.address, life.saved)
+            ends[block] = max(life.end, ends.get(block, 0))
+        found = _Blocks([])
+        found._frees_before = self._frees_before
+        for address, blocks in self._of.items():
+            left = [block for block in blocks if block not in gone]
+            found._of[address] = [replace(block, end=max(block.end, ends.get(block, 0))) for block in left]
+        found._add_up()
+        return found
 
     def find(self, address: int, moment: int) -> _Block | None:
         """Return the block that was at an address at a moment."""
@@ -70,7 +96,7 @@ class _Blocks:
         for blocks in self._of.values():
             yield from blocks
 
-    def peak(self) -> tuple[int, int]:
+    def peak(self) -> tuple[int, float]:
         """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
         most = max(self._totals, default=0)
         return (most, self._times[self._totals.index(most)]) if most > 0 else (0, 0)
@@ -198,10 +224,34 @@ def peak_memory_of(step: Step) -> PeakMemory:
     step(None)
     gc.collect()
     probe = StepProbe()
+    return _parts(_Blocks(_allocations(step, probe, "cpu")), probe)
+
+
+def peak_memory_by_file(step: Step, model: nn.Module, device: str) -> PeakMemory:
+    """Measure the parts of the tensors of a step at full precision at its peak, in the memory of a packed one.
+
+    What is saved waits in a file, and counts as if it did not.
+
+    Args:
+        step: as of :func:`peak_memory_of`; it runs twice.
+        model: whose weights stay in memory.
+        device: kind of the device whose memory it is.
+    """
+    with saved_in_file(model):
+        step(None)
+    gc.collect()
+    probe = StepProbe()
+    with saved_in_file(model) as saved:
+        blocks = _Blocks(_allocations(step, probe, device)).of_memory(saved.lives)
+    probe.unpacked += ((life.address, life.saved) for life in saved.lives)
+    return _parts(blocks, probe)
+
+
+def _allocations(step: Step, probe: StepProbe, device: str) -> list[Allocation]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step(probe)
-    return _parts(_Blocks(allocations_in_time(profile)), probe)
+    return allocations_in_time(profile, device)
 
 
 def _parts(blocks: _Blocks, probe: StepProbe) -> PeakMemory:

@@ -26,7 +26,7 @@ from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place
 from brevact.reports.peak import PeakMemory, peak_tables
-from brevact.reports.peak_probe import Step, StepProbe, peak_memory_of
+from brevact.reports.peak_probe import Step, StepProbe, peak_memory_by_file, peak_memory_of
 from brevact.tables import size_text, text_table
 
 __all__ = ["StepReport", "step_report"]
@@ -220,6 +220,11 @@ def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | N
         return peak_of(step, device), None
     parts = peak_memory_of(step)
     return parts.tensors, parts
+
+
+def plain_peak_of(model: nn.Module, batch: Any, loss: Loss) -> PeakMemory:
+    """Return the parts of the peak of a step without backward quantizers, which takes the memory of a packed one."""
+    return peak_memory_by_file(step_of(model, batch, loss, packs=False), model, device_of(model, batch).type)
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from brevact.autograd.storages import storage_address
 
 #: Whose equality is that of bits, by bytes: of floats -0 equals 0, and NaN nothing.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bytes of what is copied in any case: scales that collect statistics, counters, indices.
+_SMALL = 1 << 16
 _HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
@@ -18,10 +20,10 @@ class TensorBefore:
     """A leaf of the graph as it is now, to be put back."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x, self._grad, self._trains = x, x.grad, x.requires_grad
+        self.tensor, self._grad, self._trains = x, x.grad, x.requires_grad
         self._hooks = [(name, None if (each := getattr(x, name)) is None else dict(each)) for name in _HOOKS]
         has_values = not (x.is_meta or x.is_inference())
-        self._values = x.detach().clone() if has_values else None
+        self._values = x.detach().clone() if has_values and _is_copied(x) else None
         self._version = x._version if has_values else 0
         self._memory = x.detach() if has_values and x.layout is torch.strided else None
         self._nbytes = 0 if self._memory is None else _nbytes_of(x)
@@ -29,14 +31,14 @@ class TensorBefore:
     def hide_gradient(self) -> None:
         """Let the tensor have no gradient, so that none adds to it, and no hook see one."""
         if self._grad is not None:
-            self._x.grad = None
+            self.tensor.grad = None
         for name, hooks in self._hooks:
             if hooks:
-                getattr(self._x, name).clear()
+                getattr(self.tensor, name).clear()
 
-    def restore(self) -> None:
-        """Put everything back."""
-        x, values = self._x, self._values
+    def restore(self) -> bool:
+        """Put everything back; return whether that includes the values, as far as one can see."""
+        x, values = self.tensor, self._values
         _leave_graph(x)
         if self._memory is not None and _place_of(x) != _place_of(self._memory):
             x.data = self._memory
@@ -56,6 +58,13 @@ class TensorBefore:
             if hooks is not None:
                 hooks.clear()
                 hooks.update(before or {})
+        return values is not None or self._memory is None or x._version == self._version
+
+
+def _is_copied(x: Tensor) -> bool:
+    """Return whether forward passes are to be expected to write into a tensor, or its copy takes no memory."""
+    is_state = x.is_floating_point() and not isinstance(x, nn.Parameter)
+    return is_state or x.numel() * x.itemsize <= _SMALL
 
 
 def _leave_graph(x: Tensor) -> None:

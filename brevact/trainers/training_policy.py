@@ -52,7 +52,8 @@ class TrainingPolicy:
         mix_schedule: schedule of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
             "cosine:start=0.9,end=0.1"; ``steps`` is by default that of the run. None for no schedule.
         noise_every: steps from one measurement of the gradients' noise to the next; None for none.
-        memory: whether stored bytes are measured when the run begins, by two forward passes of the model.
+        memory: whether stored bytes are measured when the run begins, by two forward passes of the model, which take
+            no more memory than a step.
         quick_fit: whether a budget is fitted by ``brevact.fit(..., quick=True)``, on parts of batches; False for whole
             batches, which takes two passes and more for each layer before the first step.
 

@@ -350,8 +350,8 @@ def widening() -> tuple[nn.Module, list]:
 def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     model, batches = widening
     both = brevact.fit(model, batches, loss, ratio=30, noise=0.01).report
-    assert both.ratio >= 30 and both.harm <= 0.01 and both.recompute >= 32 and both.time > 0
-    assert "are recomputed" in both.summary and "long (predicted: " not in both.summary  # without a budget of time
+    assert both.ratio >= 30 and both.harm <= 0.01 and both.recompute >= 32 and not both.time
+    assert "are recomputed" in both.summary and "as long" not in both.summary  # without a budget of time
     quiet = brevact.fit(model, batches, loss, noise=0.01).report
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report

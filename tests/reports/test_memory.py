@@ -72,6 +72,18 @@ def test_a_model_without_a_quantizer_is_measured_with_the_default():
     assert exact.saved_bytes == exact.plain_bytes == report.plain_bytes > 4 * report.saved_bytes and not exact.note
 
 
+def test_a_model_without_memory_has_the_bytes_of_one_that_has():
+    for make, x in (
+        (network, torch.randn(8, 3, 16, 16)),
+        (lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.randn(4, 32, 64)),
+    ):
+        expected = brevact.memory_report(make(), x)
+        for loss in (None, lambda model, batch: model(batch).sum()):
+            report = brevact.memory_report(make().to("meta"), x.to("meta"), loss)
+            assert (report.plain_bytes, report.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
+            assert report.plain_peak is None
+
+
 def test_a_region_in_a_models_own_code_is_measured_as_it_is():
     class Model(nn.Module):
         def __init__(self) -> None:

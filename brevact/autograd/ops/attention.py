@@ -366,7 +366,9 @@ def _can_replay(x: Tensor, backend: int) -> bool:
     """Return whether dropout can be had again: in a graph, whose generator is out of reach, by a stored mask alone."""
     if is_traced(x):
         return backend == SDPBackend.MATH.value
-    return x.device.type == "cpu" or (x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
+    return x.device.type in ("cpu", "meta") or (
+        x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 STORED = Stored(

@@ -1,0 +1,124 @@
+"""Passes at full precision in the memory of packed ones: what autograd saves waits in a temporary file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from brevact.autograd import first_region
+from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.heap import count
+from brevact.user_lines import warn
+
+#: Bytes from which tensors are written.
+_LEAST = 1 << 16
+#: Bytes that are read or written in one call: Linux takes 2 GiB at most.
+_AT_ONCE = 1 << 30
+
+
+class Life:
+    """A storage of which tensors are in the file: where it was, since when, and when the last node let go of them."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.address, self.saved, self.end = storage.data_ptr(), time.time_ns(), 0
+        self.storage = WeakStorage(storage)
+        #: Positions in the file of its tensors, each by version and place.
+        self.positions: dict[Any, int] = {}
+        #: Addresses of what was read, with moments.
+        self.copies: list[tuple[int, int]] = []
+
+
+class _InFile:
+    """A tensor in the file."""
+
+    def __init__(self, life: Life, x: Tensor, position: int) -> None:
+        self.life, self.position = life, position
+        self.form = x.shape, x.stride(), x.dtype, x.device
+
+    def __del__(self) -> None:
+        self.life.end = max(self.life.end, time.time_ns())
+
+
+class SavedInFile:
+    """The file, and the hooks that write and read it."""
+
+    def __init__(self, model: nn.Module, file: Any) -> None:
+        self._file, self._lock = file, threading.Lock()  # devices run their backward passes in threads of their own
+        self._weights = {storage_address(x) for x in (*model.parameters(), *model.buffers())}
+        self._lives: dict[int, Life] = {}
+        #: Of all storages.
+        self.lives: list[Life] = []
+
+    @torch.no_grad()
+    def pack(self, x: Tensor) -> Any:
+        """Return what stands for a tensor in the file; weights, and what is small or of another kind, as it is."""
+        x = x if x.grad_fn is None else x.detach()
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
+            return x
+        if x.numel() * x.itemsize < _LEAST or x.is_conj() or x.is_neg() or storage_address(x) in self._weights:
+            return x
+        address, storage = storage_address(x), x.untyped_storage()
+        life = self._lives.get(address)
+        if life is None or life.storage.expired():
+            life = self._lives[address] = Life(storage)
+            self.lives.append(life)
+        place = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype
+        count(x.numel())
+        if place not in life.positions:
+            values = x.as_strided((_extent(x.shape, x.stride()),), (1,)).cpu()
+            try:
+                with self._lock:
+                    life.positions[place] = self._file.seek(0, os.SEEK_END)
+                    self._through(self._file.write, values)
+            except OSError as error:
+                del life.positions[place]
+                warn(f"{error}: tensors stay in memory; let TMPDIR name a folder on a disk with more room")
+                return x
+        return _InFile(life, x, life.positions[place])
+
+    def unpack(self, held: Any) -> Tensor:
+        """Return the tensor."""
+        if not isinstance(held, _InFile):
+            return held
+        shape, strides, dtype, device = held.form
+        values = torch.empty(_extent(shape, strides), dtype=dtype)
+        count(values.numel())
+        with self._lock:
+            self._file.seek(held.position)
+            self._through(self._file.readinto, values)
+        values = values.to(device)
+        held.life.copies.append((values.data_ptr(), time.time_ns()))
+        return values.as_strided(shape, strides)
+
+    @staticmethod
+    def _through(move: Callable[[Any], int], values: Tensor) -> None:
+        bytes_: Any = values.view(torch.uint8).numpy()
+        view = memoryview(bytes_)
+        while view:
+            view = view[move(view[:_AT_ONCE]) :]
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first one to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@contextmanager
+def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
+    """Let what autograd saves in a block, but for weights, wait in a temporary file; passes end inside of the block.
+
+    Gradients are the same, bit for bit.
+    """
+    first_region.prepare()  # the heap, in which these passes leave as few gaps as packed ones then
+    with tempfile.TemporaryFile(buffering=0) as file:
+        saved = SavedInFile(model, file)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            yield saved
