@@ -40,7 +40,7 @@ def second_ends(x, count, low, high):
     Elements are finite, and the keys of ends are those of `value + 0.0`. LLVM vectorizes two short loops, not one.
     """
     bottom, ceiling = float_of_key(low), float_of_key(high)
-    limit = bits_of(max(-bottom, ceiling) * np.float32(0.03125))
+    limit = bits_of(max(-bottom, ceiling) * np.float32(0.125))
     first, last = np.uint32(low + np.int32(1)), np.uint32(high - np.int32(1))
     above, below = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFF)  # distances, which wrap around for the ends
     for e in range(count):
@@ -53,15 +53,22 @@ def second_ends(x, count, low, high):
         small = np.int32(small + np.int32(1 if size <= limit else 0))
     second_low, second_high = np.int32(first + above), np.int32(last - below)
     near = min(ceiling - float_of_key(second_low), float_of_key(second_high) - bottom)
-    tails = 2 * np.int64(small - zeros) >= count - np.int64(zeros)
+    tails = 5 * np.int64(small - zeros) >= 4 * (count - np.int64(zeros))
     return second_low, second_high, low < high and (tails or near < (ceiling - bottom) * np.float32(0.5))
 
 
 @inlined
-def _reach(count, octave_bits):
-    """Value of a level in steps; see `quantizers.uneven.reach`."""
-    one = np.int64(octave_bits + 127) << 23
-    return float_of(np.int32((np.int64(count) << (23 - octave_bits)) + one)) - float_of(np.int32(one))
+def _reach(count, spacing, octave):
+    """Value of a level in steps; see `quantizers.uneven.reach`. An octave has 2^octave levels."""
+    one, beyond = np.int64(octave + 127) << 23, max(np.int64(count) - _evenly(spacing, octave), np.int64(0))
+    octaves = float_of(np.int32((beyond << (23 - octave)) + one)) - float_of(np.int32(one))
+    return np.float32(np.int64(count) - beyond) + octaves
+
+
+@inlined
+def _evenly(spacing, octave):
+    """Levels beside zero that are a step apart."""
+    return (np.int64(spacing) << octave) + (np.int64(256) if spacing == 7 else np.int64(0))
 
 
 @inlined
@@ -71,28 +78,28 @@ def _rounded_up(step):
 
 
 @inlined
-def _covering(below, above, zero, most, octave_bits):
-    low = below / _reach(zero, octave_bits) if below > _ZERO else _ZERO
-    return max(low, above / _reach(most - zero, octave_bits) if above > _ZERO else _ZERO)
+def _covering(below, above, zero, most, spacing, octave):
+    low = below / _reach(zero, spacing, octave) if below > _ZERO else _ZERO
+    return max(low, above / _reach(most - zero, spacing, octave) if above > _ZERO else _ZERO)
 
 
 @inlined
-def _octaves(low, high, most, octave_bits, middle):
+def _octaves(low, high, most, spacing, octave, middle):
     """Form, step and gap at the median magnitude; see `quantizers.uneven`."""
     below, above = max(-low, _ZERO), max(high, _ZERO)
     zero = np.int64(0)
     for place in range(8):
         tried = zero | (np.int64(128) >> place)
-        if tried < most and _reach(tried, octave_bits) * above <= _reach(most - tried, octave_bits) * below:
+        if tried < most and _reach(tried, spacing, octave) * above <= _reach(most - tried, spacing, octave) * below:
             zero = tried
-    step, next_step = _covering(below, above, zero, most, octave_bits), _INFINITY
-    next_step = _covering(below, above, zero + 1, most, octave_bits)
+    step = _covering(below, above, zero, most, spacing, octave)
+    next_step = _covering(below, above, zero + 1, most, spacing, octave)
     if next_step < step:
         zero, step = zero + 1, next_step
     step = _rounded_up(step)
-    octave = np.int64(bits_of(middle * (_ONE / step) + float_of(np.int32((octave_bits + 127) << 23)))) >> 23
-    gap = step * float_of(np.int32((octave - octave_bits) << 23))
-    return min(octave_bits, np.int64(7)) << 8 | zero, step, gap
+    beyond = max(middle * (_ONE / step) - np.float32(_evenly(spacing, octave)), _ZERO)
+    exponent = np.int64(bits_of(beyond + float_of(np.int32((octave + 127) << 23)))) >> 23
+    return np.int64(spacing) << 8 | zero, step, step * float_of(np.int32((exponent - octave) << 23))
 
 
 @inlined
@@ -189,25 +196,24 @@ def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, b
     most = (np.int64(1) << bit_width) - 2
     middle = _median_magnitude(x, count, far, has_missing, as_i32(steps))
 
-    form, step, gap = _octaves(lowest, highest, most, np.int64(8), middle)
-    # even levels beside zero
+    octave = max(np.int64(bit_width) - 4, np.int64(0))
+    form, step, smallest = np.int64(0), _ONE, _INFINITY
+    for spacing in range(7 if bit_width >= 4 else 0):
+        own_form, own_step, gap = _octaves(lowest, highest, most, np.int64(spacing), octave, middle)
+        if gap <= smallest * np.float32(1.25):
+            form, step = own_form, own_step
+        smallest = min(smallest, gap)
     exponent = np.int32(bits_of(max(abs(lowest), abs(highest))) & _SPECIAL)
-    offset_step = float_of(max(np.int32(exponent - np.int32(9 << 23)), _SMALLEST_STEP))
-    offset_step = _rounded_up(max((highest - lowest) / np.float32(most - 1), offset_step))
-    first = np.int64(np.floor(lowest / offset_step))
-    offset_gap = offset_step if lowest > _ZERO or highest < _ZERO else _INFINITY
-    smallest = min(gap, offset_gap)
-    if bit_width >= 4:
-        wide_form, wide_step, wide_gap = _octaves(lowest, highest, most, bit_width - 3, middle)
-        widest_form, widest_step, widest_gap = _octaves(lowest, highest, most, bit_width - 4, middle)
-        smallest = min(smallest, min(wide_gap, widest_gap))
-    if gap > smallest * np.float32(2.0):
-        if offset_gap <= smallest * np.float32(2.0):
-            form, step = np.int64(0x800) | ((first + 1024) & 0x7FF), offset_step
-        elif wide_gap <= smallest * np.float32(2.0):
-            form, step = wide_form, wide_step
-        else:
-            form, step = widest_form, widest_step
+    own_step = float_of(max(np.int32(exponent - np.int32(9 << 23)), _SMALLEST_STEP))
+    own_step = _rounded_up(max((highest - lowest) / np.float32(most - 1), own_step))
+    first = np.int64(np.floor(lowest / own_step))
+    gap = own_step if lowest > _ZERO or highest < _ZERO else _INFINITY
+    if gap <= smallest * np.float32(2.0):
+        form, step = np.int64(0x800) | ((first + 1024) & 0x7FF), own_step
+    smallest = min(smallest, gap)
+    own_form, own_step, gap = _octaves(lowest, highest, most, np.int64(7), octave, middle)
+    if gap <= smallest * np.float32(2.0):
+        form, step = own_form, own_step
 
     bits = _far_bits(x, count, far, has_missing)
     store(f32_at(minimum), group, float_of(np.int32(np.int32(bits & np.int32(-4096)) | np.int32(form))))
@@ -222,13 +228,14 @@ def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, b
             t = max(load(x, e) * inverse - shift, _ZERO)
             store(steps, e, t if t < top else top)
     else:
-        octave_bits = np.int64(8) if form >> 8 == 7 else form >> 8
-        zero = np.float32(form & 0xFF)
-        one = np.int32((octave_bits + 127) << 23)
-        start, unit = float_of(one), float_of(np.int32((octave_bits + 104) << 23))
+        zero, even = np.float32(form & 0xFF), np.float32(_evenly(form >> 8, octave))
+        one = np.int32((octave + 127) << 23)
+        start, unit = float_of(one), float_of(np.int32((octave + 104) << 23))
         for e in range(count):
             v = load(x, e)
-            reached = np.float32(np.int32(bits_of(abs(v) * inverse + start) - one)) * unit
+            size = abs(v) * inverse
+            beyond = np.int32(bits_of(max(size - even, _ZERO) + start) - one)
+            reached = min(size, even) + np.float32(beyond) * unit
             t = max(zero + float_of(np.int32(bits_of(reached) | np.int32(bits_of(v) & _SIGN))), _ZERO)
             store(steps, e, t if t < top else top)
     if has_missing:
@@ -244,11 +251,11 @@ def uneven_levels(m, s, bit_width, limit, levels):
     """Write what codes stand for, within the limit of a type unless it is infinite; see `quantizers.uneven.values`."""
     top = np.int64((1 << bit_width) - 1)
     for q in range(top + 1):
-        store(levels, q, _value(q, m, s, top, limit))
+        store(levels, q, _value(q, m, s, top, max(np.int64(bit_width) - 4, np.int64(0)), limit))
 
 
 @inlined
-def _value(q, m, s, top, limit):
+def _value(q, m, s, top, octave, limit):
     form, word = np.int32(bits_of(m) & np.int32(0xFFF)), np.int32(bits_of(s) >> np.int32(16))
     if q == top:
         far = np.int32(np.int32(bits_of(m) & np.int32(-4096)) | np.int32(np.int32(word & np.int32(0xF)) << np.int32(8)))
@@ -264,9 +271,8 @@ def _value(q, m, s, top, limit):
     if form >= np.int32(0x800):
         y = np.float32(np.int32(q + np.int64(form & np.int32(0x7FF)) - 1024)) * step
     else:
-        octave_bits = np.int64(8) if form >> 8 == 7 else np.int64(form >> 8)
         count = np.int64(q) - np.int64(form & np.int32(0xFF))
-        size_of = _reach(abs(count), octave_bits) * step
+        size_of = _reach(abs(count), np.int64(form >> np.int32(8)), octave) * step
         y = -size_of if count < 0 else size_of
     y = limit if y > limit else y
     return -limit if y < -limit else y

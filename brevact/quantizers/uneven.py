@@ -1,14 +1,16 @@
 """Buckets whose range a few values take: the reference of their levels, in plain torch.
 
 A *far value* (an outlier, the value of a mask, an infinity) gets the last code, and the other elements the levels below
-it: evenly spaced, or, where magnitudes differ by orders, spaced in octaves around zero, as mu-law companding (ITU-T
-G.711) does. Shapes: R buckets of I elements; arithmetic is float32 with one rounding an operation.
+it: evenly spaced, or, where magnitudes differ by orders, in octaves around zero, as mu-law companding (ITU-T G.711)
+does. Shapes: R buckets of I elements; arithmetic is float32 with one rounding an operation.
 
 The minimum of such a bucket holds the far value and the form of its levels, the scale its sign bit, the step and four
 more bits of the far value: the bytes are those of every bucket. See `PackedActivation`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +21,48 @@ LARGEST_NEAR = 2.0**126
 """Largest magnitude that levels reach."""
 SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 """Far values with a code of their own: more than the 16 significant bits that others keep."""
-LINEAR = 8
-"""Octave bits of evenly spaced levels: 256 of them lie in the first octave."""
+EVEN = 7
+"""Spacing of levels that are all a step apart."""
 _STEP_UNIT = 1 << 20  # steps have four significant bits
 _SPECIAL, _QUIET = 0x7F800000, 0x7FC00000
 
 
-def reach(count: Tensor, octave_bits: int) -> Tensor:
-    """Value of the level that lies `count` levels above zero, in steps: 2^m levels an octave, from one step apart on.
+def reach(count: Tensor, spacing: Tensor | int, bit_width: int) -> Tensor:
+    """Value of the level that lies `count` levels above zero, in steps: T(n) = min(n, e) + v - L.
 
-    T(n) = v - 2^m, where the bits of the float32 v are those of 2^m plus n * 2^(23 - m).
+    The first e = `_evenly` levels are a step apart; then L = 2^(b - 4) levels make an octave, 1 below 5 bits: v is the
+    float32 whose bits are those of L plus max(n - e, 0) * 2^23 / L.
     """
-    one = torch.tensor(float(1 << octave_bits), device=count.device)
-    return ((count.to(torch.int32) << (23 - octave_bits)) + one.view(torch.int32)).view(torch.float32) - one
+    count, octave = count.to(torch.int32), _octave(bit_width)
+    first = torch.tensor(float(1 << octave), device=count.device)
+    beyond = (count - _evenly(spacing, bit_width)).clamp(min=0).to(torch.int32)
+    octaves = ((beyond << (23 - octave)) + first.view(torch.int32)).view(torch.float32) - first
+    return (count - beyond).float() + octaves
+
+
+def _octave(bit_width: int) -> int:
+    """Log2 of the levels in an octave."""
+    return max(bit_width - 4, 0)
+
+
+def _evenly(spacing: Tensor | int, bit_width: int) -> Any:
+    """Levels beside zero that are a step apart: as many as in some octaves, or all."""
+    return (spacing << _octave(bit_width)) + (spacing == EVEN) * 256
 
 
 def is_uneven(x: Tensor) -> Tensor:
     """(R,) whether buckets take uneven levels.
 
     They do if an element is not finite; if the range without the elements of the least or the largest value is less
-    than half of it; or if half of the elements that are not 0 are at most 1/32 of the largest magnitude.
+    than half of it; or if four of five elements that are not 0 are at most an eighth of the largest magnitude.
     """
     finite = x.isfinite()
     low, high, second_low, second_high = _ends(x, finite)
     size = x.abs()
     largest = torch.maximum(-low, high)
-    small = (size <= (largest * 0.03125)[:, None]) & (size > 0)
+    small = (size <= (largest * 0.125)[:, None]) & (size > 0)
     near = torch.minimum(high - second_low, second_high - low)
-    far = (near < (high - low) * 0.5) | (small.sum(1) * 2 >= (size > 0).sum(1))
+    far = (near < (high - low) * 0.5) | (small.sum(1) * 5 >= (size > 0).sum(1) * 4)
     return ~finite.all(1) | ((high > low) & far)
 
 
@@ -62,12 +78,12 @@ def fit(x: Tensor, bit_width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Metadata of buckets as uneven ones: (R,) minimum (int32 bits), (R,) scale (int16 bits), (R, I) what is far.
 
     *Far* are the elements that are not finite, else those of the least value or of the largest, whichever leaves the
-    smaller range. Of the forms below, in this order, the levels have the first whose gap at the median magnitude of the
-    others is at most twice the smallest one:
+    smaller range. The gap between levels at the median magnitude of the others decides how these lie. Of the forms
+    below the last one is taken whose gap is at most so many times the smallest before it:
 
-    0. even levels k * s with one at zero (m = 8);
-    1. even levels (q + K) * s, where all others are of one sign;
-    2. octaves of 2^m levels, m = b - 3, then m = b - 4, from 4 bits on.
+    - from 4 bits on, octaves around zero, behind more and more even levels: spacing 0 to 6; 1.25;
+    - even levels (q + K) * s, where all others are of one sign; 2;
+    - even levels with one at zero; 2.
     """
     finite = x.isfinite()
     low, high, second_low, second_high = _ends(x, finite)
@@ -77,17 +93,15 @@ def fit(x: Tensor, bit_width: int) -> tuple[Tensor, Tensor, Tensor]:
     low = torch.where(~has_missing & drops_low, second_low, low)
     high = torch.where(~has_missing & ~drops_low, second_high, high)
     low, high = (torch.where(low > high, 0.0, end).clamp(-LARGEST_NEAR, LARGEST_NEAR) for end in (low, high))
-    most = (1 << bit_width) - 2  # highest code of the others
     middle = _median_magnitude(x, ~is_far & (x != 0))
 
-    forms = [_octaves(low, high, most, LINEAR, middle), _offsets(low, high, most)]
-    if bit_width >= 4:
-        forms += [_octaves(low, high, most, m, middle) for m in (bit_width - 3, bit_width - 4)]
-    smallest = torch.stack([gap for _, _, gap in forms]).amin(0)
-    form, step, taken = torch.zeros_like(low, dtype=torch.int32), torch.zeros_like(low), torch.zeros_like(low).bool()
-    for own_form, own_step, gap in forms:
-        takes = ~taken & (gap <= smallest * 2.0)
-        form, step, taken = torch.where(takes, own_form, form), torch.where(takes, own_step, step), taken | takes
+    form, step, smallest = torch.zeros_like(low, dtype=torch.int32), low, torch.full_like(low, torch.inf)
+    forms = [(1.25, _octaves(low, high, bit_width, spacing, middle)) for spacing in range(EVEN) if bit_width >= 4]
+    forms += [(2.0, _offsets(low, high, bit_width)), (2.0, _octaves(low, high, bit_width, EVEN, middle))]
+    for times, (own_form, own_step, gap) in forms:
+        takes = gap <= smallest * times
+        form, step = torch.where(takes, own_form, form), torch.where(takes, own_step, step)
+        smallest = torch.minimum(smallest, gap)
     far = _far_bits(x, finite, is_far)
     minimum = (far & ~0xFFF) | form
     scale = -(1 << 15) | (step.view(torch.int32) >> 16) & 0x7FF0 | far >> 8 & 0xF
@@ -109,39 +123,38 @@ def _rounded_up(step: Tensor) -> Tensor:
     return bits.view(torch.float32).clamp(min=2.0**-126)
 
 
-def _octaves(low: Tensor, high: Tensor, most: int, octave_bits: int, middle: Tensor) -> tuple[Tensor, ...]:
-    """Form, step and gap at the median magnitude, of levels in octaves around the code of zero, z.
+def _octaves(low: Tensor, high: Tensor, bit_width: int, spacing: int, middle: Tensor) -> tuple[Tensor, ...]:
+    """Form, step and gap at the median magnitude, of levels around the code of zero, z.
 
     z is one of the two codes at which both sides of zero need about the same step: the one with the smaller step.
     """
-    below, above = (-low).clamp(min=0.0), high.clamp(min=0.0)
+    below, above, most = (-low).clamp(min=0.0), high.clamp(min=0.0), (1 << bit_width) - 2
     zero = torch.zeros_like(low, dtype=torch.int32)
     for bit in reversed(range(8)):
         tried = zero | 1 << bit
-        ends = reach(tried, octave_bits) * above <= reach((most - tried).clamp(min=0), octave_bits) * below
-        zero = torch.where((tried < most) & ends, tried, zero)
-    step = _covering(below, above, zero, most, octave_bits)
-    next_step = _covering(below, above, zero + 1, most, octave_bits)
+        beneath, over = reach(tried, spacing, bit_width), reach((most - tried).clamp(min=0), spacing, bit_width)
+        zero = torch.where((tried < most) & (beneath * above <= over * below), tried, zero)
+    step, next_step = (_covering(below, above, z, spacing, bit_width) for z in (zero, zero + 1))
     zero, step = torch.where(next_step < step, zero + 1, zero), _rounded_up(torch.minimum(step, next_step))
-    octave = (middle * (torch.ones_like(step) / step) + float(1 << octave_bits)).view(torch.int32) >> 23
-    gap = step * ((octave - octave_bits) << 23).view(torch.float32)
-    return min(octave_bits, 7) << 8 | zero, step, gap
+    octave = _octave(bit_width)
+    beyond = (middle * (torch.ones_like(step) / step) - float(_evenly(spacing, bit_width))).clamp(min=0.0)
+    exponent = (beyond + float(1 << octave)).view(torch.int32) >> 23
+    return spacing << 8 | zero, step, step * ((exponent - octave) << 23).view(torch.float32)
 
 
-def _covering(below: Tensor, above: Tensor, zero: Tensor, most: int, octave_bits: int) -> Tensor:
+def _covering(below: Tensor, above: Tensor, zero: Tensor, spacing: int, bit_width: int) -> Tensor:
     """The step with which levels cover what lies below zero and above it."""
-    low_reach, high_reach = reach(zero, octave_bits), reach(most - zero, octave_bits)
-    return torch.maximum(
-        torch.where(below > 0, below / low_reach, 0.0), torch.where(above > 0, above / high_reach, 0.0)
-    )
+    low_reach, high_reach = reach(zero, spacing, bit_width), reach((1 << bit_width) - 2 - zero, spacing, bit_width)
+    of_low, of_high = torch.where(below > 0, below / low_reach, 0.0), torch.where(above > 0, above / high_reach, 0.0)
+    return torch.maximum(of_low, of_high)
 
 
-def _offsets(low: Tensor, high: Tensor, most: int) -> tuple[Tensor, ...]:
+def _offsets(low: Tensor, high: Tensor, bit_width: int) -> tuple[Tensor, ...]:
     """Form, step and gap of even levels (q + K) * s; K has 11 bits, for which s is at least 2^-9 of the largest."""
     largest = torch.maximum(low.abs(), high.abs())
     exponent = largest.view(torch.int32) & _SPECIAL
-    even = (high - low) / torch.full_like(low, most - 1.0)  # a tensor: CUDA multiplies by a scalar's inverse
-    step = torch.maximum(even, (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
+    gaps = torch.full_like(low, (1 << bit_width) - 3.0)  # a tensor: CUDA multiplies by a scalar's inverse
+    step = torch.maximum((high - low) / gaps, (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
     step = _rounded_up(step)
     first = (low / step).floor().to(torch.int32)
     gap = torch.where((low > 0) | (high < 0), step, torch.inf)
@@ -171,15 +184,14 @@ def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_wid
     """(R, I) float32 positions on the levels that `fit` gave: a code, and the part of the way to the next one."""
     form, step, _ = _parts(minimum[:, None], scale[:, None])
     most = float((1 << bit_width) - 2)
-    steps = x.abs() * (torch.ones_like(step) / step)
-    offset = x * (torch.ones_like(step) / step) - ((form & 0x7FF) - 1024).float()
-    octave_bits = torch.where(form >> 8 & 7 == 7, LINEAR, form >> 8 & 7)
-    one = (octave_bits + 127) << 23
-    count = ((steps + one.view(torch.float32)).view(torch.int32) - one).float()
-    count = count * ((octave_bits + (127 - 23)) << 23).view(torch.float32)
-    zero = (form & 0xFF).float()
-    octave = torch.where(torch.signbit(x), zero - count, zero + count)
-    near = torch.where(form >= 0x800, offset, octave).clamp(0.0, most)
+    inverse, octave = torch.ones_like(step) / step, _octave(bit_width)
+    size, even = x.abs() * inverse, _evenly(form >> 8, bit_width).float()
+    first = torch.tensor(float(1 << octave), device=x.device)
+    beyond = ((size - even).clamp(min=0.0) + first).view(torch.int32) - first.view(torch.int32)
+    count = torch.minimum(size, even) + beyond.float() * 2.0 ** (octave - 23)
+    offset, zero = x * inverse - ((form & 0x7FF) - 1024).float(), (form & 0xFF).float()
+    around = torch.where(torch.signbit(x), zero - count, zero + count)
+    near = torch.where(form >= 0x800, offset, around).clamp(0.0, most)
     return torch.where(is_far, most + 1.0, near)
 
 
@@ -188,12 +200,9 @@ def values(q: Tensor, minimum: Tensor, scale: Tensor, bit_width: int, limit: flo
     form, step, far = _parts(minimum, scale)
     q = q.to(torch.int32)
     even = (q + ((form & 0x7FF) - 1024)).float() * step
-    octave_bits = torch.where(form >> 8 & 7 == 7, LINEAR, form >> 8 & 7)
-    one = (octave_bits + 127) << 23
     count = q - (form & 0xFF)
-    size = ((count.abs() << (23 - octave_bits)) + one).view(torch.float32) - one.view(torch.float32)
-    octave = torch.where(count < 0, -(size * step), size * step)
-    near = torch.where(form >= 0x800, even, octave).clamp(-limit, limit)
+    size = reach(count.abs(), form >> 8, bit_width) * step
+    near = torch.where(form >= 0x800, even, torch.where(count < 0, -size, size)).clamp(-limit, limit)
     return torch.where(q == (1 << bit_width) - 1, _far_value(far, limit), near)
 
 

@@ -26,10 +26,19 @@ def _float(bits):
 
 
 @triton.jit
-def reach(count, octave_bits: tl.constexpr):
+def reach(count, spacing, BIT_WIDTH: tl.constexpr):
     """Value of the level that lies `count` (int32) levels above zero, in steps."""
-    ONE: tl.constexpr = (octave_bits + 127) << 23  # bits of 2^m
-    return _float((count << (23 - octave_bits)) + ONE) - (1 << octave_bits) * 1.0
+    OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
+    ONE: tl.constexpr = (OCTAVE + 127) << 23  # bits of 2^OCTAVE
+    beyond = tl.maximum(count - _evenly(spacing, BIT_WIDTH), 0)
+    return (count - beyond).to(tl.float32) + (_float((beyond << (23 - OCTAVE)) + ONE) - (1 << OCTAVE) * 1.0)
+
+
+@triton.jit
+def _evenly(spacing, BIT_WIDTH: tl.constexpr):
+    """Levels beside zero that are a step apart."""
+    OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
+    return (spacing << OCTAVE) + tl.where(spacing == 7, 256, 0)
 
 
 @triton.jit
@@ -47,9 +56,9 @@ def is_uneven(x, valid):
     low, high, second_low, second_high = _ends(x, inside)
     size, largest = tl.abs(x), tl.maximum(-low, high)
     nonzero = tl.sum((inside & (size > 0.0)).to(tl.int32), axis=1)
-    small = tl.sum((inside & (size > 0.0) & (size <= (largest * 0.03125)[:, None])).to(tl.int32), axis=1)
+    small = tl.sum((inside & (size > 0.0) & (size <= (largest * 0.125)[:, None])).to(tl.int32), axis=1)
     near = tl.minimum(high - second_low, second_high - low)
-    far = (near < (high - low) * 0.5) | (small * 2 >= nonzero)
+    far = (near < (high - low) * 0.5) | (small * 5 >= nonzero * 4)
     missing = tl.max((valid & ~is_finite(x)).to(tl.int32), axis=1)
     return (missing > 0) | ((high > low) & far)
 
@@ -62,13 +71,13 @@ def may_be_uneven(
     """[GROUPS] false only for groups that are not uneven, and which have zeros: groups of whole blocks' planes.
 
     A group is not if elements are nearer to the centres of both halves of the range than a quarter of it, and if more
-    than half of its elements that are not 0 are larger than 1/32 of the largest. Margins cover what rounding takes.
+    than a fifth of its elements that are not 0 are larger than an eighth of the largest. Margins cover rounding.
     """
     COUNT: tl.constexpr = LANES * (stop - start)
     STEP: tl.constexpr = (stop - start + 3) // 4  # some planes usually do
     low, high = float_of_key(low_key), float_of_key(high_key)
     largest = maximum(-low, high)
-    quarter, bound = (high - low) * 0.25, largest * 0.03125
+    quarter, bound = (high - low) * 0.25, largest * 0.125
     # A power of two by which numbers above the bound exceed it by at least 1.
     unit = _float((277 - tl.maximum((_bits(bound) >> 23) & 0xFF, 23)) << 23)
     near_low = tl.reshape(tl.broadcast_to((low + quarter)[:, None], (GROUPS, LANES)), (ROWS, W))
@@ -89,12 +98,12 @@ def may_be_uneven(
     upper = tl.min(tl.reshape(upper, (GROUPS, LANES)), axis=1)
     zero = tl.min(tl.reshape(least, (GROUPS, LANES)), axis=1) == 0.0
     large = tl.sum(tl.reshape(large, (GROUPS, LANES)), axis=1).to(tl.int32)
-    is_common = large * 2 > COUNT
+    is_common = large * 5 > COUNT
     if tl.min((is_common | ~zero).to(tl.int32), axis=0) == 0:
         nonzero = tl.zeros((ROWS, W), tl.int32)
         for i in tl.static_range(start, stop):
             nonzero += (widen(planes[i]) != 0.0).to(tl.int32)
-        is_common = large * 2 > tl.sum(tl.reshape(nonzero, (GROUPS, LANES)), axis=1)
+        is_common = large * 5 > tl.sum(tl.reshape(nonzero, (GROUPS, LANES)), axis=1)
     within = maximum(lower, upper) < quarter - largest * _MARGIN
     is_common = within & is_common & (largest > _SMALL)
     return has_missing(low_key, high_key) | ((high > low) & ~is_common), zero
@@ -123,19 +132,19 @@ def fit(x, valid, BIT_WIDTH: tl.constexpr):
     MOST: tl.constexpr = (1 << BIT_WIDTH) - 2  # highest code of the others
     middle = _median_magnitude(x, inside & (x != far[:, None]) & (x != 0.0))
 
-    form, step, gap = _octaves(low, high, MOST, 8, middle)
-    form_1, step_1, gap_1 = _offsets(low, high, MOST)
-    smallest = tl.minimum(gap, gap_1)
+    form, step, smallest = tl.zeros(low.shape, tl.int32), low, low * 0.0 + _INFINITY
     if BIT_WIDTH >= 4:
-        form_2, step_2, gap_2 = _octaves(low, high, MOST, BIT_WIDTH - 3, middle)
-        form_3, step_3, gap_3 = _octaves(low, high, MOST, BIT_WIDTH - 4, middle)
-        smallest = tl.minimum(smallest, tl.minimum(gap_2, gap_3))
-        closer = gap_2 <= smallest * 2.0
-        form_2, step_2 = tl.where(closer, form_2, form_3), tl.where(closer, step_2, step_3)
-        closer = gap_1 <= smallest * 2.0
-        form_1, step_1 = tl.where(closer, form_1, form_2), tl.where(closer, step_1, step_2)
+        for spacing in range(7):
+            own_form, own_step, gap = _octaves(low, high, spacing, middle, BIT_WIDTH)
+            closer = gap <= smallest * 1.25
+            form, step = tl.where(closer, own_form, form), tl.where(closer, own_step, step)
+            smallest = tl.minimum(smallest, gap)
+    own_form, own_step, gap = _offsets(low, high, MOST)
     closer = gap <= smallest * 2.0
-    form, step = tl.where(closer, form, form_1), tl.where(closer, step, step_1)
+    form, step, smallest = tl.where(closer, own_form, form), tl.where(closer, own_step, step), tl.minimum(smallest, gap)
+    own_form, own_step, gap = _octaves(low, high, 7, middle, BIT_WIDTH)
+    closer = gap <= smallest * 2.0
+    form, step = tl.where(closer, own_form, form), tl.where(closer, own_step, step)
 
     plus = tl.sum((valid & (x == _INFINITY)).to(tl.int32), axis=1) == missing
     minus = tl.sum((valid & (x == -_INFINITY)).to(tl.int32), axis=1) == missing
@@ -157,29 +166,31 @@ def _median_magnitude(x, counts):
 
 
 @triton.jit
-def _octaves(low, high, MOST: tl.constexpr, octave_bits: tl.constexpr, middle):
-    """Form, step and gap at the median magnitude, of levels in octaves around the code of zero."""
+def _octaves(low, high, spacing, middle, BIT_WIDTH: tl.constexpr):
+    """Form, step and gap at the median magnitude, of levels around the code of zero."""
+    MOST: tl.constexpr = (1 << BIT_WIDTH) - 2
+    OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
     below, above = tl.maximum(-low, 0.0), tl.maximum(high, 0.0)
     zero = tl.zeros(low.shape, tl.int32)
-    for place in tl.static_range(8):
+    for place in range(8):
         tried = zero | (128 >> place)
-        ends = reach(tried, octave_bits) * above <= reach(tl.maximum(MOST - tried, 0), octave_bits) * below
-        zero = tl.where((tried < MOST) & ends, tried, zero)
-    step = _covering(below, above, zero, MOST, octave_bits)
-    next_step = _covering(below, above, zero + 1, MOST, octave_bits)
+        beneath, over = reach(tried, spacing, BIT_WIDTH), reach(tl.maximum(MOST - tried, 0), spacing, BIT_WIDTH)
+        zero = tl.where((tried < MOST) & (beneath * above <= over * below), tried, zero)
+    step = _covering(below, above, zero, spacing, BIT_WIDTH)
+    next_step = _covering(below, above, zero + 1, spacing, BIT_WIDTH)
     zero = tl.where(next_step < step, zero + 1, zero)
     step = tl.maximum(round_up(tl.minimum(step, next_step), _STEP_UNIT), _SMALLEST)
-    octave = _bits(middle * inverse_of(step) + (1 << octave_bits) * 1.0) >> 23
-    gap = step * _float((octave - octave_bits) << 23)
-    FORM: tl.constexpr = (7 if octave_bits > 7 else octave_bits) << 8
-    return zero | FORM, step, gap
+    even = low * 0.0 + _evenly(spacing, BIT_WIDTH)
+    beyond = tl.maximum(middle * inverse_of(step) - even, 0.0)
+    exponent = _bits(beyond + (1 << OCTAVE) * 1.0) >> 23
+    return zero | (spacing << 8), step, step * _float((exponent - OCTAVE) << 23)
 
 
 @triton.jit
-def _covering(below, above, zero, MOST: tl.constexpr, octave_bits: tl.constexpr):
+def _covering(below, above, zero, spacing, BIT_WIDTH: tl.constexpr):
     """The step with which levels cover what lies below zero and above it."""
-    of_low = _quotient(below, reach(zero, octave_bits))
-    return tl.maximum(of_low, _quotient(above, reach(MOST - zero, octave_bits)))
+    of_low = _quotient(below, reach(zero, spacing, BIT_WIDTH))
+    return tl.maximum(of_low, _quotient(above, reach((1 << BIT_WIDTH) - 2 - zero, spacing, BIT_WIDTH)))
 
 
 @triton.jit
@@ -219,21 +230,15 @@ def _far_bits(value, has_missing, plus, minus):
 
 
 @triton.jit
-def _octave_bits(form):
-    octave_bits = (form >> 8) & 7
-    return tl.where(octave_bits == 7, 8, octave_bits)
-
-
-@triton.jit
 def positions(x, form, inverse, far, BIT_WIDTH: tl.constexpr):
     """Positions on uneven levels, from the form in the low 12 bits of a minimum, the inverse step and the far value."""
     form = form & 0xFFF
     MOST: tl.constexpr = (1 << BIT_WIDTH) - 2.0
     offset = x * inverse - ((form & 0x7FF) - 1024).to(tl.float32)
-    octave_bits = _octave_bits(form)
-    one = (octave_bits + 127) << 23
-    count = (_bits(tl.abs(x) * inverse + _float(one)) - one).to(tl.float32)
-    count = count * _float((octave_bits + (127 - 23)) << 23)
+    OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
+    size, even = tl.abs(x) * inverse, _evenly(form >> 8, BIT_WIDTH).to(tl.float32)
+    beyond = _bits(tl.maximum(size - even, 0.0) + (1 << OCTAVE) * 1.0) - ((OCTAVE + 127) << 23)
+    count = tl.minimum(size, even) + beyond.to(tl.float32) * 2.0 ** (OCTAVE - 23)
     zero = (form & 0xFF).to(tl.float32)
     octave = tl.where(x < 0.0, zero - count, zero + count)
     near = tl.minimum(tl.maximum(tl.where(form >= 0x800, offset, octave), 0.0), MOST)
@@ -247,10 +252,8 @@ def values(q, minimum_bits, scale, limit, BIT_WIDTH: tl.constexpr):
     step = _float((scale_bits & 0x7FF0) << 16)
     code = q.to(tl.int32)
     even = (code + ((form & 0x7FF) - 1024)).to(tl.float32) * step
-    octave_bits = _octave_bits(form)
-    one = (octave_bits + 127) << 23
     count = code - (form & 0xFF)
-    size = (_float((tl.abs(count) << (23 - octave_bits)) + one) - _float(one)) * step
+    size = reach(tl.abs(count), form >> 8, BIT_WIDTH) * step
     near = tl.where(form >= 0x800, even, tl.where(count < 0, -size, size))
     near = maximum(minimum(near, limit), -limit)
     far = _far_value((minimum_bits & ~0xFFF) | ((scale_bits & 0xF) << 8), limit)
