@@ -190,13 +190,14 @@ class PackedActivation:
     without a finite element has NaN metadata and decodes to NaN. Other formats document their flag, which takes no
     byte.
 
-    **Uneven buckets.** Buckets of 8 elements and more, of 2 to 8 bits, with a float32 minimum and a bfloat16 scale, are
-    flagged in the same way if an element is not finite, if one value takes half of the range, or if four of five
+    **Uneven buckets.** Buckets of 8 elements and more, of 2 to 8 bits, with a float32 minimum and a bfloat16 scale,
+    are flagged in the same way if an element is not finite, if one value takes half of the range, or if four of five
     elements that are not 0 are at most an eighth of the largest magnitude. There code 2^b - 1 stands for one *far
-    value*, and the others for levels that fit the remaining elements. The bits of the minimum are those of the far value in float32, but its
-    last 12, which say where levels lie; the last four bits of the scale are the four next ones of the far value, and
-    the scale without them is s. So a far value keeps 16 significant bits; `uneven.SENTINELS`, the largest float and
-    infinities have patterns of NaN or infinity, and are exact. With the last 12 bits F, code q below 2^b - 1 decodes
+    value*, and the others for levels that fit the remaining elements. The bits of the minimum are those of the far
+    value in float32, but its last 12, which say where levels lie; the last four bits of the scale are the four next
+    ones of the far value, and the scale without them is s. So a far value keeps 16 significant bits;
+    `uneven.SENTINELS`, the largest float and infinities have patterns of NaN or infinity, and are exact. With the
+    last 12 bits F, code q below 2^b - 1 decodes
 
     - if F >= 2048, to (q + F - 3072) * s;
     - else to +-T(k) * s with k = |q - F % 256| and a spacing of p = F // 256: T(k) is k if p is 7 or k <= e = p * L,

@@ -413,7 +413,7 @@ def _with_gaps() -> Tensor:
 
 
 def _assert_unbiased(subject: Subject, x: Tensor, draws: int) -> None:
-    """5 standard errors, as draws estimate them, and 12.5 steps over the draws, as Bernstein's bound adds for rare ones."""
+    """5 standard errors, as draws estimate them, and 12.5 steps over the draws: Bernstein's bound for rare steps."""
     exact, finite = x.double(), x.isfinite()
     total, squares = torch.zeros(2, *x.shape, dtype=torch.float64)
     for seed in range(draws):
