@@ -143,37 +143,6 @@ class Grid:
         return low * 0.5 + high * 0.5 if self.bounds is None else self.bounds
 
 
-@dataclass(frozen=True)
-class MapBlocks:
-    """How the distinct elements of a tensor divide into maps, and a map into blocks.
-
-    Args:
-        maps: Number of maps M.
-        sides: D, H and W of a map.
-        block: Sides of a block, none larger than the map's; the last block along an axis may be smaller.
-    """
-
-    maps: int
-    sides: tuple[int, int, int]
-    block: tuple[int, int, int]
-
-    @property
-    def elements(self) -> int:
-        """Elements of a map."""
-        return math.prod(self.sides)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Blocks along each axis of a map: d, h and w."""
-        depth, height, width = (-(-side // max(block, 1)) for side, block in zip(self.sides, self.block, strict=True))
-        return depth, height, width
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of all maps."""
-        return self.maps * math.prod(self.counts)
-
-
 @dataclass(frozen=True, eq=False)
 class UniformPlan:
     """A tensor as the kernel ops of a uniform quantizer see it: its groups, and the bytes of their metadata.

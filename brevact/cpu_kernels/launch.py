@@ -23,7 +23,6 @@ from brevact.cpu_kernels.fill import fill
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.masks import mask_multiply, pack_mask, unpack_mask
 from brevact.cpu_kernels.moments import moments
-from brevact.cpu_kernels.pooling_blocks import join_maps, split_maps
 from brevact.cpu_kernels.quantize import quantize_normalized, quantize_rows, quantize_uniform
 from brevact.cpu_kernels.quantize_grid import quantize_grid
 from brevact.cpu_kernels.random_words import random_words
@@ -43,7 +42,6 @@ __all__ = [
     "fake_quantize_backward_strided",
     "fake_quantize_strided",
     "fill",
-    "join_maps",
     "look_up",
     "map_levels",
     "mask_multiply",
@@ -58,7 +56,6 @@ __all__ = [
     "quantize_uniform",
     "random_words",
     "ranges",
-    "split_maps",
     "takes",
     "unpack_codes",
     "unpack_mask",

@@ -6,12 +6,10 @@ arithmetic is float32, with one rounding an operation, elementwise or in a fixed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, MapBlocks, Place, Segments, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, Place, Segments, UniformPlan
 from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.philox import ROUNDS, philox4x32
@@ -33,8 +31,6 @@ from brevact.quantizers.reference import (
 
 LARGEST_UNIT = 65536
 """Largest integer that a magnitude counts as in `moments`."""
-LARGEST_MEAN = 65504.0
-"""Largest finite float16."""
 _LOW_32 = 0xFFFFFFFF
 
 
@@ -540,94 +536,6 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
         flat[start:stop] = y if factor is None else y * factor[start:stop]
 
 
-@run_by_kernels
-def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
-    """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
-
-    The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
-    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
-    where sums of either sign overflow. A block with an element that is exactly 0 has a mean of 0, so that the residual
-    of its zeros is 0 as well. A block that holds NaN or an infinity has none: what is stored is NaN, what is
-    subtracted 0, so that its NaN or infinity stays in the residual.
-
-    Args:
-        flat: (M * D * H * W,) floating-point tensor, map by map.
-        blocks: Its division.
-        low: (M * d * h * w,) float16 tensor, written.
-        residual: (M * D * H * W,) float32 tensor, written.
-    """
-    refuse_wrapped(flat)
-    x_MDHW = flat.view(blocks.maps, *blocks.sides)
-    sums_MdhW = flat.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=torch.float32)
-    finite_MdhW = torch.ones_like(sums_MdhW, dtype=torch.bool)
-    zero_MdhW = torch.zeros_like(finite_MdhW)
-    for rows in _rows(blocks):
-        part = x_MDHW[rows].float()
-        sums_MdhW[:, : part.shape[1], : part.shape[2]] += part
-        finite_MdhW[:, : part.shape[1], : part.shape[2]] &= part.isfinite()
-        zero_MdhW[:, : part.shape[1], : part.shape[2]] |= part == 0
-    finite_Mdhw = torch.ones((blocks.maps, *blocks.counts), dtype=torch.bool, device=flat.device)
-    zero_Mdhw = torch.zeros_like(finite_Mdhw)
-    sums_Mdhw = flat.new_zeros((blocks.maps, *blocks.counts), dtype=torch.float32)
-    for k in range(blocks.block[2]):
-        column = sums_MdhW[..., k :: blocks.block[2]]
-        sums_Mdhw[..., : column.shape[-1]] += column
-        finite_Mdhw[..., : column.shape[-1]] &= finite_MdhW[..., k :: blocks.block[2]]
-        zero_Mdhw[..., : column.shape[-1]] |= zero_MdhW[..., k :: blocks.block[2]]
-    mean = sums_Mdhw / _elements_of_blocks(blocks, flat.device)
-    mean = mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN).masked_fill(zero_Mdhw, 0.0)
-    low.copy_(mean.masked_fill(~finite_Mdhw, float("nan")).flatten())
-    low_MdhW = _widened(low, blocks)
-    residual_MDHW = residual.view(x_MDHW.shape)
-    for rows in _rows(blocks):
-        part = x_MDHW[rows].float()
-        residual_MDHW[rows] = part - low_MdhW[:, : part.shape[1], : part.shape[2]]
-
-
-@run_by_kernels
-def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
-    """The inverse of `split_maps`: upsample(low) + residual, clamped to the finite range of the target's type.
-
-    Args:
-        residual: (M * D * H * W,) float32 tensor.
-        blocks: The division into maps.
-        low: (M * d * h * w,) float16 tensor.
-        other: Contiguous factor of the target's type, by which the sum is multiplied, or None.
-        target: (M * D * H * W,) floating-point tensor, written; may be `residual` or `other`.
-    """
-    limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
-    joined = target if other is None else torch.empty_like(target)
-    residual_MDHW, joined_MDHW = residual.view(blocks.maps, *blocks.sides), joined.view(blocks.maps, *blocks.sides)
-    low_MdhW = _widened(low, blocks)
-    for rows in _rows(blocks):
-        part = residual_MDHW[rows]
-        joined_MDHW[rows] = (low_MdhW[:, : part.shape[1], : part.shape[2]] + part).clamp(-limit, limit)
-    if other is not None:
-        torch.mul(joined, other, out=target)
-
-
 def flat_memory(x: Tensor, numel: int) -> Tensor:
     """Dense memory as a 1-D tensor."""
     return x.as_strided((numel,), (1,)) if numel else x.reshape(-1)
-
-
-def _rows(blocks: MapBlocks) -> Iterator[tuple[slice, slice, slice]]:
-    """Index of row i, j of every block that has one."""
-    for i in range(blocks.block[0]):
-        for j in range(blocks.block[1]):
-            yield slice(None), slice(i, None, blocks.block[0]), slice(j, None, blocks.block[1])
-
-
-def _widened(low: Tensor, blocks: MapBlocks) -> Tensor:
-    """Means in float32, 0 for NaN, repeated along the last axis: (M, d, h, W)."""
-    column = torch.arange(blocks.sides[2], device=low.device) // max(blocks.block[2], 1)
-    return low.view(blocks.maps, *blocks.counts).float().nan_to_num(nan=0.0).index_select(3, column)
-
-
-def _elements_of_blocks(blocks: MapBlocks, device: torch.device) -> Tensor:
-    """Number of elements of each block of a map: (d, h, w) float32."""
-    depth, height, width = (
-        (side - torch.arange(count, device=device) * block).clamp(max=block)
-        for side, block, count in zip(blocks.sides, blocks.block, blocks.counts, strict=True)
-    )
-    return (depth[:, None, None] * height[:, None] * width).float()

@@ -8,7 +8,6 @@ from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid
 from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake_quantize_backward
 from brevact.triton_kernels.launch import Launch, takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.triton_kernels.pooling import join_maps, split_maps
 from brevact.triton_kernels.segments import look_up, map_levels
 from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
@@ -20,7 +19,6 @@ __all__ = [
     "dequantize_uniform",
     "fake_quantize",
     "fake_quantize_backward",
-    "join_maps",
     "look_up",
     "map_levels",
     "mask_multiply",
@@ -31,7 +29,6 @@ __all__ = [
     "quantize_normalized",
     "quantize_uniform",
     "ranges",
-    "split_maps",
     "takes",
     "unpack_codes",
     "unpack_mask",

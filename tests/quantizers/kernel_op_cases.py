@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import Grid, MapBlocks, Place, Segments, UniformPlan, packed_bytes
+from brevact.geometry import Grid, Place, Segments, UniformPlan, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
 from brevact.quantizers.backends import without_kernels
@@ -65,12 +65,6 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         if name == "unpack_mask":
             return [(packed, Unwritten(_N, torch.bool))]
         return [(packed, _N, y, slope, Unwritten(_N, y.dtype)) for y in (x, x.half()) for slope in (0.0, -0.3)]
-    if name in ("split_maps", "join_maps"):
-        blocks = MapBlocks(5, (1, 3, 73), (1, 2, 8))
-        low = torch.randn(blocks.blocks).half()
-        if name == "split_maps":
-            return [(x, blocks, Unwritten(low.numel(), low.dtype), Unwritten(_N, torch.float32))]
-        return [(x, blocks, low, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
     if name == "fill":
         types = torch.float32, torch.bfloat16, torch.float16, torch.float64
         values = -1.7, float("nan"), float("-inf"), 1e-300

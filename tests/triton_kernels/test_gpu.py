@@ -8,6 +8,7 @@ import torch
 from brevact import triton_kernels
 from brevact.geometry import Geometry
 from brevact.quantizers import (
+    DualPrecisionQuantizer,
     Granularity,
     Layout,
     NormalizedFormat,
@@ -236,4 +237,32 @@ def test_launches_that_are_found_again_write_the_reference_bytes(start: int, dty
         mine = quantizer.quantize(x, 7).buffer.clone()
     torch.cuda.synchronize()
     assert torch.equal(mine, quantizer.quantize(x, 7).buffer)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_dual_precision_gives_the_bytes_of_the_cpu(dtype: torch.dtype):
+    torch.manual_seed(0)
+    quantizer = DualPrecisionQuantizer()
+    for shape in ((8, 16, 7, 7), (4, 16, 30, 28), (33, 1000), (3, 5, 9, 10, 11)):
+        x = (torch.randn(shape) * 3 + 1).to(dtype)
+        packed = quantizer.quantize(x, seed=7)
+        on_device = quantizer.quantize(x.cuda(), seed=torch.tensor(7, device="cuda"))
+        assert torch.equal(on_device.buffer.cpu(), packed.buffer)
+        assert_same_values(on_device.dequantize(), packed.dequantize())
+        if len(shape) == 4:
+            last = quantizer.quantize(x.cuda().contiguous(memory_format=torch.channels_last), seed=7)
+            assert torch.equal(last.buffer.cpu(), packed.buffer)
+            assert_same_values(last.dequantize_multiply(x.cuda()), packed.dequantize_multiply(x))
+
+
+def test_dual_precision_does_not_synchronise():
+    quantizer = DualPrecisionQuantizer()
+    x = torch.randn(4, 16, 30, 28, device="cuda").contiguous(memory_format=torch.channels_last)
+    quantizer.quantize(x).dequantize_multiply(x)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for seed in (None, 5, torch.full((), 5, device="cuda")):
+            quantizer.quantize(x, seed).dequantize_multiply(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(mine, quantizer.quantize(x, 8).buffer)

@@ -14,7 +14,6 @@ MODULES = (
     "interpreted_packing.py",
     "interpreted_groups.py",
     "interpreted_bit_widths.py",
-    "interpreted_pooling.py",
     "interpreted_grids.py",
     "interpreted_normalize.py",
     "interpreted_kernel_ops.py",

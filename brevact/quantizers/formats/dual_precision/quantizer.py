@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
-from brevact.quantizers import kernel_ops
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_codes, unpack_codes
 from brevact.quantizers.checks import check_bit_width, check_int
 from brevact.quantizers.formats.uniform.quantizer import (
@@ -19,11 +20,14 @@ from brevact.quantizers.formats.uniform.quantizer import (
     Granularity,
     UniformQuantizer,
 )
+from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.rounding import Rounding
 
+LARGEST_MEAN = 65504.0
+"""Largest finite float16."""
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
 LARGEST_HALF = 0x7C00
@@ -31,6 +35,37 @@ LARGEST_HALF = 0x7C00
 
 SPATIAL = 3
 """Axes of a map; shapes with fewer have sides of 1 in front."""
+
+
+@dataclass(frozen=True)
+class MapBlocks:
+    """How the distinct elements of a tensor divide into maps, and a map into blocks.
+
+    Args:
+        maps: Number of maps M.
+        sides: D, H and W of a map.
+        block: Sides of a block, none larger than the map's; the last block along an axis may be smaller.
+    """
+
+    maps: int
+    sides: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def elements(self) -> int:
+        """Elements of a map."""
+        return math.prod(self.sides)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Blocks along each axis of a map: d, h and w."""
+        depth, height, width = (-(-side // max(block, 1)) for side, block in zip(self.sides, self.block, strict=True))
+        return depth, height, width
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all maps."""
+        return self.maps * math.prod(self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,44 +145,39 @@ class DualPrecisionQuantizer(Quantizer):
         except TypeError:  # symbols have no hash
             return map_blocks.__wrapped__(layout, self.block)
 
+    @torch.no_grad()
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element."""
+        refuse_wrapped(dense)
         layout, blocks = spec.layout, self.blocks(spec.layout)
-        flat = _map_order(layout, kernel_ops.flat_memory(dense.detach(), layout.numel)).reshape(-1)
-        low = flat.new_empty(blocks.blocks, dtype=torch.float16)
-        residual = flat.new_empty(flat.numel(), dtype=torch.float32)
-        kernel_ops.split_maps(flat, blocks, low, residual)
+        ordered = _map_order(layout, flat_memory(dense.detach(), layout.numel))
+        low, residual = split_maps(ordered.reshape(blocks.maps, *blocks.sides), blocks)
         found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
         codes, minimum, scale = found.tensors
         scale_bits = pack_codes(scale.view(torch.int16), SCALE_BITS)
         for part, values in zip(spec.split(buffer), (codes, minimum, low, scale_bits), strict=True):
             part.copy_(values)
 
+    @torch.no_grad()
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
-        layout = spec.layout
+        layout, blocks = spec.layout, self.blocks(spec.layout)
         if layout.numel == 0:
             return
-        flat = kernel_ops.flat_memory(target, layout.numel)
-        factor = None if other is None else kernel_ops.flat_memory(other, layout.numel)
-        ordered = _map_order(layout, flat)
-        in_order = ordered.is_contiguous()
-        out = flat if in_order else torch.empty_like(flat)
-        in_place = out.dtype == torch.float32 and other is None
-        residual = out if in_place else out.new_empty(layout.numel, dtype=torch.float32)
-        blocks = self.blocks(layout)
-        self._decode_residual(buffer, spec, blocks, residual)
-        kernel_ops.join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
-        if in_order:
-            return
-        out = out.view(ordered.shape)
-        if factor is None:
-            ordered.copy_(out)
-        else:
-            torch.mul(out, _map_order(layout, factor), out=ordered)
+        ordered = _map_order(layout, flat_memory(target, layout.numel))
+        in_place = other is None and target.dtype == torch.float32 and ordered.is_contiguous()
+        x = ordered if in_place else target.new_empty(ordered.shape, dtype=torch.float32)
+        self._decode_residual(buffer, spec, blocks, x)
+        join_maps(x.view(blocks.maps, *blocks.sides), blocks, spec.split(buffer)[2])
+        limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
+        x.clamp_(-limit, limit)
+        if other is not None:
+            torch.mul(x.to(target.dtype), _map_order(layout, flat_memory(other, layout.numel)), out=ordered)
+        elif not in_place:
+            ordered.copy_(x)
 
     def _decode_residual(self, buffer: Tensor, spec: PackedSpec[Any], blocks: MapBlocks, target: Tensor) -> None:
-        """Write the residual, map by map, to a flat float32 tensor."""
+        """Write the residual, map by map, to a contiguous float32 tensor."""
         codes, minimum, low, scale_bits = spec.split(buffer)
         scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)
         most = low.view(torch.int16).view(blocks.maps, -1).amax(1)  # means that are NaN are larger than any other
@@ -186,3 +216,80 @@ def map_blocks(layout: Layout, block: int) -> MapBlocks:
 def _map_order(layout: Layout, flat: Tensor) -> Tensor:
     """Elements in memory order as a view whose axes are in the tensor's own order, so that maps follow each other."""
     return flat.view(layout.sizes).permute([layout.dims.index(d) for d in sorted(layout.dims)])
+
+
+def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
+    """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
+
+    The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
+    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
+    where sums of either sign overflow. A block with an element that is exactly 0 has a mean of 0, so that the residual
+    of its zeros is 0 as well. A block that holds NaN or an infinity has none: what is stored is NaN, what is
+    subtracted 0, so that its NaN or infinity stays in the residual.
+
+    Args:
+        x_MDHW: Floating-point tensor, map by map.
+        blocks: Its division.
+
+    Returns:
+        `(low, residual)`: (M * d * h * w,) float16 and (M, D, H, W) float32.
+    """
+    sums = _of_blocks(x_MDHW, blocks, torch.add, lambda x: x)
+    zero, missing = (_of_blocks(x_MDHW, blocks, torch.logical_or, of) for of in (lambda x: x == 0, _is_missing))
+    mean = (sums / _elements_of_blocks(blocks, sums.device)).nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    low = mean.masked_fill(zero, 0.0).masked_fill(missing, torch.nan).to(torch.float16).flatten()
+    residual_MDHW = x_MDHW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    for part, low_MdhW in _upsampled(low, blocks, residual_MDHW):
+        part.sub_(low_MdhW)
+    return low, residual_MDHW
+
+
+def join_maps(residual_MDHW: Tensor, blocks: MapBlocks, low: Tensor) -> None:
+    """The inverse of `split_maps`, in place."""
+    for part, low_MdhW in _upsampled(low, blocks, residual_MDHW):
+        part.add_(low_MdhW)
+
+
+def _of_blocks(x_MDHW: Tensor, blocks: MapBlocks, join: Callable, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """(M, d, h, w) sums, or disjunctions, of a function of float32 elements over each block."""
+    kind = of(x_MDHW.new_empty(0, dtype=torch.float32)).dtype
+    joined_MdhW = x_MDHW.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=kind)
+    for rows in _rows(blocks):
+        part = of(x_MDHW[rows].float())
+        own = joined_MdhW[:, : part.shape[1], : part.shape[2]]
+        join(own, part, out=own)
+    joined_Mdhw = x_MDHW.new_zeros((blocks.maps, *blocks.counts), dtype=kind)
+    for k in range(blocks.block[2]):
+        column = joined_MdhW[..., k :: blocks.block[2]]
+        own = joined_Mdhw[..., : column.shape[-1]]
+        join(own, column, out=own)
+    return joined_Mdhw
+
+
+def _is_missing(x: Tensor) -> Tensor:
+    return ~x.isfinite()
+
+
+def _rows(blocks: MapBlocks) -> Iterator[tuple[slice, slice, slice]]:
+    """Index of row i, j of every block that has one."""
+    for i in range(blocks.block[0]):
+        for j in range(blocks.block[1]):
+            yield slice(None), slice(i, None, blocks.block[0]), slice(j, None, blocks.block[1])
+
+
+def _upsampled(low: Tensor, blocks: MapBlocks, x_MDHW: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of row i, j of every block, and the float32 means of its elements, 0 for NaN."""
+    column = torch.arange(blocks.sides[2], device=low.device) // max(blocks.block[2], 1)
+    low_MdhW = low.view(blocks.maps, *blocks.counts).float().nan_to_num(nan=0.0).index_select(3, column)
+    for rows in _rows(blocks):
+        part = x_MDHW[rows]
+        yield part, low_MdhW[:, : part.shape[1], : part.shape[2]]
+
+
+def _elements_of_blocks(blocks: MapBlocks, device: torch.device) -> Tensor:
+    """Number of elements of each block of a map: (d, h, w) float32."""
+    depth, height, width = (
+        (side - torch.arange(count, device=device) * block).clamp(max=block)
+        for side, block, count in zip(blocks.sides, blocks.block, blocks.counts, strict=True)
+    )
+    return (depth[:, None, None] * height[:, None] * width).float()
