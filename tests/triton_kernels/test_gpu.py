@@ -237,6 +237,7 @@ def test_launches_that_are_found_again_write_the_reference_bytes(start: int, dty
         mine = quantizer.quantize(x, 7).buffer.clone()
     torch.cuda.synchronize()
     assert torch.equal(mine, quantizer.quantize(x, 7).buffer)
+    assert not torch.equal(mine, quantizer.quantize(x, 8).buffer)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -265,4 +266,3 @@ def test_dual_precision_does_not_synchronise():
             quantizer.quantize(x, seed).dequantize_multiply(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not torch.equal(mine, quantizer.quantize(x, 8).buffer)
