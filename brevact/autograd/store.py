@@ -101,7 +101,7 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     From ``lowest`` on; if None, from that size below 0 on. They are packed once for all ops. No value is read: on a GPU
     the host would wait for it.
     """
-    if x.dtype not in INTEGERS:
+    if x.dtype not in INTEGERS or any(type(size) is not int for size in (*sizes, *x.shape)):  # symbols of a graph
         return keep_as_it_is(x)
     distinct, size = distinct_elements(x), max(sizes, default=1)
     low = -size if lowest is None else lowest
