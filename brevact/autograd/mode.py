@@ -32,7 +32,8 @@ from brevact.autograd.rectified import offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import any_tracked, end_known_values
+from brevact.autograd.storages import any_tracked, end_known_values, note_made
+from brevact.autograd.store import INTEGERS
 from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.private_names.of_torch import (
     frame_callback,
@@ -182,6 +183,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             if keeps_distinct or row.places is not None:
                 hooks.keeps_distinct, hooks.places = False, 0
     region.mark(result, is_weight=False)
+    if type(result) is Tensor and result.dtype in INTEGERS:
+        note_made(result, tensors)
     if row.is_pointwise:
         track_distinct(region, args, kwargs, result)
     if row.kind is not None:

@@ -34,6 +34,9 @@ OFFERED = OF_VALUES + "stand_ins"
 #: Attribute of a storage that somebody may write to unseen at any time: none of the others is set on it.
 EXPOSED = "_brevact_exposed"
 
+#: Attribute of a storage of integers that were made in a region.
+_MADE = "_brevact_made"
+
 
 def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
     """End what is known of the values in the storage of ``x``, which others may overwrite unseen: now, or ever after.
@@ -93,6 +96,17 @@ def is_held(x: Tensor) -> bool:
     """Return whether an op that needs ``x``, or other elements of its storage, exactly keeps that as it is."""
     found = x.untyped_storage().__dict__.get(_HELD)
     return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
+
+
+def note_made(x: Tensor, given: list[Tensor]) -> None:
+    """Note that an op in a region has made integers of these tensors, in memory that nobody held before."""
+    if not x._is_view() and all(x is not other for other in given):
+        x.untyped_storage().__dict__[_MADE] = True
+
+
+def is_made(x: Tensor) -> bool:
+    """Return whether integers lie in memory that an op in a region has made (`note_made`)."""
+    return not is_traced(x) and _MADE in x.untyped_storage().__dict__
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

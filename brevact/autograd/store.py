@@ -101,17 +101,18 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     From ``lowest`` on; if None, from that size below 0 on. They are packed once for all ops. No value is read: on a GPU
     the host would wait for it.
     """
-    if x.dtype not in INTEGERS or is_traced(x):
+    if x.dtype not in INTEGERS or any(type(size) is not int for size in (*sizes, *x.shape)):  # symbols of a graph
         return keep_as_it_is(x)
     distinct, size = distinct_elements(x), max(sizes, default=1)
     low = -size if lowest is None else lowest
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
     if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
         return keep_as_it_is(x)
-    found = _shared.find(x, (kinds[0],))
+    found = None if is_traced(x) else _shared.find(x, (kinds[0],))
     if found is None:
         found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
-        _shared.add(x, (kinds[0],), *found)
+        if not is_traced(x):
+            _shared.add(x, (kinds[0],), *found)
     return reported(found)
 
 

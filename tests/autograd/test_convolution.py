@@ -11,11 +11,17 @@ import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import region
 from brevact.autograd.ops import convolution
-from brevact.quantizers import Rounding
+from brevact.autograd.settings import BackwardSettings
+from brevact.quantizers import Rounding, UniformQuantizer
 from tests.autograd import ops
 from tests.autograd.measuring import EXACT_VALUES, NEAREST, decoded, layer_gradients, run_op, settings, watch_saved
 
 aten = torch.ops.aten
+
+#: With scales of float32 levels are even in buckets of little but padding, too.
+INTEGERS = BackwardSettings(
+    UniformQuantizer(bit_width=8, rounding=Rounding.NEAREST, bucket_size=64, scale_dtype=torch.float32), min_numel=0
+)
 
 
 def test_conv_backward_is_the_formula_on_the_decoded_input():
@@ -41,7 +47,7 @@ def test_gradients_of_few_channels_are_those_of_all_samples_at_once(make, channe
     with torch.no_grad():
         layer.weight.copy_(torch.randint_like(layer.weight, -3, 4))
     found = []
-    for chosen in (settings(bit_width=8, rounding=Rounding.NEAREST, bucket_size=64), None):
+    for chosen in (INTEGERS, None):
         layer.zero_grad()
         input = x.clone().requires_grad_()
         with region(chosen):
@@ -79,7 +85,7 @@ def check_gradients_of_integers(layer: nn.Module, shape: tuple[int, ...], order:
     with torch.no_grad():
         layer.weight.copy_(torch.randint_like(layer.weight, -3, 4))
     found = []
-    for chosen in (settings(bit_width=8, rounding=Rounding.NEAREST, bucket_size=64), None):
+    for chosen in (INTEGERS, None):
         layer.zero_grad()
         input = x.clone(memory_format=torch.preserve_format).requires_grad_()
         with region(chosen):

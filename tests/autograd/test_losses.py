@@ -100,7 +100,7 @@ def test_cross_entropy_stores_codes_and_targets():
     x, target = torch.randn(64, 100, requires_grad=True), torch.randint(0, 100, (64,))
     chosen = settings(bit_width=2, bucket_size=100)
     with watch_saved() as saved, region(chosen):
-        F.cross_entropy(x * 1, target)
+        F.cross_entropy(x * 1, target + 0)
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     assert [t.nbytes for t in saved.tensors if t.dtype is torch.int8] == [64] and len(saved.tensors) == 2
     assert codes[0].numel() == chosen.quantizer.quantize(x).nbytes
@@ -224,14 +224,23 @@ def test_wrong_targets_of_logits_in_chunks_get_torchs_error():
 
 
 @pytest.mark.parametrize(
-    "ignored, dtype", [(-100, torch.int8), (255, torch.uint8), (-300, torch.int16), (1 << 40, None)]
+    "ignored, made, dtype",
+    [
+        *((-100, torch.clone, torch.int8), (255, torch.clone, torch.uint8), (-300, torch.clone, torch.int16)),
+        *(
+            (1 << 40, torch.clone, torch.int64),
+            (-100, Tensor.contiguous, torch.int64),
+            (-100, Tensor.long, torch.int64),
+        ),
+    ],
 )
-def test_nll_loss_stores_targets_alone(ignored, dtype):
+def test_nll_loss_stores_targets_alone(ignored, made, dtype):
+    """Those of the batch, whoever passes them on, take no memory of their own."""
     x, target = torch.randn(64, 100, requires_grad=True), torch.randint(0, 100, (64,))
     target[::5] = ignored
     with watch_saved() as saved, region(settings()):
-        loss = F.nll_loss(x * 1, target, ignore_index=ignored)
-    assert [t.dtype for t in saved.tensors] == [dtype or torch.int64]
+        loss = F.nll_loss(x * 1, made(target)[:], ignore_index=ignored)
+    assert [t.dtype for t in saved.tensors] == [dtype] and saved.holds(target) is (made is not torch.clone)
     expected = F.nll_loss(x, target, ignore_index=ignored)
     assert all(map(torch.equal, torch.autograd.grad(loss, x), torch.autograd.grad(expected, x)))
 

@@ -33,7 +33,8 @@ from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.store import keep_places, reported
+from brevact.autograd.storages import is_made
+from brevact.autograd.store import keep_as_it_is, keep_places, reported
 from brevact.quantizers.tracing import is_traced
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
@@ -171,7 +172,12 @@ class _Probabilities(Decoder):
 
 
 def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:
-    """Save targets that are class indices, or the one that is ignored, wherever that lies."""
+    """Save targets that are class indices, or the one that is ignored, wherever that lies.
+
+    Those of the batch stay as they are: whoever calls the model holds them anyway.
+    """
+    if not is_made(target):
+        return keep_as_it_is(target)
     sizes, ignored = input.shape[options.class_dim : options.class_dim + 1], options.ignore_index
     return keep_places(target, region.settings, (*sizes, ignored + 1), lowest=min(0, ignored))
 
@@ -321,7 +327,8 @@ OPS = (
         _handler(_CrossEntropy),
         Stored(
             "cross-entropy",
-            "the probabilities, packed; targets that are indices in the smallest integers, others packed",
+            "the probabilities, packed; targets that are indices as they are, those made in the step in the smallest "
+            "integers; others packed",
             UNBIASED,
         ),
         is_bit_exact=False,
@@ -329,7 +336,9 @@ OPS = (
     Op(
         (F.nll_loss,),
         _handler(_NegativeLogLikelihood),
-        Stored("negative log-likelihood", "the targets in the smallest integers that hold them", EXACT),
+        Stored(
+            "negative log-likelihood", "the targets as they are, those made in the step in the smallest integers", EXACT
+        ),
         is_bit_exact=False,
     ),
 )
