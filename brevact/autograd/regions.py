@@ -23,7 +23,7 @@ from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import operands_beside
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.hook_stack import checkpoints_around
+from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
@@ -119,7 +119,7 @@ class Region(Store):
         self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)
-        self._describe()
+        self.describe()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -129,11 +129,12 @@ class Region(Store):
             self.mode.__exit__(*exc_info)
             self.state.close()
         else:
-            self.parent._describe()
+            self.parent.describe()
 
-    def _describe(self) -> None:
-        """Tell Dynamo about the region, which asks its mode."""
-        self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.outer_settings), self.norms_only
+    def describe(self) -> None:
+        """Tell Dynamo about the region, which asks its mode: in a checkpoint inside of the region nothing is packed."""
+        self.mode.text = compiled_mode.text_of(self.outer_settings)
+        self.mode.norms_only = self.norms_only or is_checkpoint_innermost()
 
     def region_for_op(self, name: str) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).

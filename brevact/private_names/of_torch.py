@@ -40,6 +40,10 @@ BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
 
 
+#: The saved-tensor hooks around the forward pass of a non-reentrant checkpoint.
+CheckpointHooks = find("torch.utils.checkpoint._checkpoint_hook", COMPILING)
+
+
 def checkpoint_of(hook: Callable) -> Any:
     """Return the object that a non-reentrant checkpoint has for one call, from the pack hook of a pass through it."""
     names = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import brevact
 from recipes import files, machine
 from recipes.domains.domain import Domain, Region, Task
 from recipes.domains.variants import prepare
@@ -52,20 +51,24 @@ class Run:
 
     def state_dict(self) -> Row:
         """All that the next epoch depends on."""
+        from brevact import noise_count  # here: plain steps are measured without the package
+
         state: Row = {"variant": self.variant, "seed": self.seed, "epochs": self.epochs}
         state |= {name: part.state_dict() for name, part in self._parts().items()}
         if torch.cuda.is_available():
             state["cuda_generator"] = torch.cuda.get_rng_state()
-        state |= {"generator": torch.get_rng_state(), "noise_count": brevact.noise_count()}
+        state |= {"generator": torch.get_rng_state(), "noise_count": noise_count()}
         return {**state, "task": self.task.state_dict()}
 
     def load_state_dict(self, state: Row) -> None:
         """Goes on from a `state_dict` of a run with the same settings, variant and seed."""
+        from brevact import noise_count
+
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         self.task.load_state_dict(state["task"])
         self.epochs = list(state["epochs"])
-        brevact.noise_count(state["noise_count"])
+        noise_count(state["noise_count"])
         torch.set_rng_state(state["generator"])
         if "cuda_generator" in state:
             torch.cuda.set_rng_state(state["cuda_generator"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -605,6 +606,43 @@ def test_checkpoint_inside_a_compiled_region():
     model, reference = quantized(exact, Checkpointed), network()
     step(compiled(model)), step(reference)
     assert_close(gradients(model), gradients(reference))
+
+
+class CompiledInCheckpoint(nn.Module):
+    """A compiled function in a checkpoint, which recomputes it where the region of the model is gone."""
+
+    def __init__(self, name: str, compile: Callable = lambda function: function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).train(name != "in eval mode"))
+        self.inside = compile(getattr(self, name, self.modules_and_ops))
+        self.is_after = name == "after a module"
+
+    def ops(self, x: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, self.layers[1].weight, self.layers[1].bias)) * x.sigmoid()
+
+    def modules_and_ops(self, x: Tensor) -> Tensor:
+        return F.gelu(self.layers[1](x)) * x.sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = (lambda y: self.inside(self.layers[1](y))) if self.is_after else self.inside
+        x = self.inside(torch.utils.checkpoint.checkpoint(run, self.layers[0](x), use_reentrant=False))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("source", [NEAREST, brevact.LosslessBackward])
+@pytest.mark.parametrize("name", ["ops", "modules_and_ops", "after a module", "in eval mode"])
+def test_compiled_functions_in_checkpoints_are_recomputed_as_they_ran(name, source):
+    x, kept = torch.randn(256, 64), []
+    make = functools.partial(CompiledInCheckpoint, name)
+    models = [brevact.quantize_backward(make(compile), source) for compile in (compiled, lambda function: function)]
+    for model in models:
+        with watch_saved() as saved:
+            loss = model(x)
+        loss.backward()
+        kept.append(saved.nbytes)
+    assert_close(gradients(models[0]), gradients(models[1]))
+    assert kept[0] <= kept[1]
 
 
 def test_autocast_keeps_weights_and_gradients():

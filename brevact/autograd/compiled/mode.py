@@ -8,6 +8,7 @@ compiler.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from brevact.autograd.active_regions import active
 from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
@@ -24,6 +26,7 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     COMPILING,
+    CheckpointHooks,
     HigherOrderOperator,
     frame_callback,
     function_apply_code,
@@ -69,6 +72,27 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
 # Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
 get_overridable_functions().update(NAMES)
 before_first_region(show_losses)
+
+
+def _watch_checkpoints() -> None:
+    """Let Dynamo know of a non-reentrant checkpoint in a region: graphs are recomputed outside, as they ran inside."""
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        @skipped_by_dynamo
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            if active.regions:
+                run_outside_dynamo(active.regions[-1].describe)
+            return result
+
+        return functools.wraps(function)(run)
+
+    CheckpointHooks.__enter__ = watched(CheckpointHooks.__enter__)
+    CheckpointHooks.__exit__ = watched(CheckpointHooks.__exit__)
+
+
+if CheckpointHooks:
+    before_first_region(_watch_checkpoints)
 
 
 class RegionMode(TorchFunctionMode):
@@ -173,6 +197,8 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
     refuse_without(COMPILING)
     around, text = _innermost(), text_of(settings)
     rounds = _changes_forward(text)
+    if around is not None and around.norms_only and not _changes_forward(around.text):
+        around = None  # a checkpoint, which is recomputed outside of the region
     if _inside.higher_order:
         if rounds:
             raise NotImplementedError(
