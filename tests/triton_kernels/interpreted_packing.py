@@ -9,9 +9,9 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference
+from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.philox import column_bits
-from brevact.triton_kernels.dequantize import dequantize_tile
+from brevact.triton_kernels.dequantize import dequantize_whole_blocks
 from brevact.triton_kernels.quantize import quantize_whole_blocks
 from tests.crosses import taking_turns
 from tests.triton_kernels.checks import check_codes, check_mask, filled
@@ -64,7 +64,7 @@ def test_masks_equal_torch(dtype: torch.dtype, case: tuple[int, float]):
 
 @triton.jit
 def _block_far_away_kernel(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, target_ptr, first_ptr, BITS: tl.constexpr
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, target_ptr, first_ptr, BITS: tl.constexpr, UNEVEN: tl.constexpr
 ):
     """Quantize and decode the block at `first`, whose memory is the tensors'."""
     first = tl.load(first_ptr)
@@ -72,28 +72,41 @@ def _block_far_away_kernel(
     scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
     quantize_whole_blocks(
         x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, None, None, 1, 1, 1, 1, first, 1, BITS, True,
-        DITHERED=False, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
+        DITHERED=False, UNEVEN=UNEVEN, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
     )  # fmt: skip
     row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
-    dequantize_tile(
+    dequantize_whole_blocks(
         codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 512, group + 1, 3e38,
-        None, None, 1, 1, 1, 1, BITS, BLOCK=512, INNER=0, ALIGNED=True, PLACE=0, RAGGED=False,
+        None, None, 1, 1, 1, 1, BITS, BLOCK=512, INNER=512, ALIGNED=True, PLACE=0, UNEVEN=UNEVEN, ROWS=1,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("first_block", [2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
-def test_quantize_blocks_far_into_a_tensor(first_block: int):
+@pytest.mark.parametrize(
+    "first_block, far", [(2**22, 0), (2**23 + 5, 1000), (2**36, 0), (2**36, 1000)]
+)  # elements up to 2^45: columns beyond 2^32
+def test_quantize_blocks_far_into_a_tensor(first_block: int, far: int):
     torch.manual_seed(0)
     bit_width, seed, first = 5, torch.tensor(99), first_block * BLOCK
     x = torch.randn(BLOCK)
-    codes = filled(BLOCK * bit_width // 8, torch.uint8, "cpu")
-    scale, minimum, target = filled(1, x.dtype, "cpu"), filled(1, x.dtype, "cpu"), filled(BLOCK, x.dtype, "cpu")
-    _block_far_away_kernel[(1,)](x, codes, scale, minimum, seed, target, torch.tensor(first), bit_width)
+    x[100:102] += far
+    codes, scale = filled(BLOCK * bit_width // 8, torch.uint8, "cpu"), filled(1, torch.bfloat16, "cpu")
+    minimum, target = filled(1, x.dtype, "cpu"), filled(BLOCK, x.dtype, "cpu")
+    first_at = torch.tensor(first)
+    _block_far_away_kernel[(1,)](x, codes, scale, minimum, seed, target, first_at, bit_width, UNEVEN=far > 0)
 
-    geometry = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST).geometry(Layout.of(x))
-    m, s, _ = reference.calibrate(x, geometry, torch.float32, torch.float32)
-    steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
-    q = reference.round_codes(steps, column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten())
+    random_bits = column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten()
+    if far:
+        own_minimum, s, is_far = uneven.fit(x[None], bit_width)
+        steps, m = uneven.positions(x[None], own_minimum, s, is_far, bit_width)[0], own_minimum.view(torch.float32)
+        q = reference.round_codes(steps, random_bits)
+        values, s = uneven.values(q, own_minimum, s, bit_width, torch.inf), s.view(torch.bfloat16)
+    else:
+        geometry = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST).geometry(Layout.of(x))
+        m, s, _ = reference.calibrate(x, geometry, torch.bfloat16, torch.float32)
+        s = s.float()
+        steps = ((x - m) * (1 / s)).clamp(0, 2**bit_width - 1)
+        q = reference.round_codes(steps, random_bits)
+        values = m + s * q
     assert torch.equal(scale, s) and torch.equal(minimum, m)
     assert torch.equal(codes, reference.pack(q, bit_width, BLOCK))
-    assert torch.equal(target, m + s * q)
+    assert torch.equal(target, values)
