@@ -20,7 +20,7 @@ from brevact.triton_kernels.philox import column_words, element_bits, shifts
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
 from brevact.triton_kernels.uneven import fit, inverse_of, is_uneven, may_be_uneven, positions
 
-_UNEVEN_TILE = tl.constexpr(1024)
+_UNEVEN_TILE = tl.constexpr(2048)
 """Elements of whole blocks that are quantized at a time where a bucket may be uneven."""
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
