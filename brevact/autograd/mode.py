@@ -28,7 +28,7 @@ from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import OPERATORS, label_of
-from brevact.autograd.rectified import offer_again
+from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
@@ -143,7 +143,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.is_pointwise:
-                    track_distinct(region, args, kwargs, result)
+                    _track_pointwise(region, args, kwargs, result)
                 if row.kind is not None:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
@@ -186,10 +186,18 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     if type(result) is Tensor and result.dtype in INTEGERS:
         note_made(result, tensors)
     if row.is_pointwise:
-        track_distinct(region, args, kwargs, result)
+        _track_pointwise(region, args, kwargs, result)
     if row.kind is not None:
         _track(region, row, func, args, kwargs, result, tensors, operands)
     return result
+
+
+def _track_pointwise(region: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    """Record what is known of a function of the elements at the same place."""
+    track_distinct(region, args, kwargs, result)
+    tensors = tensors_of_call(args, kwargs)
+    if any_tracked(tensors):
+        carry(tensors, result)
 
 
 def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -4,7 +4,8 @@ The gradient of a ReLU reads where its output is positive, which is one bit an e
 output anyway, the mask would come on top of it: it is given up for the tensor. So is what hooks have packed of a tensor
 that a divisor or a logarithm needs exactly: of an exponential that is divided by, the gradient multiplies its error by
 a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so. A sum
-or a product with a number stands for the tensor, too.
+or a product with a number stands for the tensor, too; and other functions of an output that saturates, of which the
+slope is a small difference of packed values, keep it at hand: 1 - tanh(x)^2 is divided by.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
-from brevact.autograd.storages import EXPOSED, OFFERED, is_tracked, note_held
+from brevact.autograd.storages import EXPOSED, OF_VALUES, OFFERED, is_tracked, note_held
 from brevact.autograd.store import keep_mask
 
 
@@ -91,6 +92,35 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -
     known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
 
 
+#: Whether a tensor is an output that saturates; the outputs that saturate of which a tensor is a function.
+_SATURATES, _CARRIED = OF_VALUES + "saturates", OF_VALUES + "carried"
+
+
+def offer_saturated(out: Tensor, stored: SavedByHook) -> None:
+    """Attach to an output that saturates the object that holds it, packed: until it or a function of it is kept."""
+    offer(out, stored)
+    if OFFERED in out.untyped_storage().__dict__:
+        out.untyped_storage().__dict__[_SATURATES] = True
+
+
+def carry(tensors: list[Tensor], out: Any) -> None:
+    """Let a pointwise function of an output that saturates, and of constants, hold it as long as it lives."""
+    if type(out) is not Tensor or out.is_inference() or out.layout is not torch.strided:
+        return
+    found: dict[int, Tensor] = {}
+    for x in tensors:
+        if not x.requires_grad or 8 * x.numel() <= out.numel():
+            continue
+        known = x.untyped_storage().__dict__
+        carried = (x.detach(),) if _SATURATES in known and OFFERED in known else known.get(_CARRIED)
+        if carried is None:
+            return
+        found |= {each.untyped_storage()._cdata: each for each in carried}
+    storage = out.untyped_storage()
+    if len(found) == 1 and storage._cdata not in found and EXPOSED not in storage.__dict__:
+        storage.__dict__[_CARRIED] = tuple(found.values())
+
+
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
     """Let the sum or the product of a tensor and a number, which lose next to nothing of it, stand for that tensor."""
     x, number = args if len(args) == 2 and not kwargs else (None, None)
@@ -117,6 +147,8 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
     if x.is_inference() or x.layout is not torch.strided:
         return
     known = x.untyped_storage().__dict__
+    for source in known.pop(_CARRIED, ()):
+        give_up(source, outer, why)
     for entry in known.pop(OFFERED, ()):
         reference, version, dtype, place, inverses = entry
         stored = reference()
@@ -132,6 +164,12 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
             storage_report.withdraw(stored.handles)
             storage_report.report_saved(kept, why)
         stored.fill(kept, outer)
+
+
+def give_up_saturated(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
+    """Keep the outputs that saturate of which ``x``, the argument of an op that needs it exactly, is a function."""
+    if is_tracked(x) and not {_SATURATES, _CARRIED}.isdisjoint(x.untyped_storage().__dict__):
+        give_up(x, outer, storage_report.NOT_NOISE)
 
 
 def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
+from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, own, unpack
@@ -34,7 +35,7 @@ from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.other_code import saver_of
-from brevact.autograd.rectified import give_up, hold, keep_signs, offer
+from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer, offer_saturated
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
@@ -109,9 +110,12 @@ class SavedTensorHooks(HookStack):
         """Run a torch function whose tensors stay as they are, and serve other ops that save them."""
         try:
             self._packer = self._pack_exactly
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._packer = None
+        for x in tensors_of_call(args, kwargs):  # of which func may save a function, such as its result
+            give_up_saturated(x, self._outer)
+        return result
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a backward pass in the region, which makes the second graph (:meth:`_keep_of_second_graph`)."""
@@ -240,7 +244,10 @@ class SavedTensorHooks(HookStack):
         if keep is not None:
             with self.suspended:
                 kept = keep(x.detach())
-            return self._hand_on(kept)
+            packed = self._hand_on(kept)
+            if isinstance(packed, SavedByHook) and not kept[1].quality.is_exact:
+                offer_saturated(x, packed)
+            return packed
         return self._pack_of_shape(x, input)
 
     def _pack_of_norm(

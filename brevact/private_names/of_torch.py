@@ -68,6 +68,28 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
     return watch
 
 
+# --- collectives
+
+_collectives = find("torch.distributed.distributed_c10d", REGIONS, fallback=None)
+
+
+def watch_collectives(watch: Callable[[Tensor], None]) -> None:
+    """Let a function be called with each tensor of a collective of ``torch.distributed``, before that runs."""
+    for name in ("_check_single_tensor", "_check_tensor_list"):
+        if check := getattr(_collectives, name, None):
+            setattr(_collectives, name, _watched(check, watch))
+
+
+def _watched(check: Callable[..., None], watch: Callable[[Tensor], None]) -> Callable[..., None]:
+    @functools.wraps(check)
+    def watched(given: Any, *args: Any, **kwargs: Any) -> None:
+        check(given, *args, **kwargs)
+        for x in given if isinstance(given, list) else (given,):
+            watch(x)
+
+    return watched
+
+
 # --- modes and transforms
 
 DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)

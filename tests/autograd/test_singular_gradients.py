@@ -98,22 +98,32 @@ def test_ratios_have_no_more_noise_than_twice_that_of_products(name, spread, col
     assert bias_of(lambda seed: gradients(RATIOS[name], seed, FOUR), plain, [None, None]) == 0.0
 
 
+TARGET = (torch.arange(4096) % 3 == 0).float().view(64, 64)
+
+
 @pytest.mark.parametrize(
-    ("given_up", "function"),
+    ("given_up", "op", "function"),
     [
-        (True, lambda y: y.log()),
-        (True, lambda y: (0.5 + y * 2).log()),
-        (False, lambda y: (y + 1e6).log()),
-        (False, lambda y: (y * 1e-30).log()),
-        (False, lambda y: y * 3),
+        (True, torch.exp, lambda y: y.log()),
+        (True, torch.exp, lambda y: (0.5 + y * 2).log()),
+        (False, torch.exp, lambda y: (y + 1e6).log()),
+        (False, torch.exp, lambda y: (y * 1e-30).log()),
+        (False, torch.exp, lambda y: y * 3),
+        (True, torch.sigmoid, lambda y: F.binary_cross_entropy(y, TARGET)),
+        (True, torch.sigmoid, lambda y: y.sqrt()),
+        (True, torch.sigmoid, lambda y: (y * TARGET + (1 - y) * (1 - TARGET)).clamp(min=1e-6).log()),
+        (True, torch.sigmoid, lambda y: (y / y.sum(-1, keepdim=True)).log()),
+        (True, torch.tanh, lambda y: (1 - y.pow(2) + 1e-6).log()),
+        (False, torch.tanh, lambda y: y * 3),
     ],
 )
-def test_what_is_packed_is_given_up_for_what_is_kept_exactly(given_up, function):
-    x = torch.randn(64, 64, requires_grad=True)
+def test_what_is_packed_is_given_up_for_what_is_kept_exactly(given_up, op, function):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64).mul_(1 if op is torch.exp else 3).requires_grad_()
     grads = []
     for chosen in (None, settings(bit_width=4)):
         with region(chosen):
-            y = (x * 1).exp()
+            y = op(x * 1)
             out = function(y).sum() + y.sum()
         grads.append(torch.autograd.grad(out, x)[0])
     assert ((grads[1] - grads[0]).norm() < 1e-5 * grads[0].norm()) == given_up

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from brevitas.quant import Uint8ActPerTensorFloat
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 import brevact
@@ -43,6 +43,12 @@ def alias(x: Tensor) -> Tensor:
     return y
 
 
+def gather_double(x: Tensor) -> None:
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.all_gather_into_tensor(x.detach(), -2 * x.detach())
+
+
 #: Arrays and tensors in the memory of a detached tensor.
 MEMORY: dict[str, Callable[[Tensor], Any]] = {
     "data_ptr": lambda x: at(x.data_ptr(), x),
@@ -58,6 +64,7 @@ MEMORY: dict[str, Callable[[Tensor], Any]] = {
 WRITES: dict[str, Callable[[Tensor], object]] = {
     **{name: (lambda x, of=of: double(of(x.detach()))) for name, of in MEMORY.items()},
     "operator that declares it": lambda x: torch.ops.brevact_writes.declared(x, x.new_zeros(1)),
+    "collective": gather_double,
     "operator that does not": lambda x: torch.ops.brevact_writes.undeclared(x, x.new_zeros(1)),
 }
 
@@ -102,11 +109,15 @@ def weights() -> list[Tensor]:
 def test_functions_that_write_in_place_have_exact_gradients(write):
     """What is known of a layer's output, that it can be computed again, ends when a Function overwrites it."""
     found = []
-    for leaf in (None, LosslessBackward.let(recompute=1024)):
-        first, second = weights()
-        with brevact.backward_quant(leaf):
-            out = F.linear(F.silu(Doubled.apply(F.linear(torch.eye(64), first), write)), second)
-        found.append(torch.autograd.grad(out.sum(), (first, second)))
+    try:
+        for leaf in (None, LosslessBackward.let(recompute=1024)):
+            first, second = weights()
+            with brevact.backward_quant(leaf):
+                out = F.linear(F.silu(Doubled.apply(F.linear(torch.eye(64), first), write)), second)
+            found.append(torch.autograd.grad(out.sum(), (first, second)))
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
     assert all(map(torch.equal, *found))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from brevact.autograd.ops.op import Op
 from brevact.autograd.storages import end_known_values
+from brevact.private_names.of_torch import watch_collectives
 
 _SIZES = (
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
@@ -63,3 +64,6 @@ def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
 def _makes_view(index: Any) -> bool:
     """Whether an index makes a view, whose graph node tells its relation to the tensor."""
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
+
+
+watch_collectives(end_known_values)  # they count no versions of what they write, as an all-reduce in place
