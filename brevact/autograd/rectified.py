@@ -111,7 +111,7 @@ def carry(tensors: list[Tensor], out: Any) -> None:
     for x in tensors:
         if not x.requires_grad or 8 * x.numel() <= out.numel():
             continue
-        known = x.untyped_storage().__dict__
+        known = x.untyped_storage().__dict__ if is_tracked(x) else {}
         carried = (x.detach(),) if _SATURATES in known and OFFERED in known else known.get(_CARRIED)
         if carried is None:
             return

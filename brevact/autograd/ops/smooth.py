@@ -62,6 +62,8 @@ class _Smooth(Saving):
     ) -> Tensor:
         ctx.stride, ctx.order = input.stride(), order
         by_output = _BY_OUTPUT.get(derivative) if _packs_output(region, input) else None
+        if derivative in _DIVIDED and not inplace:
+            by_output = None  # a Function cannot give up what it has saved for a logarithm of its output
         if by_output is not None:
             out = call(input)
             own = region.keep(out)
@@ -278,6 +280,8 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
     _asinh_slope: lambda one, y: y.cosh().reciprocal(),
     _erf_slope: lambda one, y: _erf_slope(one, y.clamp(-1, 1).erfinv()),
 }
+#: Derivatives of functions of whose output losses take the logarithm.
+_DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 _TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
