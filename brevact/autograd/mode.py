@@ -134,6 +134,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     """Run a function where the region packs: by its counterpart, or by torch, whose saved tensors the hooks keep."""
     is_inside = is_in_algorithm(caller)
     operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
+    if row.picks_extremes:
+        region.hooks.give_up_saturated(tensors_of_call(args, kwargs))
     if row.handler is not None:
         if not is_alive(caller):
             return func(*args, **kwargs)

@@ -49,6 +49,7 @@ class Row:
         takes_tensors: whether a tensor may be handed to it in place of a subclass's that shares its storage: its saved
             tensors are known, and it changes no attribute of an argument.
         replaces: whether nothing of the first argument, which is overwritten, goes into the result.
+        picks_extremes: whether its gradient goes to the least or the largest elements alone.
     """
 
     handler: Callable[..., Any] | None = None
@@ -70,6 +71,7 @@ class Row:
     makes_weight: bool = False
     takes_tensors: bool = False
     replaces: bool = False
+    picks_extremes: bool = False
 
 
 def _always(region: EagerKeeper, args: tuple) -> bool:
@@ -80,6 +82,7 @@ def _always(region: EagerKeeper, args: tuple) -> bool:
 _CHANGES_ARGUMENT = frozenset(
     f"{name}_" for name in ("as_strided", "detach", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 )
+_EXTREMES = frozenset("max min amax amin topk kthvalue cummax cummin".split())
 #: Of a function that no op family names: its saved tensors stay as they are, since nobody has looked at its gradient.
 _UNKNOWN = Row(must_not_round=_always)
 
@@ -127,6 +130,7 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
         is_backward=any(op.is_backward for op in ops),
         is_unversioned=any(op.is_unversioned for op in ops),
         takes_tensors=is_known and func.__name__ not in _CHANGES_ARGUMENT,
+        picks_extremes=func.__name__ in _EXTREMES or "max_pool" in func.__name__,
     )
 
 

@@ -113,9 +113,13 @@ class SavedTensorHooks(HookStack):
             result = func(*args, **kwargs)
         finally:
             self._packer = None
-        for x in tensors_of_call(args, kwargs):  # of which func may save a function, such as its result
-            give_up_saturated(x, self._outer)
+        self.give_up_saturated(tensors_of_call(args, kwargs))  # of which func may save a function, such as its result
         return result
+
+    def give_up_saturated(self, tensors: list[Tensor]) -> None:
+        """Keep exactly the outputs that saturate of which these are functions."""
+        for x in tensors:
+            give_up_saturated(x, self._outer)
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a backward pass in the region, which makes the second graph (:meth:`_keep_of_second_graph`)."""

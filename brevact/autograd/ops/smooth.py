@@ -278,7 +278,6 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
     _tanh_slope: aten.tanh_backward.default,
     _atan_slope: lambda one, y: y.cos().square(),
     _asinh_slope: lambda one, y: y.cosh().reciprocal(),
-    _erf_slope: lambda one, y: _erf_slope(one, y.clamp(-1, 1).erfinv()),
 }
 #: Derivatives of functions of whose output losses take the logarithm.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
@@ -338,7 +337,7 @@ STORED = Stored(
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
-    "Sigmoid, Tanh, atan, asinh, erf",
+    "Sigmoid, Tanh, atan, asinh",
     "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
     "bias Var of one packed copy, or Var f'' / 2",
 )
