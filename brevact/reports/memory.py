@@ -51,13 +51,13 @@ def memory_report(
     An input that is stored unchanged counts by its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function will recompute do not count. Compiled modules are measured uncompiled.
 
-    >>> import torch, brevact
+    >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
     >>> model = brevact.quantize_backward(model, brevact.NearestBackward4bit)
     >>> report = brevact.memory_report(model, torch.randn(64, 64))
     >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
     (32768, 2608)
-    >>> brevact.memory_report(model.to("meta"), torch.empty(64, 64, device="meta")).saved_bytes
+    >>> brevact.memory_report(copy.deepcopy(model).to("meta"), torch.empty(64, 64, device="meta")).saved_bytes
     2608
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
     The model has no backward quantizer: brevact.quantize_backward(model) would store this.
