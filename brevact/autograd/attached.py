@@ -61,12 +61,13 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
     with torch.no_grad():
         tensors = stored.tensors()
         key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
-        found = _shared.find(tensors[0], key) if tensors else None
+        shares = bool(tensors) and tensors[0].layout is torch.strided
+        found = _shared.find(tensors[0], key) if shares else None
         if found is not None:
             return found[0][0]
         x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
-        if tensors and not (x.is_conj() or x.is_neg()):
+        if shares and not (x.is_conj() or x.is_neg()):
             _shared.add(tensors[0], key, (x,), None)
     return x

@@ -174,7 +174,8 @@ def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | 
     if samples is not None:  # of this net, those of all samples are too similar to move a bit
         adaptive._norms.values = torch.logspace(-2, 2, samples)
     file = io.BytesIO()
-    torch.save({"adaptive": adaptive.state_dict(), "model": model.state_dict(), "rng": torch.get_rng_state()}, file)
+    noise = {"rng": torch.get_rng_state(), "count": brevact.noise_count()}
+    torch.save({"adaptive": adaptive.state_dict(), "model": model.state_dict(), **noise}, file)
     expected = train(model, adaptive, range(4, 7), indices)
 
     file.seek(0)
@@ -184,6 +185,7 @@ def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | 
     other.load_state_dict(state["model"])
     resumed.load_state_dict(state["adaptive"])
     torch.set_rng_state(state["rng"])
+    brevact.noise_count(state["count"])
     found = train(other, resumed, range(4, 7), indices)
     # The optimizers' momentum begins anew in both.
     assert all(map(torch.equal, found, expected))
