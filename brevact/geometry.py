@@ -17,6 +17,8 @@ LARGEST_BLOCK = 4096
 SMALLEST_GAP = 2.0**-126
 """Smallest normal float32: two levels that are closer count as one, so that the inverse of a gap stays finite."""
 
+SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
+"""Far values of uneven buckets with a code of their own: more than the 16 significant bits that others keep."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
 MOST_DIMS = 4

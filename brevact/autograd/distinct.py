@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import is_plain
 from brevact.autograd.saved import Decoder, Saved, one_object_each
@@ -45,7 +44,7 @@ def keep_distinct(x: Tensor) -> Saved | None:
     return known if known is not None and type(known[1]) is _Distinct else None
 
 
-def track_distinct(region: Keeper, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+def track_distinct(region: Keeper, args: tuple, tensors: list[Tensor], result: Any) -> None:
     """Record a pointwise function of tensors that are all expanded along a dimension, and of numbers."""
     if type(result) is not Tensor or result.numel() < region.settings.min_numel or is_traced(result):
         return
@@ -53,7 +52,7 @@ def track_distinct(region: Keeper, args: tuple, kwargs: dict[str, Any], result: 
     if type(first) is Tensor and (not is_plain(first) or (0 not in first.stride() and not is_tracked(first))):
         return  # most
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
-    for x in tensors_of_call(args, kwargs):
+    for x in tensors:
         dims &= _dims_of_same(x, result.dim())
     if dims and 0 not in result.stride():
         part = result.detach()

@@ -144,9 +144,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
-                if row.is_pointwise:
-                    _track_pointwise(region, args, kwargs, result)
-                if row.kind is not None:
+                if row.is_pointwise or row.kind is not None:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
     tensors = tensors_of_call(args, kwargs)
@@ -187,19 +185,9 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     region.mark(result, is_weight=False)
     if type(result) is Tensor and result.dtype in INTEGERS:
         note_made(result, tensors)
-    if row.is_pointwise:
-        _track_pointwise(region, args, kwargs, result)
-    if row.kind is not None:
+    if row.is_pointwise or row.kind is not None:
         _track(region, row, func, args, kwargs, result, tensors, operands)
     return result
-
-
-def _track_pointwise(region: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-    """Record what is known of a function of the elements at the same place."""
-    track_distinct(region, args, kwargs, result)
-    tensors = tensors_of_call(args, kwargs)
-    if any_tracked(tensors):
-        carry(tensors, result)
 
 
 def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -242,12 +230,18 @@ def _track(
     tensors: list[Tensor],
     operands: list[tuple[Tensor, Saved | None]] | None,
 ) -> None:
-    """Record the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
+    """Record the result of a call that is pointwise, moves elements or takes means, as a function of its arguments.
 
     A result that is a view of a known argument is known already. ``tensors`` are the tensors among the arguments. If
     the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
     """
+    if row.is_pointwise:
+        track_distinct(region, args, tensors, result)
     if type(result) is not Tensor or not (row.overwrites or any_tracked(tensors)):
+        return
+    if row.is_pointwise:
+        carry(tensors, result)
+    if row.kind is None:
         return
     # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
@@ -266,7 +260,6 @@ def _track(
         operands = operands_of(region, tensors)
     if operands is None:
         return
-    assert row.kind is not None  # of the rows that are tracked
     track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
 
 

@@ -124,7 +124,7 @@ def _write(address, kind, index, value):
 
 
 @inlined
-def _round_up(x, unit):
+def round_up(x, unit):
     """Round up to values whose last bit is that of a unit; see `reference.calibrate`."""
     return float_of(np.int32(np.int32(bits_of(x) + np.int32(unit - np.int32(1))) & np.int32(-unit)))
 
@@ -150,7 +150,7 @@ def _aligned(low, high, levels, table):
     of_lower = max(-low / lower, high / max(levels - lower, one))
     of_upper = max(-low / upper, high / max(levels - upper, one))
     code, step = (upper, of_upper) if of_upper < of_lower else (lower, of_lower)
-    return code, max(_round_up(step, scale_unit), _SMALLEST_SCALE)
+    return code, max(round_up(step, scale_unit), _SMALLEST_SCALE)
 
 
 @inlined
@@ -182,7 +182,7 @@ def calibrate(low, high, flagged, zero, group, scale, minimum, table):
             width = ceiling - bottom
             step = width / levels
             if load(table, SCALE_KIND) != FLOAT32:
-                step = _round_up(step, np.int32(1 << 16))
+                step = round_up(step, np.int32(1 << 16))
             step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
         m, s = bottom, -step if flagged else step
     _write(minimum, load(table, MINIMUM_KIND), group, m)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.groups import is_finite, key_of
+from brevact.cpu_kernels.groups import is_finite, key_of, round_up
 from brevact.cpu_kernels.memory import (
     as_i32,
     bits_of,
@@ -15,11 +15,13 @@ from brevact.cpu_kernels.memory import (
     store,
     u16_at,
 )
+from brevact.geometry import SENTINELS
 
-_LARGEST_NEAR, _SMALLEST_STEP = np.float32(2.0**126), np.int32(1 << 23)
+_LARGEST_NEAR, _SMALLEST_STEP = np.float32(2.0**126), np.float32(2.0**-126)
 _ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
 _SPECIAL, _QUIET, _SIGN = np.int32(0x7F800000), np.int32(0x7FC00000), np.int32(-(2**31))
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_SENTINELS = tuple(np.float32(x) for x in SENTINELS)
 
 
 @inlined
@@ -72,9 +74,8 @@ def _evenly(spacing, octave):
 
 
 @inlined
-def _rounded_up(step):
-    bits = np.int32(np.int32(bits_of(step) + np.int32((1 << 20) - 1)) & np.int32(-(1 << 20)))
-    return float_of(max(bits, _SMALLEST_STEP))
+def _stored(step):
+    return max(round_up(step, np.int32(1 << 20)), _SMALLEST_STEP)
 
 
 @inlined
@@ -96,7 +97,7 @@ def _octaves(low, high, most, spacing, octave, middle):
     next_step = _covering(below, above, zero + 1, most, spacing, octave)
     if next_step < step:
         zero, step = zero + 1, next_step
-    step = _rounded_up(step)
+    step = _stored(step)
     beyond = max(middle * (_ONE / step) - np.float32(_evenly(spacing, octave)), _ZERO)
     exponent = np.int64(bits_of(beyond + float_of(np.int32((octave + 127) << 23)))) >> 23
     return np.int64(spacing) << 8 | zero, step, step * float_of(np.int32((exponent - octave) << 23))
@@ -132,10 +133,10 @@ def _count_from(sizes, count, least):
 
 @inlined
 def _sentinel(place):
-    """See `quantizers.uneven.SENTINELS`."""
-    first = np.float32(1e7) if place == 0 else np.float32(1e8) if place == 1 else np.float32(1e9)
-    second = np.float32(1e10) if place == 3 else np.float32(1e12) if place == 4 else np.float32(1e15)
-    last = np.float32(1e20) if place == 6 else np.float32(1e30)
+    """Of `SENTINELS`; an index that is no constant may raise."""
+    first = _SENTINELS[0] if place == 0 else _SENTINELS[1] if place == 1 else _SENTINELS[2]
+    second = _SENTINELS[3] if place == 3 else _SENTINELS[4] if place == 4 else _SENTINELS[5]
+    last = _SENTINELS[6] if place == 6 else _SENTINELS[7]
     return first if place < 3 else second if place < 6 else last
 
 
@@ -204,8 +205,8 @@ def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, b
             form, step = own_form, own_step
         smallest = min(smallest, gap)
     exponent = np.int32(bits_of(max(abs(lowest), abs(highest))) & _SPECIAL)
-    own_step = float_of(max(np.int32(exponent - np.int32(9 << 23)), _SMALLEST_STEP))
-    own_step = _rounded_up(max((highest - lowest) / np.float32(most - 1), own_step))
+    own_step = float_of(max(np.int32(exponent - np.int32(9 << 23)), np.int32(1 << 23)))
+    own_step = _stored(max((highest - lowest) / np.float32(most - 1), own_step))
     first = np.int64(np.floor(lowest / own_step))
     gap = own_step if lowest > _ZERO or highest < _ZERO else _INFINITY
     if gap <= smallest * np.float32(2.0):

@@ -196,7 +196,7 @@ class PackedActivation:
     value*, and the others for levels that fit the remaining elements. The bits of the minimum are those of the far
     value in float32, but its last 12, which say where levels lie; the last four bits of the scale are the four next
     ones of the far value, and the scale without them is s. So a far value keeps 16 significant bits;
-    `uneven.SENTINELS`, the largest float and infinities have patterns of NaN or infinity, and are exact. With the
+    `geometry.SENTINELS`, the largest float and infinities have patterns of NaN or infinity, and are exact. With the
     last 12 bits F, code q below 2^b - 1 decodes
 
     - if F >= 2048, to (q + F - 3072) * s;

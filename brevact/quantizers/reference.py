@@ -83,7 +83,7 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
         minimum = _round_down_bfloat16(low).clamp(min=torch.finfo(torch.bfloat16).min)
     width = high - minimum
     scale = width / levels
-    scale = _round_up(scale, 1 << 16) if scale_dtype == torch.bfloat16 else scale
+    scale = round_up(scale, 1 << 16) if scale_dtype == torch.bfloat16 else scale
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
     code, own_scale = aligned(low, high, levels, geometry.bit_width, scale_dtype, minimum_dtype)
     minimum, scale = torch.where(is_aligned, -(own_scale * code), minimum), torch.where(is_aligned, own_scale, scale)
@@ -129,7 +129,7 @@ def aligned(
     upper = (lower + 1.0).maximum((lower.view(torch.int32) + unit).view(torch.float32)).minimum(most)
     of_lower, of_upper = ((-low / k).maximum(high / (levels - k).clamp(min=1.0)) for k in (lower, upper))
     code, scale = torch.where(of_upper < of_lower, upper, lower), of_lower.minimum(of_upper)
-    return code, _round_up(scale, scale_unit).clamp(min=SMALLEST_SCALE)
+    return code, round_up(scale, scale_unit).clamp(min=SMALLEST_SCALE)
 
 
 def positions_of_zeros(steps: Tensor) -> Tensor:
@@ -262,12 +262,12 @@ def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tens
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     flat = flat.float()
     if not geometry.one_run:
-        return _finite_range(flat.view(-1, groups, inner), (0, 2))
+        return finite_range(flat.view(-1, groups, inner), (0, 2))
     whole = n // inner * inner
     runs = [run for run in (flat[:whole].view(-1, inner), flat[whole:].view(1, -1)) if run.numel()]
     if not runs:
         return flat.new_empty(0), flat.new_empty(0), flat.new_empty(0, dtype=torch.int64)
-    low, high, missing = (torch.cat(parts) for parts in zip(*(_finite_range(run, 1) for run in runs), strict=True))
+    low, high, missing = (torch.cat(parts) for parts in zip(*(finite_range(run, 1) for run in runs), strict=True))
     return low, high, missing
 
 
@@ -282,13 +282,13 @@ def group_zeros(flat: Tensor, geometry: Geometry) -> Tensor:
     return torch.cat([run.any(1) for run in runs]) if runs else is_zero.new_empty(0)
 
 
-def _finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     is_finite = x.isfinite()
     low, high = (x.masked_fill(~is_finite, end) for end in (float("inf"), -float("inf")))
     return low.amin(dims), high.amax(dims), (~is_finite).sum(dims)
 
 
-def _round_up(x: Tensor, unit: int) -> Tensor:
+def round_up(x: Tensor, unit: int) -> Tensor:
     """Round non-negative float32 up to values whose last bit is that of a unit, a power of two; 2^16 for bfloat16."""
     return ((x.view(torch.int32) + (unit - 1)) & -unit).view(torch.float32)
 

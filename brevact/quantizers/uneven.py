@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SMALLEST_COUNT = 8
-"""Elements from which on buckets may be uneven."""
+from brevact.geometry import SENTINELS
+from brevact.quantizers.reference import SMALLEST_SCALE, finite_range, round_up
+
 LARGEST_NEAR = 2.0**126
 """Largest magnitude that levels reach."""
-SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
-"""Far values with a code of their own: more than the 16 significant bits that others keep."""
 EVEN = 7
 """Spacing of levels that are all a step apart."""
-_STEP_UNIT = 1 << 20  # steps have four significant bits
 _SPECIAL, _QUIET = 0x7F800000, 0x7FC00000
 
 
@@ -68,7 +66,7 @@ def is_uneven(x: Tensor) -> Tensor:
 
 def _ends(x: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
     """(R,) least and largest finite value, and those of the elements above the former and below the latter."""
-    low, high = x.masked_fill(~finite, torch.inf).amin(1) + 0.0, x.masked_fill(~finite, -torch.inf).amax(1) + 0.0
+    low, high = (end + 0.0 for end in finite_range(x, 1)[:2])  # + 0.0 turns -0.0 into 0.0
     second_low = x.masked_fill(~finite | (x <= low[:, None]), torch.inf).amin(1)
     second_high = x.masked_fill(~finite | (x >= high[:, None]), -torch.inf).amax(1)
     return low, high, second_low, second_high
@@ -118,9 +116,9 @@ def _median_magnitude(x: Tensor, counts: Tensor) -> Tensor:
     return torch.where(total > 0, (found << 23 | 1 << 22).view(torch.float32), 0.0)
 
 
-def _rounded_up(step: Tensor) -> Tensor:
-    bits = (step.view(torch.int32) + (_STEP_UNIT - 1)) & -_STEP_UNIT
-    return bits.view(torch.float32).clamp(min=2.0**-126)
+def _stored(step: Tensor) -> Tensor:
+    """The least step that can be stored, of four significant bits, that is not smaller."""
+    return round_up(step, 1 << 20).clamp(min=SMALLEST_SCALE)
 
 
 def _octaves(low: Tensor, high: Tensor, bit_width: int, spacing: int, middle: Tensor) -> tuple[Tensor, ...]:
@@ -135,7 +133,7 @@ def _octaves(low: Tensor, high: Tensor, bit_width: int, spacing: int, middle: Te
         beneath, over = reach(tried, spacing, bit_width), reach((most - tried).clamp(min=0), spacing, bit_width)
         zero = torch.where((tried < most) & (beneath * above <= over * below), tried, zero)
     step, next_step = (_covering(below, above, z, spacing, bit_width) for z in (zero, zero + 1))
-    zero, step = torch.where(next_step < step, zero + 1, zero), _rounded_up(torch.minimum(step, next_step))
+    zero, step = torch.where(next_step < step, zero + 1, zero), _stored(torch.minimum(step, next_step))
     octave = _octave(bit_width)
     beyond = (middle * (torch.ones_like(step) / step) - float(_evenly(spacing, bit_width))).clamp(min=0.0)
     exponent = (beyond + float(1 << octave)).view(torch.int32) >> 23
@@ -155,7 +153,7 @@ def _offsets(low: Tensor, high: Tensor, bit_width: int) -> tuple[Tensor, ...]:
     exponent = largest.view(torch.int32) & _SPECIAL
     gaps = torch.full_like(low, (1 << bit_width) - 3.0)  # a tensor: CUDA multiplies by a scalar's inverse
     step = torch.maximum((high - low) / gaps, (exponent - (9 << 23)).clamp(min=1 << 23).view(torch.float32))
-    step = _rounded_up(step)
+    step = _stored(step)
     first = (low / step).floor().to(torch.int32)
     gap = torch.where((low > 0) | (high < 0), step, torch.inf)
     return 0x800 | (first + 1024 & 0x7FF), step, gap

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
+from brevact.geometry import SENTINELS
 from brevact.triton_kernels.floats import float_of_key, maximum, minimum, round_up, widen
 from brevact.triton_kernels.groups import has_missing, is_finite
 
 _LARGEST_NEAR = tl.constexpr(2.0**126)
-_SENTINELS = tl.constexpr((1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30))
+_SENTINELS = tl.constexpr(SENTINELS)
 _STEP_UNIT = tl.constexpr(1 << 20)
 _SPECIAL, _QUIET, _SIGN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000), tl.constexpr(-(2**31))
 _SMALLEST = tl.constexpr(2.0**-126)

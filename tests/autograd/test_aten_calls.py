@@ -14,7 +14,8 @@ from brevact.autograd.aten_calls import as_torch_function
 from tests.autograd import ops
 from tests.autograd.measuring import kept_bytes, run_function, settings, watch_saved
 
-#: Programs of several operators, and of tensors that are no buffers of the module. The last two derive their quotient.
+#: Programs of several operators, and of tensors that are no buffers of the module: a target of the last two is one of
+#: the program, and stays as it is.
 OTHERS = (
     *("softsign", "tanhshrink", "normalize", "kl_div", "batch_norm2d", "bce_with_logits weighted"),
     *("cross_entropy to distributions", "dice loss", "tversky loss"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.first_region import before_first_region
 from brevact.autograd.ops.op import Op
 from brevact.autograd.storages import end_known_values
 from brevact.private_names.of_torch import watch_collectives
@@ -66,4 +67,5 @@ def _makes_view(index: Any) -> bool:
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
-watch_collectives(end_known_values)  # they count no versions of what they write, as an all-reduce in place
+# They count no versions of what they write, as an all-reduce in place.
+before_first_region(lambda: watch_collectives(end_known_values))

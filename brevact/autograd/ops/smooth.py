@@ -268,10 +268,6 @@ def _asinh_slope(one: Tensor, x: Tensor) -> Tensor:
     return (x.square() + 1).rsqrt()
 
 
-def _erf_slope(one: Tensor, x: Tensor) -> Tensor:
-    return x.square().neg().exp() * (2 / math.sqrt(math.pi))
-
-
 #: Derivatives as functions of the output, (ones, y) -> f'(x).
 _BY_OUTPUT: dict[Derivative, Derivative] = {
     _sigmoid_slope: aten.sigmoid_backward.default,
@@ -317,7 +313,7 @@ _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
 }
 #: As well, of functions of which torch multiplies the derivative by the gradient.
 _BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
-    _erf_slope: (torch.erf, torch.special.erf, Tensor.erf),
+    lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
 }
