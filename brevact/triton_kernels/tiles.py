@@ -29,8 +29,8 @@ def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
     if ROWS > 0:
         blocks = numel // BLOCK
         first = (blocks * BLOCK).to(tl.int64)
-        rows = tl.minimum(blocks - tl.program_id(0).to(tl.int64) * ROWS, ROWS).to(tl.int32)  # as `whole_blocks` has it
-        count = tl.where(rows < ROWS, numel - first, 0).to(tl.int32)
+        is_last = blocks - tl.program_id(0).to(tl.int64) * ROWS < ROWS
+        count = tl.where(is_last, numel - first, 0).to(tl.int32)
     else:
         first = tl.program_id(0).to(tl.int64) * BLOCK
         count = tl.minimum(numel - first, BLOCK).to(tl.int32)

@@ -79,7 +79,7 @@ def test_gradients_are_affine_in_what_is_stored(op):
         top = reference.abs().max().item()
         torch.testing.assert_close((a.double() + b.double()) / 2, reference.double(), rtol=0, atol=eps * top)
         errors.append((a - reference).abs().max().item() / top)
-    assert max(errors) > 0.01  # of 2 bits
+    assert max(errors) > 100 * eps  # rounded at all: a far value, exact, may be the top
 
 
 @pytest.mark.parametrize("op", [op for op in ops.PACKED if op.name in (*NOT_AFFINE, "linear", "silu")], **by_name)
