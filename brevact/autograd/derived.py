@@ -122,9 +122,11 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 
-def keep_smooth(function: TensorFunction, source: Saved, like: Tensor, *, is_pointwise: bool = True) -> Saved | None:
-    """Save a smooth function of a source (:func:`keep_source`), such as a derivative, and report it."""
-    kept = function_of(function, (source,), like, is_curved=True, is_pointwise=is_pointwise)
+def keep_smooth(
+    function: TensorFunction, sources: Sequence[Saved], like: Tensor, *, is_pointwise: bool = True
+) -> Saved | None:
+    """Save a smooth function of a source (:func:`keep_source`), and of masks, such as a derivative, and report it."""
+    kept = function_of(function, sources, like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
 
 

@@ -41,7 +41,6 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu, positional": lambda x: F.silu(x, True),
     "gelu": F.gelu,
     "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hardswish": F.hardswish,
     "mish": F.mish,
     "sigmoid": torch.sigmoid,
     "sigmoid in place": torch.sigmoid_,
@@ -116,6 +115,15 @@ def test_gradients_are_the_formula_of_the_decoded_tensor(function):
     assert known is not None
     assert is_as_good(known[1].decode(known[0]), function(decoded.clone()))
     assert known[1].decode(known[0]).stride() == out.stride()
+
+
+def test_hardswish_is_linear_in_what_is_rounded_on_each_side_of_its_jumps():
+    with region(FOUR):
+        y, decoded = normalized()
+        inside, is_above = (y >= -3) & (y <= 3), y > 3
+        out = F.hardswish(y)
+    slope = torch.where(inside, decoded / 3 + 0.5, is_above.float())
+    assert is_as_good(torch.autograd.grad(out.sum(), y)[0], slope)
 
 
 @pytest.mark.parametrize("function", {**SMOOTH, **WRITTEN_OUT})

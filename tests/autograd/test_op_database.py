@@ -98,8 +98,6 @@ CURVED = {
 }
 #: Largest biases of others than 2 %, as docs/limits.md has them: of heavy tails, and of one value of 512 or a mask.
 WIDE_LIMITS = {
-    "nn.functional.hardswish": (0.12, 0.04),  # whose derivative has jumps
-    "erf": (0.07, 0.03),  # whose derivative is narrow
     # The database seeds the generator inside of these: all draws are one.
     **dict.fromkeys(("nn.functional.rrelu", "svd_lowrank", "pca_lowrank"), (math.inf, math.inf)),
     "nn.functional.softplus": (0.14, 0.12),  # of the sample, whose threshold is a jump

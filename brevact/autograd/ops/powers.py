@@ -36,7 +36,7 @@ class _Power(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
         slope, source = _Slope(power, exponent), keep_source(region, input)
-        kept = None if source is None else keep_smooth(slope, source, input)
+        kept = None if source is None else keep_smooth(slope, (source,), input)
         save(ctx, region.keep(slope(input), share=False) if kept is None else kept)
         ctx.stride = input.stride()
         out = power(input, exponent)

@@ -28,7 +28,7 @@ from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.store import keep_small, reported
+from brevact.autograd.store import keep_mask, keep_small, reported
 from brevact.autograd.strides import Order, lay_out
 from brevact.quantizers import PointFunction
 
@@ -46,6 +46,11 @@ class Slope(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.derivative(expanded_one(x), x)
+
+
+def _hardswish_slope(x: Tensor, inside: Tensor) -> Tensor:
+    """Derivative of Hardswish at a rounded input; a mask says on which side of its jumps at -3 and 3 the input was."""
+    return torch.where(inside, x / 3 + 0.5, (~(x <= 0)).to(x.dtype))
 
 
 class _Smooth(Saving):
@@ -67,13 +72,17 @@ class _Smooth(Saving):
         if by_output is not None:
             out = call(input)
             own = region.keep(out)
-            save(ctx, keep_smooth(Slope(by_output), own, out) or own)
+            save(ctx, keep_smooth(Slope(by_output), (own,), out) or own)
             if inplace:
                 region.register(out, own, is_dirty=True)
                 ctx.mark_dirty(input)
             return out
         source = None if value is None else keep_source(region, input)
-        kept = None if source is None else keep_smooth(Slope(derivative), source, input)
+        if source is not None and derivative is aten.hardswish_backward.default:
+            inside = keep_mask((input >= -3) & (input <= 3))
+            kept = keep_smooth(_hardswish_slope, (source, inside), input)
+        else:
+            kept = None if source is None else keep_smooth(Slope(derivative), (source,), input)
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
         save(ctx, kept)
@@ -145,7 +154,7 @@ class _GLU(Saving):
         out, source = call(input), keep_source(region, input)
         kept = []
         for slope in (_GLUSlope(dim, half) for half in range(2)):
-            derived = None if source is None else keep_smooth(slope, source, out, is_pointwise=False)
+            derived = None if source is None else keep_smooth(slope, (source,), out, is_pointwise=False)
             kept.append(region.keep(slope(input), share=False) if derived is None else derived)
         save(ctx, *kept)
         if source is not None:
@@ -278,13 +287,13 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
 #: Derivatives of functions of whose output losses take the logarithm.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 _TWICE: dict[Callable[..., Any], Callable] = {
-    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
+    **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), _by_torch(run_torch_by_output)),
 }
 #: Functions of which torch saves the input, or the output, and nothing else.
 _RUNNERS = {
-    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), run_torch),
+    **dict.fromkeys((F.silu, F.mish, F.gelu), run_torch),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), run_torch_by_output),
 }
 #: Derivatives that have settings, by the functions that have the parameters of these.
@@ -326,10 +335,11 @@ _STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
 #: Functions whose derivative has a jump or a narrow peak, of which a step of the input is a large part.
-_SHARP = frozenset((F.selu, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
+_SHARP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
 STORED = Stored(
     "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",
-    "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive",
+    "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
+    "(Hardswish: and a mask)",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
