@@ -67,10 +67,12 @@ def main() -> None:
 
 
 def leaves() -> dict[str, type]:
-    """Every backward quantizer of the package by its name, but for those that quantize the forward pass as well."""
+    """Every backward quantizer of the package by its name, but for those of the forward pass as well, and the lossless one."""
     found = {}
     for name, value in vars(brevact).items():
-        if isinstance(value, BackwardInjectorType) and not getattr(brevact.quantizer(value), "quantize_forward", False):
+        if not isinstance(value, BackwardInjectorType) or value is brevact.LosslessBackward:
+            continue
+        if not getattr(brevact.quantizer(value), "quantize_forward", False):
             found[name] = value
     return dict(sorted(found.items()))
 
