@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def leaves() -> dict[str, type]:
-    """Every backward quantizer of the package by its name, but for those of the forward pass as well, and the lossless one."""
+    """Every quantizer by its name that is lossy and of the backward pass alone."""
     found = {}
     for name, value in vars(brevact).items():
         if not isinstance(value, BackwardInjectorType) or value is brevact.LosslessBackward:
