@@ -120,10 +120,19 @@ def test_gradients_are_the_formula_of_the_decoded_tensor(function):
 def test_hardswish_is_linear_in_what_is_rounded_on_each_side_of_its_jumps():
     with region(FOUR):
         y, decoded = normalized()
-        inside, is_above = (y >= -3) & (y <= 3), y > 3
+        inside, is_above = (y > -3) & (y < 3), y >= 3
         out = F.hardswish(y)
     slope = torch.where(inside, decoded / 3 + 0.5, is_above.float())
     assert is_as_good(torch.autograd.grad(out.sum(), y)[0], slope)
+
+
+@pytest.mark.parametrize("value", [-3.0, 3.0, -torch.inf, torch.inf, torch.nan])
+def test_hardswish_is_exact_at_its_jumps_and_at_what_is_not_finite(value):
+    x = torch.full((512,), value, requires_grad=True)
+    (expected,) = torch.autograd.grad(F.hardswish(x * 1).sum(), x)
+    with region(FOUR):
+        out = F.hardswish(x * 1)
+    assert torch.allclose(torch.autograd.grad(out.sum(), x)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("function", {**SMOOTH, **WRITTEN_OUT})

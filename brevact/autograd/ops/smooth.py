@@ -50,7 +50,7 @@ class Slope(NamedTuple):
 
 def _hardswish_slope(x: Tensor, inside: Tensor) -> Tensor:
     """Derivative of Hardswish at a rounded input; a mask says on which side of its jumps at -3 and 3 the input was."""
-    return torch.where(inside, x / 3 + 0.5, (~(x <= 0)).to(x.dtype))
+    return torch.where(inside, x / 3 + 0.5, x.clamp(0, 1))
 
 
 class _Smooth(Saving):
@@ -79,7 +79,7 @@ class _Smooth(Saving):
             return out
         source = None if value is None else keep_source(region, input)
         if source is not None and derivative is aten.hardswish_backward.default:
-            inside = keep_mask((input >= -3) & (input <= 3))
+            inside = keep_mask((input > -3) & (input < 3))
             kept = keep_smooth(_hardswish_slope, (source, inside), input)
         else:
             kept = None if source is None else keep_smooth(Slope(derivative), (source,), input)
