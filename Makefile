@@ -4,7 +4,7 @@
 # make test-all both, with the trainers that brevact.trainers is for
 # make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
 # make lint     ruff (rules and format) and mypy
-# make docs     the documentation as a site in site/, and a check of its links
+# make docs     the documentation as a site in site/; a broken link or anchor fails it
 # make picture  refresh docs/demo.png from a new demo run
 # Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter,
 # VENV=folder another place for the environment.
@@ -52,7 +52,6 @@ lint: $(READY)
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --clean
-	$(RUN) -m scripts.check_links site
 
 $(DOCS_READY): $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
