@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -109,13 +110,19 @@ def _gelu_slope(approximate: str) -> Derivative:
     return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
 
 
+@dataclass(frozen=True)
+class _SoftplusSlope:
+    """Derivative of Softplus. It jumps by exp(-threshold) at the threshold."""
+
+    beta: float
+    threshold: float
+
+    def __call__(self, one: Tensor, x: Tensor) -> Tensor:
+        return aten.softplus_backward(one, x, self.beta, self.threshold)
+
+
 def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Derivative:
-    return _softplus_slope(as_number(beta), as_number(threshold))
-
-
-@functools.lru_cache
-def _softplus_slope(beta: float, threshold: float) -> Derivative:
-    return lambda one, x: aten.softplus_backward(one, x, beta, threshold)
+    return _SoftplusSlope(as_number(beta), as_number(threshold))
 
 
 def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
@@ -190,7 +197,8 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
-        value = Value.of(func, rest, kwargs) if is_gentle else None
+        jumps = isinstance(derivative, _SoftplusSlope) and derivative.threshold < 8
+        value = Value.of(func, rest, kwargs) if is_gentle and not jumps else None
         if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
             run = _RUNNERS.get(func)
             out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
