@@ -2,6 +2,7 @@
 
 import functools
 import os
+import statistics
 import subprocess
 import sys
 
@@ -48,7 +49,6 @@ with open("/proc/self/status") as file:  # getrusage would begin with the peak o
 """
 
 
-@functools.cache
 def peak_of_run(policy, memory=True, room=0):
     """Peak of a run in KiB; None where memory is refused to it."""
     words = [sys.executable, "-c", RUN, policy, str(memory), str(room)]
@@ -59,13 +59,28 @@ def peak_of_run(policy, memory=True, room=0):
     return int(done.stdout)
 
 
+@functools.cache
+def peaks_of_runs(policy, memory=True):
+    """Peaks of five runs, which differ by up to a tenth: by the large pages that the machine has free."""
+    return [peak_of_run(policy, memory) for _ in range(5)]
+
+
+def is_larger(peaks, others):
+    """Whether the mean is larger by 2 % and five standard errors."""
+    errors = sum(statistics.variance(each) / len(each) for each in (peaks, others))
+    return statistics.mean(peaks) - 1.02 * statistics.mean(others) > 5 * errors**0.5
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["default", "recompute"])
 def test_a_measured_run_peaks_no_higher(policy):
-    assert peak_of_run(policy) <= 1.02 * peak_of_run(policy, memory=False)
+    assert not is_larger(peaks_of_runs(policy), peaks_of_runs(policy, memory=False))
 
 
+@pytest.mark.exhaustive
 def test_recomputation_peaks_no_higher():
-    assert peak_of_run("recompute") <= peak_of_run("default")
+    assert not is_larger(peaks_of_runs("recompute"), peaks_of_runs("default"))
+    assert is_larger(peaks_of_runs("none"), peaks_of_runs("default"))
 
 
 @pytest.mark.exhaustive
