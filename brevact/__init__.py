@@ -1,11 +1,11 @@
 """Backward-only activation quantizers for Brevitas and PyTorch: train with a fraction of the activation memory.
 
-The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
+The forward pass is unchanged; the tensors that a layer saves for backward are packed as 1- to 8-bit codes.
 
 `dir` lists verbs, policies, and six backward quantizers. All backward quantizers are in `brevact.quant`, layers in
-`brevact.nn`, quantizers of tensors in `brevact.quantizers`; `from brevact import NearestBackward3bit` works, too.
+`brevact.nn`, tensor quantizers in `brevact.quantizers`; `from brevact import NearestBackward3bit` works, too.
 
-Where Brevitas is not installed, this package exports nothing, and `brevact.quantizers` works by itself.
+Without Brevitas, this package exports nothing, and `brevact.quantizers` works by itself.
 """
 
 import logging
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import brevact.heap  # noqa: F401  (before torch allocates anything large)
 from brevact.version import __version__ as __version__
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet unless the program configures "brevact"
 
 if TYPE_CHECKING or _find_spec("brevitas") is not None:
     from brevact import nn as nn
     from brevact import quant as quant
     from brevact.api import *
 
-    if not TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
+    if not TYPE_CHECKING:  # without a list, type checkers treat names imported by `*` as exported
         __all__ = [
             "CONV_NET",
             "DEFAULT",
@@ -57,7 +57,7 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
         ]
 
         def __dir__() -> list[str]:
-            """Names that completion offers; what is not among them can be imported all the same."""
+            """Names offered by completion; others can still be imported."""
             modules = ("distributed", "nn", "quant", "quantizers")  # `import *` leaves them out: `nn` is torch's
             return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})
 else:

@@ -1,4 +1,4 @@
-"""What can be imported from `brevact`: all names of this module. `brevact.__all__` has those that are listed."""
+"""All names that can be imported from `brevact`; `brevact.__all__` has the listed ones."""
 
 from brevact import distributed as distributed
 from brevact.autograd import BackwardSettings as BackwardSettings

@@ -1,4 +1,4 @@
-"""What the functions that a user calls check first."""
+"""Argument checks of the public functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from brevact.quantizers.brief import brief
 
 
 def check_model(model: object, call: str = "", behind: object = None) -> None:
-    """Raise a TypeError for a model that is no module.
-
-    Args:
-        model: what was passed as the model.
-        call: how the function is called, for swapped arguments.
-        behind: the argument behind the model.
-    """
+    """Raise a TypeError unless `model` is a module; `call` and its next argument `behind` detect swapped arguments."""
     if isinstance(model, nn.Module):
         return
     fix = ""
@@ -29,7 +23,7 @@ def check_model(model: object, call: str = "", behind: object = None) -> None:
 
 
 def check_state(state: object, keys: Collection[str]) -> None:
-    """Raise a TypeError or a ValueError unless it is a ``state_dict()`` with these keys."""
+    """Raise a TypeError unless `state` is a mapping, a ValueError unless it has exactly these keys."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
     if set(state) != set(keys):
@@ -37,6 +31,6 @@ def check_state(state: object, keys: Collection[str]) -> None:
 
 
 def check_count(name: str, count: object, least: int = 1, more: str = "") -> None:
-    """Raise a ValueError unless it is an integer of at least so much; `more` names other accepted values."""
+    """Raise a ValueError unless `count` is an int of at least `least`; `more` names other accepted values."""
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name}={brief(count)}; accepted is an integer of at least {least}{more}")

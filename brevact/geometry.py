@@ -1,4 +1,4 @@
-"""How tensors are divided, and the levels of their codes: data that quantizers hand to the kernels of every device."""
+"""How tensors are divided into blocks and groups, and the levels of their codes: plain data for the kernels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import Tensor
 DEFAULT_BLOCK = 512
 LARGEST_BLOCK = 4096
 SMALLEST_GAP = 2.0**-126
-"""Smallest normal float32: two levels that are closer count as one, so that the inverse of a gap stays finite."""
+"""Smallest normal float32: closer levels count as equal, so that the inverse of a gap stays finite."""
 
 SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
-"""Far values of uneven buckets with a code of their own: more than the 16 significant bits that others keep."""
+"""Far values of uneven buckets with codes of their own, exact; others keep 16 significant bits."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
 MOST_DIMS = 4
-"""Dimensions of a tensor that kernels read by its strides."""
+"""Maximum dimensions of a tensor that kernels read by its strides."""
 
 
 def block_size_for(bucket_size: int | None) -> int:
-    """Elements in a packing block: whole buckets where that stays small, so that a block needs no other metadata.
+    """Elements per packing block: whole buckets where the block stays small, so that a block needs no other metadata.
 
-    The smallest multiple of the bucket size and 8 that is at least 512, if it is at most 4096, else 512; so where
-    groups are not buckets.
+    The smallest multiple of the bucket size and 8 that is at least 512, if it is at most 4096; else, and without
+    buckets, 512.
     """
     if bucket_size is None:
         return DEFAULT_BLOCK
@@ -39,16 +39,13 @@ def block_size_for(bucket_size: int | None) -> int:
 
 
 def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
-    """Bytes of packed codes: bit_width bits an element, the last block rounded up to eight elements."""
+    """Bytes of packed codes: `bit_width` bits per element, the last block rounded up to eight elements."""
     blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
     return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
 
 
 def sizes_and_strides(sizes: Sequence[int], *strides: Sequence[int]) -> array[int] | None:
-    """Return sizes, and strides of some tensors along the same dimensions, as words; None for too many dimensions.
-
-    Dimensions that lie in each tensor as one would count as one.
-    """
+    """Return sizes and several tensors' strides as words, adjacent dimensions merged; None for too many dimensions."""
     found: list[tuple[int, ...]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
         if found and all(outer == size * step for outer, step in zip(found[-1][1:], steps, strict=True)):
@@ -68,8 +65,8 @@ class Geometry:
 
     Args:
         numel: Number of elements.
-        bit_width: Bits a code.
-        block_size: Elements in a packing block, a multiple of 8.
+        bit_width: Bits per code.
+        block_size: Elements per packing block, a multiple of 8.
         inner: Consecutive elements of one group.
         groups: Number of groups.
         one_run: Whether each group is a single run of elements (buckets) and not a comb (channels).
@@ -84,13 +81,13 @@ class Geometry:
 
     @staticmethod
     def of_buckets(numel: int, bit_width: int, bucket_size: int | None) -> Geometry:
-        """Groups of consecutive elements, the last of which may have fewer; all are one where there is no size."""
+        """Groups of consecutive elements, the last possibly shorter; a single group if `bucket_size` is None."""
         inner = max(numel, 1) if bucket_size is None else bucket_size
         return Geometry(numel, bit_width, block_size_for(bucket_size), inner, -(-numel // inner), True)
 
     @staticmethod
     def of_indices(numel: int, bit_width: int, inner: int, groups: int) -> Geometry:
-        """Groups of the elements of one index of a dimension each, as `Layout.groups_along` gives them."""
+        """One group per index of a dimension, as returned by `Layout.groups_along`."""
         return Geometry(numel, bit_width, DEFAULT_BLOCK, inner, groups if numel else 0, inner * groups >= numel)
 
     @property
@@ -101,18 +98,18 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What the codes of a tensor stand for: code q of group g is offset[g] + scale[g] * levels[row, q].
+    """How a tensor's codes decode: code q of group g is offset[g] + scale[g] * levels[row, q].
 
     Args:
-        levels: (R, N) float32 levels, each row ascending (equal neighbours are allowed); R is 1, or the number of
-            groups, each of which then has a row.
+        levels: (R, N) float32 levels, each row ascending (equal neighbours are allowed); R is 1 or the number of
+            groups, one row per group.
         bounds: (R, N - 1) float32 bounds of nearest rounding: the code of z is the number of bounds b with z >= b. None
             puts them half-way between levels.
-        offset: (G,) float32 offsets, or None for 0. NaN marks a group all of which decodes to NaN.
-        scale: (G,) float32 scales, or None for 1; a group with scale 0 is constant. The magnitude counts: a sign bit,
-            that of 0 as well, flags a group whose last code stands for NaN; finite elements take the others.
-        marks: Whether elements that are not finite take the last of the 2^b codes. It stands for NaN in flagged groups,
-            and where the last level of a row is NaN.
+        offset: (G,) float32 offsets, or None for 0. A group with offset NaN decodes to NaN.
+        scale: (G,) float32 scales, or None for 1; a group with scale 0 is constant. Only the magnitude scales: a sign
+            bit, also that of 0, flags a group whose last code is NaN; finite elements take the other codes.
+        marks: Whether non-finite elements take the last of the 2^b codes. It decodes to NaN in flagged groups, and
+            where the last level of a row is NaN.
     """
 
     levels: Tensor
@@ -123,21 +120,14 @@ class Grid:
 
     @property
     def inverse(self) -> Tensor | None:
-        """(G,) inverse scales with their sign bits, 0 for constant groups and for broken ones; None for 1."""
+        """(G,) inverse scales with their sign bits, 0 for constant and broken groups; None for 1."""
         if self.scale is None:
             return None
         step = self.scale.abs()
         return torch.where(step > 0, torch.ones_like(step) / step, 0.0).copysign(self.scale)
 
     def steps(self, *, stochastic: bool) -> Tensor:
-        """What rounding needs beside the levels.
-
-        Args:
-            stochastic: Rounding.
-
-        Returns:
-            (R, N - 1) float32: inverse gaps between levels, 0 where they are equal; for nearest, the bounds.
-        """
+        """(R, N - 1) float32: inverse gaps between levels, 0 where they are equal; for nearest rounding, the bounds."""
         low, high = self.levels[:, :-1], self.levels[:, 1:]
         if stochastic:
             gap = high - low
@@ -147,9 +137,9 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class UniformPlan:
-    """A tensor as the kernel ops of a uniform quantizer see it: its groups, and the bytes of their metadata.
+    """A tensor's groups and the byte offsets of their metadata, for the kernel ops of a uniform quantizer.
 
-    A spec keeps its plan: plans are equal if they are one.
+    A spec caches its plan: plans compare by identity.
 
     Args:
         geometry: Blocks and groups.
@@ -169,23 +159,16 @@ class UniformPlan:
 
     @functools.cached_property
     def uneven(self) -> bool:
-        """Whether groups that hold far values or tails have levels of their own, see `quantizers.uneven`.
+        """Whether groups with far values or tails have levels of their own, see `quantizers.uneven`.
 
-        Those of 8 elements and more that lie in a block each, of 2 to 8 bits, with the default metadata.
+        True for groups of at least 8 elements that each lie in one block, with 2 to 8 bits and the default metadata.
         """
         size, dtypes = self.geometry.inner, (self.scale_dtype, self.minimum_dtype)
         in_blocks = self.geometry.one_run and self.geometry.block_size % size == 0
         return in_blocks and size >= 8 and 2 <= self.geometry.bit_width <= 8 and dtypes == _DEFAULT_METADATA
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the codes, the (G,) minima and the (G,) scales.
-
-        Args:
-            buffer: uint8 tensor.
-
-        Returns:
-            `(codes, minimum, scale)`.
-        """
+        """Return views of a uint8 buffer: the codes, the (G,) minima and the (G,) scales."""
         minimum, scale = (
             buffer[start : start + self.geometry.groups * dtype.itemsize].view(dtype)
             for start, dtype in ((self.minimum_at, self.minimum_dtype), (self.scale_at, self.scale_dtype))
@@ -194,7 +177,7 @@ class UniformPlan:
 
 
 class Place(NamedTuple):
-    """Where the statistics of an element are: at e // outer * row + e % inner // run, for element e in memory order."""
+    """Index of an element's statistics: e // outer * row + e % inner // run, for element e in memory order."""
 
     outer: int
     row: int
@@ -203,15 +186,16 @@ class Place(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Runs of elements that lie in one group of a quantizer and have one affine map: equal codes of one decode alike.
+    """Runs of elements in one quantizer group with one affine map: within a run, equal codes decode to equal values.
 
     Element e lies in run b = e // inner of a group, and in run e // run of elements with the same statistics. Its
-    segment is number b * slots + e // run - b * inner // run: as many slots for each b, some of which may be unused.
+    segment is number b * slots + e // run - b * inner // run: each b has the same number of slots, some possibly
+    unused.
 
     Args:
         inner: Consecutive elements of one group, see `Geometry`.
         run: Consecutive elements with the same statistics.
-        slots: Most runs of the latter that meet one of the former.
+        slots: Maximum number of statistics runs that overlap one group run.
         rows: Slots of the whole tensor.
     """
 
@@ -222,15 +206,7 @@ class Segments(NamedTuple):
 
     @staticmethod
     def of(geometry: Geometry, place: Place | None) -> Segments:
-        """Segments of a tensor.
-
-        Args:
-            geometry: Its groups.
-            place: Its statistics, or None where there is no affine map.
-
-        Returns:
-            Its division.
-        """
+        """Segments of a tensor; `place` locates its statistics, None without an affine map."""
         inner, run, slots = geometry.inner, max(geometry.numel, 1), 1
         if place is not None:
             run = place.run if place.row > 1 else place.outer
@@ -239,11 +215,11 @@ class Segments(NamedTuple):
 
 
 def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Join the ranges of parts; see `quantizers.kernel_ops.ranges`.
+    """Merge the ranges of parts; see `quantizers.kernel_ops.ranges`.
 
     Args:
-        keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, numbers of the other elements, and
-            whether one is 0.
+        keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, number of other elements, and whether
+            one is 0.
 
     Returns:
         `(low, high, missing, zeros)`, each (G,): float32, float32, int64 and bool.

@@ -1,15 +1,15 @@
-"""glibc's heap: memory that holds nothing must not stay resident while activations are packed on the CPU.
+"""glibc's heap: free memory must not stay resident while activations are packed on the CPU.
 
-When CPU kernels are first needed, two sizes are set: up to 128 MiB that are free at the end of the heap stay there,
-which glibc would return and fault in again at each step, and tensors from 32 MiB on are mapped by themselves.
+The first use of a CPU kernel sets two thresholds: up to 128 MiB of free memory stay at the heap's end, which glibc
+would otherwise return and fault in again at each step, and tensors from 32 MiB on are mapped separately.
 
-PyTorch asks for aligned blocks, and glibc hands the rest of a free block to others: the block that an activation leaves
-is too small for the next one, and the heap grows. So kernels look at the process after every 4 million elements, or as
-many as the last look found room for. Where 96 MiB more are resident than were ever in use, or more is free than the
-container has left, free blocks go back to the system. The largest ones are taken by `malloc` and returned in place
-(`madvise`), those above 8 MiB as whole large pages, which one fault brings back; `malloc_trim` returns what is left.
+PyTorch allocates aligned blocks, and glibc gives the rest of a free block to others: the block that an activation frees
+is too small for the next one, and the heap grows. So kernels check the process every 4 million elements, or as many as
+the last check found room for. If 96 MiB more are resident than were ever in use, or more is free than the container has
+left, free blocks go back to the system. The largest ones are taken by `malloc` and returned in place (`madvise`), those
+above 8 MiB as whole large pages, which one fault brings back; `malloc_trim` returns the rest.
 
-PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed. So the import of `brevact`
+PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed, so importing `brevact`
 sets it: with small pages the heap keeps more gaps, and a step faults in four to twenty times as many pages.
 """
 
@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMALLEST_MAPPED, MOST_KEPT = 32 << 20, 128 << 20
-LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements that kernels pack or decode between two looks
-MOST_FREE = 96 << 20  # bytes that may be free and resident where the heap is larger than its use has ever been
-FEW_FREE = 16 << 20  # bytes that may be free however near the limit is
-MORE_RETURNED = 32 << 20  # beyond those that are too many, or the next look would find too many again
+LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements packed or decoded between two checks
+MOST_FREE = 96 << 20  # bytes that may be free and resident above the highest use so far
+FEW_FREE = 16 << 20  # bytes that may always be free
+MORE_RETURNED = 32 << 20  # on top of the excess, or the next check would find excess again
 LARGE_PAGE = 2 << 20
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # of <sys/mman.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -44,7 +44,7 @@ _is_ours = VARIABLE not in os.environ
 
 
 def ask_for_large_pages(enabled: bool) -> None:
-    """Set the variable, or take it back; a value that the program has chosen stays."""
+    """Set or unset the variable; a value set by the program stays."""
     if _is_ours and enabled:
         os.environ.setdefault(VARIABLE, "1")
     elif _is_ours and os.environ.get(VARIABLE) == "1":
@@ -60,7 +60,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class Heap:
-    """The heap of this process; an AttributeError or an OSError says that it cannot be known."""
+    """This process's heap; raises an AttributeError or an OSError if its state is unknown."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
         size, address = ctypes.c_size_t, ctypes.c_void_p
@@ -75,11 +75,11 @@ class Heap:
         self.libc = libc
         maps = (PROC / "self" / "maps").read_text()
         self.start = int(re.search(r"^(\w+)-.*\[heap\]$", maps, re.M)[1], 16)  # type: ignore[index]
-        self.beside = self.resident() - self.in_use()  # resident memory of others, such as Python's objects
+        self.beside = self.resident() - self.in_use()  # resident memory outside malloc, such as Python's objects
         self.most_in_use = 0
 
     def resident(self) -> int:
-        with open("/proc/self/statm", "rb", buffering=0) as statm:  # anew: threads and forks share no file
+        with open("/proc/self/statm", "rb", buffering=0) as statm:  # reopened: threads and forks must not share a file
             _, resident, of_files, *_ = statm.read().split()
         return (int(resident) - int(of_files)) * mmap.PAGESIZE
 
@@ -88,7 +88,7 @@ class Heap:
         return info.uordblks + info.hblkhd
 
     def look(self) -> int:
-        """Return what is too much to the system; return the bytes by which the process may grow until the next look."""
+        """Return excess memory to the system; return the bytes by which the process may grow until the next check."""
         in_use, resident = self.in_use(), self.resident()
         self.most_in_use = max(self.most_in_use, in_use)
         free, most = resident - self.beside - in_use, self.beside + self.most_in_use + MOST_FREE
@@ -97,27 +97,27 @@ class Heap:
         left = memory_left()
         if free <= left and resident > most:
             self.return_gaps(most - MORE_RETURNED)
-        if free > left or (resident > most and self.resident() > most - FEW_FREE):  # too little was in large blocks
+        if free > left or (resident > most and self.resident() > most - FEW_FREE):  # large blocks held too little
             self.libc.malloc_trim(0)
             self.beside = max(self.beside, self.resident() - self.in_use() - FEW_FREE)
         return 0 if free > left else min(most - resident, (left - free) // 2)
 
     def return_gaps(self, enough: int) -> None:
-        """Return free blocks to the system, the largest first, until so many bytes are resident."""
+        """Return free blocks to the system, largest first, until at most `enough` bytes are resident."""
         libc, taken, size = self.libc, [], min(1 << 30, self.libc.mallinfo2().fordblks)
-        try:  # malloc would move this thread to another arena for good where nothing can be mapped
+        try:  # malloc would move this thread to another arena for good if nothing can be mapped
             mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError:
             return
         end = libc.sbrk(0)
         try:
-            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # or the heap would grow by a block that it does not have
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # or the heap would grow by a missing block
             while size >= 1 << 20:
                 block = libc.malloc(size)
                 if block and self.start <= block <= end - size:
                     taken.append(block)
                     continue
-                libc.free(block)  # mapped by itself, or grown: no free block is as large
+                libc.free(block)  # mapped separately, or heap grown: no free block is this large
                 size -= size // 8
             for block in taken:
                 if self.resident() <= enough:
@@ -135,31 +135,31 @@ class Heap:
 
 
 class Tuning:
-    """What this process does to its heap: elements since the last look, and until the next one."""
+    """Heap state of this process: elements since the last check, and until the next one."""
 
     is_on, passed, next_look = True, 0, LOOKED_AFTER
     heap: Heap | None = None
 
 
 def count(numel: int) -> None:
-    """Count elements of activations that are computed beside those which kernels pass over: layers are run again."""
+    """Count activation elements that are computed outside of kernels, as when layers are recomputed."""
     Tuning.passed += numel
     if Tuning.passed >= Tuning.next_look:
         look()
 
 
 def look() -> None:
-    """Look at the process, now that kernels have packed or decoded enough elements (`Tuning.next_look`)."""
+    """Check the process; called after kernels packed or decoded `Tuning.next_look` elements."""
     Tuning.passed = 0
     if Tuning.heap is not None and Tuning.is_on:
         try:
             Tuning.next_look = min(max(Tuning.heap.look() // 4, LOOKED_AFTER), MOST_UNSEEN)
-        except OSError:  # no file can be opened any more: training goes on without
+        except OSError:  # no more files can be opened: train on without
             Tuning.heap = None
 
 
 def tune_heap() -> bool:
-    """Set both sizes, once in a process, unless that is turned off; return whether they are set."""
+    """Set both thresholds once per process, unless turned off; return whether they are set."""
     return Tuning.is_on and _tune()
 
 
@@ -176,13 +176,13 @@ def _tune() -> bool:
 
 
 def is_left_alone(environment: Mapping[str, str]) -> bool:
-    """Whether an environment says how the heap is to be."""
+    """Whether the environment configures glibc's heap itself."""
     of_tunables = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
     return of_tunables or any(f"MALLOC_{name}" in environment for name in _SETTINGS)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return glibc if it has the `posix_memalign` of this process, by which PyTorch allocates."""
+    """Return glibc if the process's `posix_memalign`, by which PyTorch allocates, is glibc's."""
     if platform.libc_ver()[0] != "glibc":
         return None
     try:
@@ -194,7 +194,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def memory_left() -> int:
-    """Return the bytes that the machine, or a control group of this process, has left; an OSError if none says so."""
+    """Return the bytes left to the machine or to a control group of this process; an OSError if unknown."""
     lines = (PROC / "meminfo").read_text("ascii").splitlines()
     left = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     for group in _groups():
@@ -211,7 +211,7 @@ def memory_left() -> int:
 
 @functools.cache
 def _groups() -> list[Path]:
-    """Return the folders of the control groups of this process that may limit its memory, with those around them."""
+    """Return the folders of this process's control groups that may limit its memory, and their parents."""
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (PROC / "self" / "cgroup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""How a fake quantizer gets from floating-point numbers to integers: data for kernels and quantizers."""
+"""How a fake quantizer rounds floating-point numbers to integers: plain data for kernels and quantizers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ class IntegerPlan(NamedTuple):
 
     Args:
         numel: Number of elements.
-        bit_width: Bits of a code, which stands for an integer less the lowest.
-        lowest: Smallest integer.
-        highest: Largest integer.
+        bit_width: Bits per code; a code is an integer minus `lowest`.
         rounding: From x / s + z to an integer.
-        rectifies: Whether a ReLU is in front, so that x is its input.
-        clips: Whether what is clipped has no gradient; what a ReLU sets to zero never has.
-        has_spare: Whether the last code stands for NaN.
+        rectifies: Whether a ReLU precedes, so that x is its input.
+        clips: Whether clipped elements have no gradient; elements that a ReLU sets to zero never have.
+        has_spare: Whether the last code is NaN.
         inner: Consecutive elements of one scale and zero point.
         groups: Number of scales, in rows of `groups // rows`.
-        repeats: Consecutive runs of as many elements as a row has numbers, times `inner`, that share the row.
+        repeats: Consecutive runs, each of a row's length times `inner` elements, that share the row.
         rows: Number of rows. With `f = e // inner` and `n = groups // rows`, element e has scale
-            `f // (n * repeats) % rows * n + f % n`, which is `f % groups` where there is one row.
+            `f // (n * repeats) % rows * n + f % n`, which is `f % groups` with one row.
     """
 
     numel: int

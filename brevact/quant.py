@@ -1,11 +1,11 @@
-"""The backward quantizers of all formats, as `brevitas.quant` has Brevitas' own.
+"""The backward quantizers of all formats, like `brevitas.quant` for Brevitas.
 
     from brevact.quant import StochBackward2bit, WeibullBackward3bit
 
-`brevact` has each of them, too, and lists those with which the documentation leads.
+`brevact` exports each of them, too, and lists those that lead the documentation.
 """
 
-# A line for each format, whose `__all__` names its quantizers; `python -m scripts.leaf_stub` declares all in quant.pyi.
+# One line per format, whose `__all__` names its quantizers; `python -m scripts.leaf_stub` declares all in quant.pyi.
 from brevact.quantizers.formats.dual_precision.injectors import *
 from brevact.quantizers.formats.lossless.injectors import *
 from brevact.quantizers.formats.mixed.injectors import *

@@ -1,8 +1,8 @@
-"""The backward quantizers of all formats, as `brevitas.quant` has Brevitas' own.
+"""The backward quantizers of all formats, like `brevitas.quant` for Brevitas.
 
     from brevact.quant import StochBackward2bit, WeibullBackward3bit
 
-`brevact` has each of them, too, and lists those with which the documentation leads.
+`brevact` exports each of them, too, and lists those that lead the documentation.
 """
 
 # Written by `python -m scripts.leaf_stub`.

@@ -1,4 +1,4 @@
-"""Plain-text tables of reports, and parts that their plots share."""
+"""Plain-text tables of reports, and shared parts of their plots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ MIB = 2**20
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes as a text."""
+    """Format a number of bytes."""
     return f"{count / MIB:.3f} MiB" if count >= 1024 else f"{count} B"
 
 
 def figure_kind(report: str, max_layers: int) -> Any:
-    """Return the class of matplotlib's figures for a report of so many layers, at least 1.
+    """Return matplotlib's figure class for a report of `max_layers` layers.
 
-    Raises:
-        ImportError: matplotlib is not installed.
-        TypeError: ``max_layers`` is no int.
-        ValueError: ``max_layers`` is less than 1.
+    Raises an ImportError without matplotlib, a TypeError or ValueError unless ``max_layers`` is an int of at least 1.
     """
     check_int("max_layers", max_layers)
     if max_layers < 1:
@@ -43,7 +40,7 @@ def text_table(
 ) -> str:
     """Return a table with a rule below the header and above the total.
 
-    The last columns, as many as there are numbers, are aligned to the right. Notes stand behind the rows, one a row.
+    The last `numbers` columns are right-aligned. `notes` are appended to the rows, one per row.
     """
     cells = [header, *rows, *([total] if total else [])]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

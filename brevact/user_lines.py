@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-#: Packages through which a user's line comes to the place that warns.
+#: Packages between the user's line and the warning.
 _BETWEEN = frozenset(
     "accelerate brevact brevitas contextlib dependencies functools importlib lightning pytorch_lightning torch "
     "transformers".split()
@@ -13,13 +13,9 @@ _BETWEEN = frozenset(
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the innermost line that is not of this package, or of one that calls it: Brevitas, torch, trainers.
+    """Warn at the innermost line outside of this package and its callers: Brevitas, torch, trainers.
 
-    Where there is none, as in a thread of such a package, the outermost line is named.
-
-    Args:
-        message: text.
-        category: of the warning.
+    If there is none, as in a thread of such a package, the warning names the outermost line.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

@@ -1,7 +1,7 @@
-"""Forwards that an interrupt has ended: PyTorch calls no hooks when a KeyboardInterrupt leaves a forward.
+"""Leave the regions of interrupted forwards: PyTorch calls no hooks when a KeyboardInterrupt leaves a forward.
 
-The regions of such forwards stay entered. Ops that run in them then pack nothing, until the next region of the
-thread clears it away. Whether a forward still runs is seen from the frames below the caller.
+Such regions stay entered, and ops in them pack nothing, until the thread enters its next region, which leaves them.
+A forward still runs if its frame is among the caller's frames.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from brevact.private_names.of_torch import (
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        # Forwards that entered a region: module, region, and the frame that called the module's pre-hook.
         self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
 
 
-#: The forwards of this thread that entered a region and have not left it, outermost first.
+#: This thread's forwards in regions, outermost first: module, region, and the frame that called the module's pre-hook.
 running = _Running()
 
 
@@ -47,9 +46,9 @@ def is_alive(frame: FrameType | None) -> bool:
 def leave_last() -> FrameType:
     """Leave the region of the last forward that entered one; return the frame that called its pre-hook.
 
-    After an interrupt the region's hooks and mode need not be the innermost ones. Those that somebody has entered since
-    stand above them, and stay. Where others stood around the interrupted forward, their end took ours away in place of
-    theirs, which are taken away now; and a backward pass that raises takes away all that it recomputed in.
+    After an interrupt, hooks and modes entered since may lie above the region's; they stay. If other hooks were active
+    around the forward, leaving them popped ours instead, so theirs are popped now. A backward pass that raises pops
+    all hooks that it recomputed in.
     """
     _, region, frame = running.forwards.pop()
     hooks, modes = _hooks_above(region.hooks), _modes_above(region)
@@ -64,7 +63,7 @@ def leave_last() -> FrameType:
 
 
 def _hooks_above(hooks: Any) -> list[Any]:
-    """Take off the saved-tensor hooks above those that a region takes off, the innermost first."""
+    """Pop the saved-tensor hooks above the region's; return them innermost first."""
     found: list[Any] = []
     while not hooks.is_empty and not hooks.are_innermost():
         top = top_hooks(True)
@@ -78,7 +77,7 @@ def _hooks_above(hooks: Any) -> list[Any]:
 
 
 def _modes_above(region: Any) -> list[Any]:
-    """Take off the modes above the one that a region takes off, the innermost first; inner regions take off none."""
+    """Pop the modes above an outermost region's mode; return them innermost first. Inner regions pop none."""
     if region.parent is not None:
         return []
     modes = function_modes()  # the innermost last
@@ -89,13 +88,13 @@ def _modes_above(region: Any) -> list[Any]:
 
 
 def leave_abandoned(frame: FrameType | None) -> None:
-    """Leave regions whose forward does not run below ``frame`` any more."""
+    """Leave regions whose forward no longer runs below ``frame``."""
     while not is_alive(frame):
         leave_last()
 
 
 def leave_forward(module: nn.Module, caller: FrameType) -> None:
-    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
+    """Leave the region of the forward of ``module`` called by ``caller``, and regions abandoned inside it."""
     for forward in running.forwards:
         if forward[0] is module and _runs_in(forward[2], caller):
             while leave_last() is not forward[2]:
@@ -104,5 +103,5 @@ def leave_forward(module: nn.Module, caller: FrameType) -> None:
 
 
 def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
-    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
+    """Whether a forward hook's caller is the frame that called the pre-hook, or its parent after an error."""
     return caller is frame or caller is frame.f_back

@@ -7,10 +7,8 @@ from typing import Any
 
 
 class _Active(threading.local):
-    """The regions that this thread is in, outermost first."""
-
     def __init__(self) -> None:
-        self.regions: list[Any] = []
+        self.regions: list[Any] = []  # outermost first
         self.disabled = 0
 
 

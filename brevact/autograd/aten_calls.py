@@ -1,7 +1,6 @@
-"""Calls of ATen's operators, as programs of ``torch.export`` make them, as calls of the torch functions that rows name.
+"""Map calls of ATen operators, as in ``torch.export`` programs, to calls of the torch functions of their names in rows.
 
-An operator stands for the function of its name. One in C++ takes the operator's arguments; one in Python those of its
-own names.
+C++ functions take the operator's arguments, Python functions take them by their own parameter names.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Call = tuple[Callable, tuple, dict[str, Any]]
 
 
 def _by_name() -> dict[str, Callable]:
-    """Return the functions that rows name: those in C++ of ``torch``, then methods, then those in Python."""
+    """Return the functions in ``ROWS`` by name; of equal names, torch's C++ function, then a method, then Python's."""
     ranks = {BuiltinFunctionType: 2, FunctionType: 0}
     functions = sorted(ROWS, key=lambda func: ranks.get(type(func), 1))
-    of_python = (F.silu.__module__, torch.einsum, torch.norm)  # others take other arguments, or do more
+    of_python = (F.silu.__module__, torch.einsum, torch.norm)  # the rest have other arguments, or do more
     return {
         func.__name__: func
         for func in functions
@@ -46,13 +45,13 @@ _FUNCTIONS = _by_name()
 
 
 def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-    """Return the call of a torch function that does what a call of an operator does; the call itself without one."""
+    """Return the torch function call that is equivalent to an operator call, or the operator call if there is none."""
     name, function, names = _function_of(func)
     if function is None or not _OF_OPERATORS.isdisjoint(kwargs):
         return func, args, kwargs
     if not isinstance(function, FunctionType):
         if function is Tensor.to:
-            place = names.index("memory_format")  # which has no place in Python
+            place = names.index("memory_format")  # keyword-only in Python
             kwargs = dict(zip(("memory_format",), args[place:], strict=False)) | kwargs
             args = args[:place]
         return function, args, kwargs
@@ -74,7 +73,7 @@ def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Ca
 
 @functools.lru_cache(maxsize=1024)
 def _function_of(func: Callable) -> tuple[str, Callable | None, tuple[str, ...]]:
-    """Return the name of an operator of ATen, its torch function, and the names of its arguments."""
+    """Return an operator's name, its torch function (None without one), and its argument names."""
     namespace, name = str(func).split(".")[:2]
     known = _FUNCTIONS.get(_NAMES.get(name, name)) or _FUNCTIONS.get(name.removesuffix("_"))
     if namespace != "aten" or known is None:

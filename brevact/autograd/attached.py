@@ -1,12 +1,11 @@
-"""Saved tensors on their way back where gradients are differentiated again: decoded, in their places in the graph.
+"""Unpack saved tensors for double backward: decoded, and attached to the graph.
 
-Autograd gives the result of an unpack hook the place in the graph of the saved tensor. Torch's own gradient of
-an op is a function of the saved tensor then, whose values are the decoded ones: its second derivative is torch's own
-formula on decoded values.
+Autograd attaches the result of an unpack hook to the graph in the saved tensor's place. Torch's gradient of an op then
+is a function of the decoded tensor, and its second derivative is torch's own formula on decoded values.
 
-The second graph saves decoded tensors once more, and gradients. A region that is active while it is made keeps the same
-codes for the former, which adds no other error. A gradient pass is linear in the gradient that it gets, so that the
-second derivative is linear in the gradients that are saved: they are packed, where all else that a node saves is known.
+The second graph saves decoded tensors again, and gradients. A region that is active meanwhile saves the same codes for
+the former, which adds no error. Backward is linear in the incoming gradient, so the second derivative is linear in the
+saved gradients: they are packed if all other tensors that the node saves are known.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import storage_address
 
 _is_grad_enabled = torch.is_grad_enabled
-#: Decoded tensors by the first tensor that they are decoded of: several second graphs save one.
+#: Decoded tensors by the first tensor they are decoded from: several second graphs save the same one.
 _shared = SharedPacks()
 
-#: Nodes whose backward pass saves gradients, tensors that they have decoded, and weights: none that the second
-#: derivative is curved in.
+#: Nodes whose backward saves only gradients, decoded tensors and weights: the second derivative is nonlinear in none.
 LINEAR_NODES = frozenset(
     f"{name}Backward0"
     for name in (
@@ -35,13 +33,13 @@ LINEAR_NODES = frozenset(
         *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
     )
 )
-#: Nodes whose backward pass is made of products, and of a sigmoid, of whose result the second derivative is quadratic.
+#: Nodes whose backward pass consists of products and a sigmoid; the second derivative is quadratic in its result.
 CURVED_NODES = frozenset(("SiluBackward0",))
 
 
 @dataclass(frozen=True, slots=True)
 class _Again(Decoder):
-    """Decodes a tensor that has been decoded before: without a loss, whatever the quantizer."""
+    """Decodes an already decoded tensor again: without a loss, whatever the quantizer."""
 
     decoder: Decoder
 
@@ -53,7 +51,7 @@ class _Again(Decoder):
 
 
 def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor, which autograd gives its place in the graph; see :func:`~.decoders.unpack`."""
+    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.decoders.unpack`."""
     if isinstance(stored, tuple):
         return unpack(stored)
     if not _is_grad_enabled():

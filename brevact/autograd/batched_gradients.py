@@ -1,6 +1,6 @@
-"""Batches of gradients (``is_grads_batched=True``, ``torch.func.vmap`` over ``torch.autograd.grad``), row by row.
+"""Run backward row by row on batched gradients (``is_grads_batched=True``, ``vmap`` over ``torch.autograd.grad``).
 
-Kernels read memory, in which a batch has a dimension that its shape does not show.
+Kernels read memory, where a batch has a dimension that its shape does not show.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from torch import Tensor
 from brevact.private_names import of_torch
 from brevact.private_names.of_torch import is_batched, is_functorch_batched, level_of
 
-#: Torch does not tell the levels of a batch of ``is_grads_batched``, of which it allows so many.
+#: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
 _LEGACY_LEVELS = range(1, 65)
 
 
 def are_batched(grads: tuple[Tensor | None, ...]) -> bool:
-    """Return whether any of the gradients is a batch."""
     for grad in grads:
         if grad is not None and (is_batched(grad) or is_functorch_batched(grad)):
             return True
@@ -27,7 +26,7 @@ def are_batched(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Call ``backward`` for each row of the innermost batch of ``grads``, and return the batches of its results."""
+    """Call ``backward`` for each row of the innermost batch of ``grads``; return its results batched."""
     given = [grad for grad in grads if grad is not None]
     if any(map(is_functorch_batched, given)):
         level = max(map(level_of, given))
@@ -36,7 +35,7 @@ def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | No
         add, remove = of_torch.add_legacy_batch_dim, of_torch.remove_legacy_batch_dim
         outside = of_torch.outside_of_legacy_vmap
         level = next(level for level in _LEGACY_LEVELS if any(len(remove(grad, level, 0, 0)) for grad in given))
-    batches = [() if grad is None else remove(grad, level, 0, 0) for grad in grads]  # (0, ...) without this level
+    batches = [() if grad is None else remove(grad, level, 0, 0) for grad in grads]  # (0, ...) if not at this level
     with outside():
         rows = [
             backward(ctx, *(batch[i] if len(batch) else grad for batch, grad in zip(batches, grads, strict=True)))

@@ -1,4 +1,4 @@
-"""The arguments of a call: bound to places, and the tensors among them."""
+"""Arguments of a call: bind them to positions, and find the tensors among them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-#: Types of tensors that are no subclass which could mean something else.
+#: Tensor types without semantics of a subclass.
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 
-#: Types of arguments that are no tensors and hold none.
+#: Types of arguments that neither are nor hold tensors.
 CONSTANT_TYPES = frozenset(
     (
         *(bool, int, float, complex, str, type(None), slice, type(Ellipsis)),
@@ -25,7 +25,7 @@ CONSTANT_TYPES = frozenset(
 
 
 def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]:
-    """Return the tensors among arguments, and in the tuples, lists and dictionaries among them, in their order."""
+    """Return the tensors among the arguments, also in nested tuples, lists and dictionaries, in order."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
@@ -43,15 +43,12 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
 
 
 def is_stored(kind: type[Tensor]) -> bool:
-    """Return whether tensors of a class have a storage, and no rule for operators of their own."""
+    """Return whether a tensor class has a storage, that is, no ``__torch_dispatch__`` of its own."""
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def as_tensors(value: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
-    """Return arguments with a tensor in place of each of a subclass with a storage; the pairs are added to ``given``.
-
-    Parameters stay as they are.
-    """
+    """Replace subclass tensors that have a storage, except parameters, by plain ones; add the pairs to ``given``."""
     kind = type(value)
     if kind in PLAIN_TYPES or kind in CONSTANT_TYPES:
         return value
@@ -71,24 +68,24 @@ def as_tensors(value: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def as_given(result: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
-    """Return a result, but an argument itself where it is the tensor in place of that (:func:`as_tensors`)."""
+    """Replace in a result each plain tensor that :func:`as_tensors` made by the argument it was made from."""
     if isinstance(result, Tensor):
         return next((value for tensor, value in given if tensor is result), result)
     return type(result)(as_given(each, given) for each in result) if type(result) in (tuple, list) else result
 
 
-#: Names of operands that are moved to their places.
+#: Names of operands that :func:`bound` moves to their positions.
 _OPERANDS = frozenset(("input", "other", "exponent", "mat1", "mat2", "batch1", "batch2", "mat", "vec"))
-#: Names of NumPy's that torch takes for them.
+#: NumPy's names that torch accepts for them.
 _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 @functools.cache
 def _operands_of(func: Callable) -> tuple[str, ...]:
-    """Return the names of the operands with which the arguments of a torch function begin."""
+    """Return the names of a torch function's leading operands."""
     overrides = get_testing_overrides()
     known = overrides.get(func)
-    if known is None:  # in-place variants, but for those of Python
+    if known is None:  # in-place variants, except Python functions
         known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
     try:
         return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
@@ -97,10 +94,10 @@ def _operands_of(func: Callable) -> tuple[str, ...]:
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of a torch function with its operands at their places, if names were given.
+    """Return a torch function's arguments with its operands moved from keywords to their positions.
 
-    Counterparts and rules that look at a place find an operand there. Deprecated overloads, which begin with a number
-    or have one between operands, stay as they are.
+    Counterparts and rules read operands by position. Deprecated overloads, which have a number before or between
+    operands, are unchanged.
     """
     names = _operands_of(func)
     if not names or not all(isinstance(x, Tensor) for x in args):
@@ -115,20 +112,17 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def fills_storage(x: Any) -> bool:
-    """Return whether a tensor has all elements of its storage: nothing is left there of values that it overwrites."""
+    """Return whether a tensor covers its whole storage, so that overwriting it leaves no old value there."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False
     nbytes = x.untyped_storage().nbytes()
     if all([type(size) is int for size in (nbytes, *x.shape)]):
         return nbytes == x.nbytes
-    return not x._is_view()  # symbols of a traced graph, which a comparison would bind to numbers
+    return not x._is_view()  # traced: a comparison would specialize the symbolic sizes
 
 
 def operands_beside(tensors: list[Tensor], out: Any, *, is_first: bool) -> list[Tensor]:
-    """Return the tensors of a call of which the values go into its result.
-
-    Without the first one, or ``out``, if nothing is left of its values.
-    """
+    """Return a call's tensors that its result depends on: without the first, or ``out``, if overwritten in full."""
     if not fills_storage(out):
         return tensors
     if is_first:

@@ -1,10 +1,9 @@
-"""One bit for each integer of a fake quantizer, until another op saves the integers.
+"""Save one bit per integer of a fake quantizer, until another op saves the integers.
 
-Where residuals are stored, the gradient of a scale depends on an element's integer only if that was clipped, to the
-lowest integer or the highest (``integer_ops.fake_quantize_backward``): the first bit of its code tells which. Of a
-ReLU's output, what was set to zero counts as clipped, and has the zero point's integer, anywhere in the range: there
-the bit tells whether the code is the last one. An op that saves the quantizer's output saves its codes, which the
-quantizer then saves as well, in place of the bits.
+With stored residuals, a scale's gradient depends on an element's integer only if it was clipped, to the lowest or
+highest integer (``integer_ops.fake_quantize_backward``): the code's first bit shows which. In a ReLU's output, zeroed
+elements count as clipped, and have the zero point's integer, anywhere in the range: there the bit shows whether the
+code is the last one. If an op saves the quantizer's output, as codes, the quantizer saves these instead of the bits.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from brevact.autograd.saved import Decoder
 
 #: Widths of codes that do not cross bytes.
 BIT_WIDTHS = (2, 4, 8)
-#: Fewer elements are not worth the calls.
+#: With fewer elements the calls cost more than they save.
 MIN_NUMEL = 1 << 15
-#: Attribute of the storage of codes: a weak reference to the holder of their first bits, its decoder, and its hooks.
+#: Attribute of the codes' storage: a weak reference to the holder of their first bits, its decoder, and its hooks.
 _OFFERED = "_brevact_offered"
-#: Attribute of the storage of a token, which autograd saves, that carries the holder.
+#: Attribute of the storage of the token that autograd saves: the holder.
 _HOLDER = "_brevact_holder"
 
 
 def first_bits(codes: Tensor, bit_width: int) -> Tensor:
-    """Return the first bit of each packed code, (n / 8,) uint8 of (n * bit_width / 8,), in an order of their own."""
+    """Return the first bit of each packed code, (n / 8,) uint8 from (n * bit_width / 8,), in an order of their own."""
     rows = codes.view(bit_width, -1) & _mask_of(bit_width)
     return rows.bitwise_right_shift_(_shifts(bit_width, codes.device)).sum(0, dtype=torch.uint8)
 
 
 def bits_of_last(codes: Tensor, bit_width: int) -> Tensor:
-    """Return one bit of each packed code, set where all of its bits are, (n / 8,) uint8 in the order of first bits."""
+    """Return a bit per packed code, set if all of its bits are, (n / 8,) uint8 in :func:`first_bits`' order."""
     places = 1
     while places < bit_width:
         codes = codes & codes.bitwise_left_shift(places)
@@ -47,18 +46,18 @@ def bits_of_last(codes: Tensor, bit_width: int) -> Tensor:
 
 
 def with_code(ends: Tensor, code: Tensor, bit_width: int) -> Tensor:
-    """Return packed codes of ones where these are, and one code, a 0-d tensor, in place of zeros."""
+    """Return packed codes with ``code``, a 0-d tensor, in place of zeros; ones stay."""
     return ends | (code.to(torch.uint8) * (255 // (2**bit_width - 1)))
 
 
 def codes_of_ends(bits: Tensor, bit_width: int) -> Tensor:
-    """Return packed codes, of ones where the first bit is set and of zeros elsewhere."""
+    """Return packed codes: all ones where the first bit is set, zeros elsewhere."""
     rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
     return rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
 
 
 def _mask_of(bit_width: int) -> int:
-    """Return the first bits of the codes of a byte."""
+    """Return the mask of the first bit of each code in a byte."""
     return 255 // (2**bit_width - 1) << (bit_width - 1)
 
 
@@ -70,7 +69,7 @@ def _shifts(bit_width: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Codes(Decoder):
-    """Decoder of packed codes, whole ones or one bit of each; of these, the codes of clipped elements are right."""
+    """Decoder of packed codes, saved whole or as one bit each; from bits, only clipped elements' codes are right."""
 
     bit_width: int
     nbytes: int
@@ -90,14 +89,14 @@ class _Codes(Decoder):
 def keep_ends(
     codes: Tensor, bit_width: int, nbytes: int, outer: tuple[Callable, Callable] | None, floor: Tensor | None = None
 ) -> Tensor:
-    """Keep the first bits of packed codes until another op saves the codes; return the token for autograd to save.
+    """Save the first bits of packed codes until another op saves the codes; return the token for autograd to save.
 
     Args:
-        codes: packed codes, (n * bit_width / 8,) uint8, which an op that saves the quantizer's output saves.
+        codes: packed codes of the quantizer's output, (n * bit_width / 8,) uint8, which ops that save it save.
         bit_width: one of ``BIT_WIDTHS``.
         nbytes: bytes of that output.
-        outer: the saved-tensor hooks in force, None for none.
-        floor: the lowest code there is, 0-d, that of what a ReLU in front has set to zero; None for 0.
+        outer: the saved-tensor hooks in force, or None.
+        floor: lowest code, 0-d: of elements that a preceding ReLU zeroed; None for 0.
     """
     stored, decoder = SavedByHook(), _Codes(bit_width, nbytes, floor)
     kept = ((first_bits if floor is None else bits_of_last)(codes, bit_width),), decoder
@@ -111,13 +110,13 @@ def keep_ends(
 
 
 def load_ends(token: Tensor) -> Tensor:
-    """Return packed codes, of which those of clipped elements are right."""
+    """Return packed codes that are right for clipped elements."""
     stored: SavedByHook = token.untyped_storage().__dict__[_HOLDER]
     return stored.tensor()
 
 
 def share_codes(tensors: tuple[Tensor, ...]) -> None:
-    """Let quantizers whose codes are among the tensors that an op saves keep these in place of their first bits."""
+    """For each codes tensor that an op saves, let its quantizer save it in place of the first bits."""
     for x in tensors:
         known = x.untyped_storage().__dict__
         entry = known.pop(_OFFERED, None) if known else None

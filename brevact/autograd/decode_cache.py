@@ -1,13 +1,12 @@
-"""Small tensors that were decoded, for the readers that come next.
+"""Cache of small decoded tensors, for their next readers.
 
-The readers of a chain follow each other in the backward pass: the layer behind an activation function asks for its
-output, and the function for its input, which are both functions of the norm's output. Of small tensors the
-calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
-the next one is decoded.
+Readers in a chain follow each other in backward: the layer behind an activation function needs its output, and the
+function its input, both of them functions of the norm's output. For small tensors the calls take longer than the
+work, so the norm's output is decoded once for both. It lives until its codes are freed, or the next tensor is decoded.
 
-A weight that is recomputed, and read by many ops, is held from the second time on, with a few others. Small tensors
-that codes of a forward quantizer stand for are held for the gates of a recurrent cell, which read the same state: two
-megabytes in all, each as long as its codes.
+A recomputed weight that many ops read is held from its second computation on, with a few others. Small tensors decoded
+from a forward quantizer's codes are held for the gates of a recurrent cell, which read the same state: two megabytes in
+all, each as long as its codes.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch import Tensor, UntypedStorage
 
 from brevact.private_names.of_torch import is_functorch_tensor
 
-#: Elements of the largest tensor that is held: a few hundred kilobytes, and less work to decode than calls.
+#: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
 MOST_HELD = 1 << 18
 
-#: Elements of all weights that are held.
+#: Elements of all held weights.
 MOST_OF_WEIGHTS = 1 << 21
 
-#: Elements of all tensors that are held beside the codes of forward quantizers, from one clearance to the next.
+#: Elements of all tensors held beside forward quantizers' codes, between two clearances.
 MOST_BESIDE_CODES = 1 << 19
 
 
 class _Decoded:
-    """A decoded tensor, and its sources: codes, and weights, which are held as well."""
+    """A decoded tensor, and its sources: codes (weakly referenced) and weights."""
 
     __slots__ = ("_codes", "_decoder", "_values", "_versions", "_weights")
 
@@ -43,11 +42,11 @@ class _Decoded:
         self._codes = weakref.ref(tensors[0].untyped_storage(), self.drop)
 
     def drop(self, reference: weakref.ref[UntypedStorage] | None = None) -> None:
-        """Give the tensor back: the weak reference holds this object, which would live as long as the codes."""
+        """Free the tensor: the weak reference's callback keeps this object alive as long as the codes."""
         self._values, self._weights = None, ()
 
     def find(self, decoder: Any, tensors: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the tensor, if this decoder made it of these tensors, and nobody has modified any of them."""
+        """Return the tensor if this decoder made it from these tensors, and none has been modified since."""
         values = self._values
         if values is None or decoder is not self._decoder or len(tensors) != len(self._weights) + 1:
             return None
@@ -60,19 +59,17 @@ class _Decoded:
 
 
 class _Last(threading.local):
-    """The tensor that this thread decoded last."""
-
     held: _Decoded | None = None
 
 
 class _Weights(threading.local):
-    """Weights that this thread has recomputed: by the decoder, how often, and the weight, its version, or None."""
+    """Weights that this thread has recomputed, by decoder: number of computations, the weight or None, its version."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Any, tuple[int, Tensor | None, int]] = weakref.WeakKeyDictionary()
 
     def make_room(self, numel: int) -> None:
-        """Let go of all weights if they and so many elements more would be too many."""
+        """Drop all weights if ``numel`` more elements would exceed the limit."""
         held = {decoder: values.numel() for decoder, (_, values, _) in self.of.items() if values is not None}
         if numel + sum(held.values()) > MOST_OF_WEIGHTS:
             for decoder in held:
@@ -80,14 +77,14 @@ class _Weights(threading.local):
 
 
 class _BesideCodes(threading.local):
-    """Tensors that this thread has decoded: by the storage of codes, the decoder, the tensor and its version."""
+    """Tensors that this thread has decoded, by their codes' storage: the decoder, the tensor and its version."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[UntypedStorage, tuple[Any, Tensor, int]] = weakref.WeakKeyDictionary()
         self.elements = 0
 
     def hold(self, codes: UntypedStorage, decoder: Any, values: Tensor) -> None:
-        """Hold a tensor as long as its codes; let go of all others once they and this one would be too many."""
+        """Hold a tensor as long as its codes; drop all others if it would exceed the limit."""
         self.elements += values.numel()
         if self.elements > MOST_BESIDE_CODES:
             self.of.clear()
@@ -99,7 +96,7 @@ _last, _weights, _beside_codes = _Last(), _Weights(), _BesideCodes()
 
 
 def may_be_held(numel: int, codes: Tensor) -> bool:
-    """Return whether a tensor of so many elements is decoded for several readers; those of a GPU would wait."""
+    """Return whether a tensor of ``numel`` elements is decoded once for several readers; a GPU would wait for it."""
     return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
 
 
@@ -109,15 +106,15 @@ def _drop_last() -> None:
 
 
 def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
-    """Return a decoded tensor, which must not be written to, and hold it for who asks next.
+    """Return a decoded tensor, which must not be modified, and hold it for the next reader.
 
-    The decoder tells it from others of these tensors, of which the codes come first.
+    The key is the decoder and ``tensors``, the codes first.
     """
     found = None if _last.held is None else _last.held.find(decoder, tensors)
     if found is None:
-        _drop_last()  # its memory is free for the next one
+        _drop_last()  # frees its memory for the next one
         found = decode(tensors)
-        _drop_last()  # the source of this one
+        _drop_last()  # held while decoding this one's source
         _last.held = _Decoded(decoder, tensors, found)
     return found
 
@@ -125,9 +122,9 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
 def decoded_for_many(
     decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
 ) -> Tensor:
-    """Return a weight that is recomputed, which must not be written to, and hold it if it was asked for before.
+    """Return a recomputed weight, which must not be modified, and hold it from its second computation on.
 
-    It lives as long as the decoder, of this one weight and the versions of ``tensors`` that it was made for.
+    It lives as long as the decoder, which belongs to this weight and these versions of ``tensors`` alone.
     """
     count, values, version = _weights.of.get(decoder, (0, None, 0))
     if values is not None and values._version == version:
@@ -143,7 +140,7 @@ def decoded_for_many(
 def decoded_beside_codes(
     decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
 ) -> Tensor:
-    """Return a decoded tensor, which must not be written to, and hold it beside its codes, the first of ``tensors``."""
+    """Return a decoded tensor, which must not be modified, and hold it beside its codes, the first of ``tensors``."""
     codes = tensors[0].untyped_storage()
     found = _beside_codes.of.get(codes)
     if found is not None and found[0] is decoder and found[1]._version == found[2]:

@@ -1,7 +1,6 @@
-"""Decoders: they return the saved tensor when the backward pass asks for it.
+"""Decoders, which return saved tensors in backward, and :class:`SavedByHook`, which pack hooks return to autograd.
 
-There is a decoder for each saved form (as it is, packed, as a mask, in full precision until backward starts), and the
-object that saved-tensor hooks return to autograd, which holds the saved form.
+Each saved form has a decoder: unpacked, packed, as a mask, in full precision until backward starts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from brevact.quantizers import (
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
-#: Elements of a packed tensor for which the calls that look a function up take longer than the function.
+#: Elements of a packed tensor up to which looking a function up takes longer than running it.
 _FEW_ELEMENTS = 1 << 15
 
 
@@ -62,7 +61,6 @@ class _Packed(Decoder):
         return PackedActivation(self._spec, tensors[0]).dequantize()
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return whether the decoded tensor is held for other readers."""
         return False
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
@@ -102,7 +100,7 @@ class PackedOnBackward(Decoder):
         return self._pack(tensors).dequantize_multiply(grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # sizes may be symbolic
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +116,12 @@ class _Mask(Decoder):
         return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
 
     def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
-        """Return the packed mask, if a product is 0 outside of it, of the elements of this layout in memory order."""
+        """Return the mask, packed in this layout's memory order; None for another order or a negative slope."""
         is_same = self.layout.shape == layout.shape and self.layout.dims == layout.dims and layout.is_dense
         return tensors[0] if is_same and self.negative_slope == 0.0 else None
 
     def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
-        """Multiply in place, which takes a fraction of the time on a CPU, and no memory."""
+        """Multiply in place: a fraction of the time on a CPU, and no memory."""
         return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
@@ -135,9 +133,9 @@ def _bytes_of(layout: Layout) -> int:
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
+    """Return ``x``, or a copy if its strides leave gaps, so that decoding allocates only its elements.
 
-    Expanded dimensions stay expanded: the distinct elements of ``x`` are stored.
+    Expanded dimensions stay expanded: only distinct elements are stored.
     """
     if x.is_contiguous():
         return x
@@ -153,7 +151,7 @@ def without_gaps(x: Tensor) -> Tensor:
 
 
 def distinct_elements(x: Tensor) -> Tensor:
-    """Return ``x`` with one place in each expanded dimension; an empty tensor as it is."""
+    """Return ``x`` with each expanded dimension narrowed to size 1; an empty tensor is unchanged."""
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.numel():
             x = x.narrow(dim, 0, 1)
@@ -162,7 +160,7 @@ def distinct_elements(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs(PassesOn):
-    """Decodes the real and imaginary parts of a complex tensor, which lie side by side."""
+    """Decodes a complex tensor from interleaved real and imaginary parts."""
 
     is_conjugate: bool
 
@@ -171,20 +169,20 @@ class _Pairs(PassesOn):
 
 
 def pairs_of(x: Tensor) -> Tensor:
-    """Return the real and imaginary parts of a complex tensor, or of its conjugate if that is stored, as pairs."""
+    """Return a complex tensor's real and imaginary parts as pairs, for a lazy conjugate those of the stored tensor."""
     x = x.detach().resolve_neg()
     return torch.view_as_real(x.conj() if x.is_conj() else x)
 
 
 def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
-    """Return the complex tensor of the result of :func:`pairs_of`."""
+    """Invert :func:`pairs_of`."""
     x = torch.view_as_complex(pairs)
     return x.conj() if is_conjugate else x
 
 
 @dataclass(frozen=True, slots=True)
 class _Places(Decoder):
-    """Decodes integers of a smaller type, one for each place of an expanded dimension."""
+    """Decodes integers from a smaller dtype, and expands their dimensions again."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -199,8 +197,6 @@ class _Places(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Flattened(PassesOn):
-    """Decodes a tensor, of which its reader has flattened dimensions."""
-
     shape: tuple[int, ...]
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -211,13 +207,13 @@ _flattened = one_object_each(_Flattened)
 
 
 def flattened(decoder: Decoder, shape: tuple[int, ...]) -> Decoder:
-    """Return the decoder of the same tensor with flattened dimensions."""
+    """Return the decoder of the same tensor with dimensions flattened to ``shape``."""
     return _flattened(decoder, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Own(PassesOn):
-    """Decoder of a tensor of which the reader has all memory to itself."""
+    """Decodes a tensor into memory that its reader alone uses."""
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         found = self.decoder.decode(tensors)
@@ -233,13 +229,13 @@ decoder_of_pairs, decoder_of_places = one_object_each(_Pairs), one_object_each(_
 class SavedByHook:
     """Result of a pack hook: handles of the saved tensors, and their decoder.
 
-    For a tensor that is saved as it is, without hooks around the region, the hook returns the tensor and its version.
+    For an unpacked tensor, without hooks around the region, the pack hook returns the tensor and its version instead.
     """
 
     __slots__ = ("__weakref__", "decoder", "handles", "unpack", "versions")
 
     def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
-        """Store the saved form of the tensor, or hand its tensors to hooks around the region."""
+        """Store a saved form, through the hooks around the region if there are any."""
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None
@@ -249,7 +245,7 @@ class SavedByHook:
             self.handles = tuple(pack(x) for x in tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are saved, none of which has been modified."""
+        """Return the saved tensors; raise if one has been modified."""
         if self.unpack is not None:
             return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
@@ -262,7 +258,7 @@ class SavedByHook:
 
 
 def _refuse(x: Tensor, version: int) -> None:
-    """Raise for a tensor that was at this version, unless compiled autograd traces it, where versions are others."""
+    """Raise for a tensor saved at ``version``, unless compiled autograd traces it, where versions differ."""
     if not _is_compiling():
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -1,4 +1,4 @@
-"""Derivations: the decoder of an op's result from the saved forms of its operands, cached from step to step."""
+"""Derivations: build the decoder of an op's result from its operands' saved forms, cached across training steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
 
-#: Calls in an expression: decoding costs no more than a few passes over memory.
+#: Maximum calls in an expression: decoding costs no more than a few passes over memory.
 MOST_CALLS = 24
-#: Elements that are decoded for one of a result: for the mean of many, and for the maximum, a code costs less.
+#: Maximum decoded elements per result element: for means and maxima of more, a code costs less.
 MOST_DECODED = 4
-#: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
+#: Maximum packed tensors in a derived sum or product; a sum of more is stored, and starts a new chain.
 MOST_COMBINED = 2
-#: Of which a sum is derived where layers are recomputed: of residual blocks each fourth stores its sum.
+#: The same for sums where layers are recomputed: every fourth residual block stores its sum.
 MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression that is built: each source once.
+    """Operands of an expression under construction, with each source once.
 
-    Two operands overlap if they read the same packed tensor; if ``enters_layers``, through recomputed layers, too.
+    Operands overlap if they read the same packed tensor, with ``enters_layers`` also through recomputed layers.
     """
 
     def __init__(self, enters_layers: bool) -> None:
@@ -40,15 +40,15 @@ class _Expressions:
         self.quality = EXACT
         #: Whether two operands read the same packed tensor.
         self.overlap = False
-        self._roots: set[int] = set()  # identities of packed tensors
+        self._roots: set[int] = set()  # ids of packed tensors
         self.packed: set[int] = set()  # a recomputed layer counts by its token, not by its sources
-        #: Packed tensors that one operand alone reads.
+        #: Maximum number of packed tensors that a single operand reads.
         self.most = 0
-        #: Whether each operand is a product with a tensor that is kept as it is.
+        #: Whether each operand is a product with an unpacked tensor.
         self.are_scaled = True
 
     def add(self, kept: Saved) -> Call | int:
-        """Return the expression of one more operand."""
+        """Add an operand and return its expression."""
         tensors, decoder = kept
         if isinstance(decoder, View) and decoder.decoder.input_of(tensors) is None:
             whole = self.add((tensors, decoder.decoder))
@@ -82,9 +82,9 @@ class _Expressions:
 
 
 def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
-    """Return the identities of the packed tensors that a kept one is computed from.
+    """Return the ids of the packed tensors that a saved form is computed from.
 
-    Without ``enters_layers`` the output of a layer that is recomputed counts as one: it is held for its readers.
+    Without ``enters_layers`` a recomputed layer's output counts as one: it is held for its readers.
     """
     tensors, decoder = kept
     if decoder.quality.is_exact:
@@ -98,12 +98,11 @@ def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
 
 
 class Derivation(NamedTuple):
-    """How the result of an op derives from the saved forms of its operands, whatever their values.
+    """How an op's result derives from its operands' saved forms, independent of their values.
 
-    The decoder is None where the result depends on too many tensors; it reads the operands' tensors at ``picks``, in
-    that order, or all of them. A derivation is light if the packed sources, once decoded, are no larger than a few
-    results. The sources at ``small`` are saved as they are. The key in the table consists of the identities of
-    ``holds``.
+    ``decoder`` is None if the result depends on too many tensors. It reads the operands' tensors at ``picks`` in that
+    order, or all of them. ``is_light``: the decoded packed sources are no larger than a few results. The sources at
+    ``small`` are saved unpacked. The key in the table contains the ids of ``holds``.
     """
 
     decoder: Derived | None
@@ -113,19 +112,19 @@ class Derivation(NamedTuple):
     holds: tuple[Any, ...] = ()
 
     def bind(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
-        """Return the saved form of the result from the operands' tensors; None where the result depends on too many."""
+        """Return the result's saved form for the operands' tensors; None if it depends on too many."""
         if self.decoder is None:
             return None
         return tensors if self.picks is None else tuple([tensors[place] for place in self.picks]), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether sources are no larger than a few results, and unpacked ones take at most a bit an element."""
+        """Return whether the derivation is light, and its unpacked sources take at most a bit per result element."""
         if not self.small or not self.is_light or is_traced(out):
             return self.is_light
         return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
 
-#: Derivations of earlier training steps, by functions, decoders of operands, and which of their tensors are the same.
+#: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
 _derivations: dict[Hashable, Derivation] = {}
 _MOST_DERIVATIONS = 4096
 _CONSTANTS = (
@@ -135,12 +134,12 @@ _CONSTANTS = (
 
 
 class DerivationRule(NamedTuple):
-    """The function by which a tensor derives from others, and the properties of that function.
+    """The function by which a tensor derives from others, and its properties.
 
-    It is curved if it is not linear in each operand, pointwise if an element of the result depends on the elements at
-    its place alone, and jointly linear if it is linear in all operands together: others are curved where two operands
-    read the same packed tensor, since they multiply its errors with each other. It ``adds`` if it adds or subtracts its
-    operands, element by element. The result may depend on ``most_packed`` packed tensors of several operands.
+    ``is_curved``: not linear in each operand. ``is_pointwise``: a result element depends only on the operands' elements
+    at its position. ``is_jointly_linear``: linear in all operands together; other functions are curved if two operands
+    read the same packed tensor, whose errors they multiply with each other. ``adds``: adds or subtracts its operands
+    elementwise. ``most_packed``: packed tensors of several operands that the result may depend on.
     """
 
     function: TensorFunction | ByMask
@@ -154,7 +153,7 @@ class DerivationRule(NamedTuple):
 
 
 def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
-    """Return the tensors of all operands, and how a result of these sizes derives from them."""
+    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them."""
     tensors: tuple[Tensor, ...] = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
@@ -164,10 +163,10 @@ def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) ->
     first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
     key = (rule, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
     try:
-        return tensors, _derivations[key]  # which holds the decoders: no other object has the identity of one
+        return tensors, _derivations[key]  # the entry holds the decoders, so their ids are not reused
     except KeyError:
         lasts = all(decoder.lasts for decoder in decoders) and _is_constant(rule.function)
-    except TypeError:  # symbols, and arguments of some functions, have no hash
+    except TypeError:  # symbols, and some functions' arguments, are unhashable
         lasts = False
     found = _derive_anew(rule, operands, like, first, lasts=lasts)
     if lasts:
@@ -178,14 +177,14 @@ def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) ->
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a function and all that it holds are constants: a table must keep no tensor and no module alive."""
+    """Whether a function holds constants only: the table must keep no tensor or module alive."""
     pending, functions = [value], []
     while pending:
         value = pending.pop()
         if isinstance(value, tuple):
             pending += value
         elif isinstance(value, FunctionType):
-            if value not in functions:  # some of torch's hold themselves
+            if value not in functions:  # some torch functions hold themselves
                 functions.append(value)
                 pending += [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())]
         elif not (value is None or isinstance(value, _CONSTANTS)):
@@ -196,13 +195,13 @@ def _is_constant(value: Any) -> bool:
 def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation:
-    """Return how a result derives from operands whose tensors have these places."""
+    """Derive a result from operands; ``places`` has their tensors' positions by id."""
     found = _Expressions(rule.enters_layers)
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return Derivation(None)
     if rule.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
-        return Derivation(None)  # neighbours that cancel leave the errors of both, of the step of a far wider range
+        return Derivation(None)  # cancelling neighbours leave both errors, which scale with a far wider range
     only = -1
     if rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions):
         only = 0
@@ -231,7 +230,7 @@ def _derive_anew(
 
 
 def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
-    """Whether an element of each expression depends on the elements at its place alone."""
+    """Whether each expression is pointwise in one source."""
     return all(isinstance(x, int) or x.only >= 0 for x in expressions)
 
 
@@ -243,7 +242,7 @@ def function_of(
     is_curved: bool = False,
     is_pointwise: bool = True,
 ) -> Saved | None:
-    """Keep a function of tensors that are kept; None where it depends on too much.
+    """Return the saved form of a function of saved tensors; None if it depends on too many.
 
     The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`DerivationRule`.
     """

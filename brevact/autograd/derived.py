@@ -1,14 +1,13 @@
-"""Tensors that are functions of saved tensors: they are saved as that function, at no byte of their own.
+"""Derived tensors, functions of saved tensors: backward recomputes them from those, so they take no bytes.
 
-Behind a norm, x^ is packed once. Its output y = gamma x^ + beta, an activation act(y), its derivative act'(y) and the
-product of act(y) with a small gate follow from it, and so do their views, paddings and concatenations. The table of
-known values (``known_values``) holds such a tensor as an expression over sources: packed tensors, masks, and small
-tensors and weights as they are. An op that keeps a derived tensor for backward keeps its sources.
+A norm packs x^ once. Its output y = gamma x^ + beta, an activation act(y), its derivative act'(y) and the product of
+act(y) with a small gate derive from it, and so do their views, paddings and concatenations. The table of known values
+(``known_values``) holds such a tensor as an expression over sources: packed tensors, masks, and unpacked small tensors
+and weights. An op that saves a derived tensor saves its sources.
 
-Linear functions of stochastically rounded values are unbiased at any width. Curved ones are not,
-E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so that they are derived from sources of enough bits alone
-(``derive_min_bits``). A residual sum reads two packed tensors; one of more is stored once, and a new chain begins
-behind it.
+Linear functions of stochastically rounded values are unbiased at any width. Nonlinear ones are not,
+E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from sources with enough bits
+(``derive_min_bits``). A residual sum reads two packed tensors; a sum of more is stored once, and starts a new chain.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
 
-#: Packed tensors that one is put together of.
+#: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
 MOST_MOVED = 4
 _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
-_INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # one function
-#: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
+_INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same function
+#: Minimum result elements per element of an unpacked factor, which then takes half a bit per result element.
 ELEMENTS_OF_SMALL = 64
 
 
 def derive_output(
     region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Record that the output of a norm derives from its input, if that is packed or recomputed."""
+    """Record that a norm's output derives from its input, if that is packed or recomputed."""
     if kept is None or not region.settings.derives:
         return
     known = output_of(input.norm.alignment, kept, out, weight, bias)
@@ -77,10 +76,10 @@ def derive(
     is_dirty: bool = False,
     is_new: bool = False,
 ) -> None:
-    """Record that ``out`` is a function of an op's operands, if all of these have a saved form.
+    """Record that ``out`` is a function of an op's operands, if all of them have a saved form.
 
-    Each operand comes with the saved form that the op itself made of it, or None. ``is_dirty`` says that a Function is
-    about to mark ``out`` as modified, ``is_new`` that ``out`` has memory of its own. The other arguments are those of
+    Each operand comes with the saved form that the op itself made, or None. ``is_dirty``: an in-place Function modified
+    ``out`` and will call ``mark_dirty``. ``is_new``: ``out`` has memory of its own. The other arguments are those of
     :class:`DerivationRule`.
     """
     if not region.settings.derives:
@@ -111,30 +110,27 @@ def derive(
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
-    """Return the saved form of an operand; a small one is saved as it is, a weight as a copy, since both may change."""
+    """Return an operand's saved form; a small one is saved unpacked, a weight as a copy, since both may change."""
     kept = own if own is not None and own[1] is not AS_IT_IS else region.find_kept(x)
     if kept is not None:
         return kept
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
         return None
     if own is not None and not region.is_weight(x):
-        return (own[0][0].detach(),), AS_IT_IS  # no view that would hold a larger storage
+        return (own[0][0].detach(),), AS_IT_IS  # not a view that would hold a larger storage
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 
 def keep_smooth(
     function: TensorFunction, sources: Sequence[Saved], like: Tensor, *, is_pointwise: bool = True
 ) -> Saved | None:
-    """Save a smooth function of a source (:func:`keep_source`), and of masks, such as a derivative, and report it."""
+    """Save and report a smooth function, such as a derivative, of a source (:func:`keep_source`) and of masks."""
     kept = function_of(function, sources, like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
 
 
 def keep_source(region: Keeper, x: Tensor) -> Saved | None:
-    """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
-
-    None where a region stores the derivative instead.
-    """
+    """Save a smooth function's input to derive the function and its derivative; None if the derivative is saved."""
     known, settings = region.find_known(x), region.settings
     if known is not None:
         return known if known[1].quality.serves(settings, bends=True) else None
@@ -145,7 +141,7 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
 
 
 class _BoundCall(NamedTuple):
-    """A call of a torch function as a function of the tensors among its arguments."""
+    """A torch function call as a function of its tensor arguments."""
 
     function: Callable[..., Tensor]
     leaves: tuple[Any, ...]
@@ -159,7 +155,7 @@ class _BoundCall(NamedTuple):
 
 
 class _PositionalCall(NamedTuple):
-    """A call of a torch function by position, of tensors and constants, as a function of its tensors."""
+    """A torch function call with positional tensors and constants only, as a function of its tensors."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -170,7 +166,6 @@ class _PositionalCall(NamedTuple):
 
 
 def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
-    """Return a call as a function of the tensors among its arguments."""
     if not kwargs:
         flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
         constants = [type(arg) for arg in flat if arg is not Tensor]
@@ -181,7 +176,7 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
 
 
 class Kind(Enum):
-    """How the results of a tracked function depend on its arguments."""
+    """How a tracked function's result depends on its arguments."""
 
     SUM = "an element is linear in those at its place of all tensors together"
     BILINEAR = "an element is linear in that at its place of each of two tensors, the other one given"
@@ -190,9 +185,9 @@ class Kind(Enum):
 
 
 def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
-    """Return the arguments of a tracked call with their saved forms; None where a large argument has none.
+    """Return a tracked call's arguments with their saved forms; None if a large argument has none.
 
-    Ask before the call, which may overwrite its arguments.
+    Call it before the function, which may overwrite its arguments.
     """
     if not tensors or not region.settings.derives:
         return None
@@ -215,25 +210,22 @@ def track_derived(
     operands: list[tuple[Tensor, Saved | None]],
     kind: Kind,
 ) -> None:
-    """Record that the result of a torch function, not one in place, is that function of its arguments' saved forms.
-
-    The operands are those of :func:`operands_of`.
-    """
+    """Record that an out-of-place torch function's result is that function of ``operands`` (:func:`operands_of`)."""
     if not out.is_floating_point():
         return
     for x, _ in operands:
         if x.device != out.device and x.dim():
-            return  # a copy on another device begins a chain there
+            return  # a copy on another device starts a new chain
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
     if func.__name__ in _DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
         return
     is_elementwise = kind in (Kind.SUM, Kind.BILINEAR)
-    if is_elementwise and "memory_format" in kwargs:  # has no meaning for the parts that are decoded one by one
-        kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the strides of the result are known apart
+    if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
+        kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
         *(region, out, _as_function(func, args, kwargs), operands),
-        is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # of symbols, too
+        is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

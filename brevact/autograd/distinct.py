@@ -1,6 +1,6 @@
-"""Pointwise functions of expanded tensors, in dense memory: saved by their distinct elements, to the last bit.
+"""Save dense results of pointwise functions of expanded tensors by their distinct elements, bit-exactly.
 
-``Normal(mean, 0.5)`` divides by ``2 * scale**2``, as large as the mean, of which all elements are one.
+``Normal(mean, 0.5)`` divides by ``2 * scale**2``, as large as the mean, with all elements equal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from brevact.quantizers import is_traced
 
 @dataclass(frozen=True, slots=True)
 class _Distinct(Decoder):
-    """Decodes a tensor of which one place in each expanded dimension is saved."""
-
     shape: torch.Size
     stride: tuple[int, ...]
     lasts = allows_double_backward = True
@@ -39,18 +37,18 @@ _distinct = one_object_each(_Distinct)
 
 
 def keep_distinct(x: Tensor) -> Saved | None:
-    """Return the saved form of a tensor that is known by its distinct elements; None for others."""
+    """Return the saved form of a tensor known by its distinct elements; None for others."""
     known = known_values.find(x) if is_tracked(x) else None
     return known if known is not None and type(known[1]) is _Distinct else None
 
 
 def track_distinct(region: Keeper, args: tuple, tensors: list[Tensor], result: Any) -> None:
-    """Record a pointwise function of tensors that are all expanded along a dimension, and of numbers."""
+    """Record a pointwise function of numbers and tensors that are all expanded along a dimension."""
     if type(result) is not Tensor or result.numel() < region.settings.min_numel or is_traced(result):
         return
     first = args[0] if args else None
     if type(first) is Tensor and (not is_plain(first) or (0 not in first.stride() and not is_tracked(first))):
-        return  # most
+        return  # the common case
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
     for x in tensors:
         dims &= _dims_of_same(x, result.dim())
@@ -62,7 +60,7 @@ def track_distinct(region: Keeper, args: tuple, tensors: list[Tensor], result: A
 
 
 def _dims_of_same(x: Tensor, count: int) -> set[int]:
-    """Return the dimensions, of so many of a result, along which a tensor that broadcasts to it is the same."""
+    """Return those of a result's ``count`` dimensions along which ``x``, which broadcasts to it, is constant."""
     if not is_plain(x):
         return set()
     known = keep_distinct(x)

@@ -1,4 +1,4 @@
-"""Expressions: how a derived tensor is computed from the saved forms of its sources, and the decoder that does it."""
+"""Expressions, which compute a derived tensor from its sources' saved forms, and the decoder that evaluates them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from brevact.quantizers import Layout, PointFunction, is_traced
 
 
 class TensorFunction(Protocol):
-    """A function of tensors: unlike ``Callable``, also a NamedTuple with ``__call__``."""
+    """A function of tensors; unlike ``Callable``, it also matches a NamedTuple with ``__call__``."""
 
     def __hash__(self) -> int: ...
 
@@ -31,7 +31,7 @@ class TensorFunction(Protocol):
 
 
 class _Composed(NamedTuple):
-    """A pointwise expression of one source, as a function of one number."""
+    """A pointwise expression of one source, as a function of one tensor."""
 
     expression: Call
 
@@ -40,12 +40,12 @@ class _Composed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An expression: a function of other expressions; an integer names a source.
+    """An expression: a function of other expressions, or of sources by number.
 
     Args:
-        function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source as it is kept.
+        function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source's saved form.
         operands: its arguments.
-        only: the one source of an expression that is pointwise from there on; -1 for others.
+        only: the source, if the expression is pointwise in a single source; -1 otherwise.
     """
 
     function: TensorFunction | ByMask
@@ -54,22 +54,21 @@ class Call(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Number of calls in the expression."""
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
 
     @property
     def adds(self) -> bool:
-        """Whether there is a sum in the expression, as of residual blocks."""
+        """Whether the expression contains a sum, as of residual blocks."""
         return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
     @property
     def reads(self) -> list[int]:
-        """Numbers of the sources, each as often as it is read."""
+        """Source numbers, once per read."""
         return [n for o in self.operands for n in (o.reads if isinstance(o, Call) else (o,))]
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the value of a pointwise expression of one source, x."""
-        assert not isinstance(self.function, ByMask)  # which is no function of one number
+        """Evaluate a pointwise expression of one source, x."""
+        assert not isinstance(self.function, ByMask)  # it is not a function of one element
         return self.function(*[operand.of(x) if isinstance(operand, Call) else x for operand in self.operands])
 
     @property
@@ -81,22 +80,18 @@ class Call(NamedTuple):
         return _Composed(self)
 
     def renumbered(self, numbers: Sequence[int]) -> Call:
-        """Return the expression for sources that have other numbers."""
+        """Return the expression with source i renumbered to ``numbers[i]``."""
         operands = [o.renumbered(numbers) if isinstance(o, Call) else numbers[o] for o in self.operands]
         return Call(self.function, tuple(operands), -1 if self.only < 0 else numbers[self.only])
 
 
 class ByMask(NamedTuple):
-    """A product with a mask, or with 1 and its negative slope, and with a factor; the mask stays packed.
-
-    Args:
-        factor: the factor.
-    """
+    """A product with a factor and a mask, whose values are 1 and 0 or its negative slope; the mask stays packed."""
 
     factor: float = 1.0
 
     def product(self, values: Tensor, mask: Saved, *, overwrites: bool) -> Tensor:
-        """Return the product of values, which may be overwritten, and a kept mask."""
+        """Multiply values, in place if ``overwrites``, by a saved mask."""
         tensors, decoder = mask
         if decoder.layout.shape == values.shape:  # type: ignore[attr-defined]
             values = (decoder.multiply_ if overwrites else decoder.multiply)(tensors, values)  # type: ignore[attr-defined]
@@ -107,21 +102,20 @@ class ByMask(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Derived(Decoder):
-    """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
+    """Decoder of a derived tensor; its tensors are the concatenation of its sources' tensors.
 
     Args:
         expression: computes the tensor; an integer for the source itself.
-        sources: decoders of the sources, and the number of tensors of each.
-        shape: of the tensor.
-        stride: of the tensor; None for one that is expanded, whose distinct elements may lie anyhow.
-        dtype: of the tensor.
-        quality: of the tensor.
+        sources: each source's decoder and number of tensors.
+        shape: the tensor's shape.
+        stride: its strides; None for an expanded tensor, whose distinct elements may have any layout.
+        dtype: its dtype.
+        quality: its quality.
         lasts: whether the next training step derives the tensor by the same object.
-        function: the expression as a function of its one source, if it is pointwise, and the source is decoded through
-            functions.
+        function: the expression as a function of its one source, if it is pointwise and the source decodes through it.
         repeated: sources that the expression reads more than once.
-        deep: sources for which layers are recomputed.
-        adds: whether it is a sum, of residual blocks perhaps.
+        deep: sources that recompute layers.
+        adds: whether the expression contains a sum, as of residual blocks.
     """
 
     expression: Call
@@ -129,7 +123,7 @@ class Derived(Decoder):
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
-    quality: Quality = field()  # without which the property of the base class would be its default
+    quality: Quality = field()  # otherwise the base class's property would be the default
     lasts: bool = field()
     function: PointFunction | None
     repeated: frozenset[int]
@@ -146,7 +140,7 @@ class Derived(Decoder):
         *,
         lasts: bool,
     ) -> Derived:
-        """Return the decoder of a tensor of the sizes of ``like`` from the saved forms of its sources."""
+        """Return the decoder of a tensor with ``like``'s shape and dtype from its sources' saved forms."""
         numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
         is_fused = expression.only >= 0 and numbered[0][0].decodes_through
         function = expression.as_function if is_fused else None
@@ -180,7 +174,7 @@ class Derived(Decoder):
         return (min if self.adds else max)(counts, default=0)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
-        """Return the saved form of each source."""
+        """Return each source's saved form."""
         parts, start = [], 0
         for decoder, count in self.sources:
             parts.append((tensors[start : start + count], decoder))
@@ -188,7 +182,6 @@ class Derived(Decoder):
         return parts
 
     def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the value of the expression."""
         parts, deep, expression = self.parts(tensors), self.deep, self.expression
         if not deep:
             return _evaluated(expression, _Reading(parts, {}, self.repeated, deep), is_whole=True)[0]
@@ -216,13 +209,10 @@ class Derived(Decoder):
 
 
 class _Reading(NamedTuple):
-    """Sources of an expression.
+    """Sources of an expression: their saved forms, and the numbers of those read more than once.
 
-    Args:
-        parts: their saved forms.
-        decoded: those that have been decoded, for others that read them.
-        repeated: those that are read more than once.
-        early: outputs that are recomputed, of earlier blocks than the latest: no reader follows at once.
+    ``decoded`` holds decoded sources for further reads. ``early`` are recomputed outputs of blocks before the latest,
+    which no reader follows at once.
     """
 
     parts: list[Saved]
@@ -231,7 +221,7 @@ class _Reading(NamedTuple):
     early: frozenset[int]
 
     def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
-        """Decode a source, and apply a function on the way."""
+        """Decode a source, through a function if one is given."""
         if number in self.early:
             with not_held():
                 return self._replace(early=frozenset()).decode(number, function)
@@ -240,10 +230,7 @@ class _Reading(NamedTuple):
 
 
 def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = False) -> tuple[Tensor, bool]:
-    """Value of an expression, and whether it is in memory that nobody else reads, for the caller to overwrite.
-
-    ``is_whole`` says that it is no part of another one.
-    """
+    """Return an expression's value, and whether the caller may overwrite it; ``is_whole``: not part of another one."""
     parts, decoded = reading.parts, reading.decoded
     if is_whole and (found := _in_one_pass(expression, parts, decoded)) is not None:
         return found, False
@@ -263,7 +250,7 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
         values = reading.decode(expression.only, expression.as_function)
         return values, not is_traced(values)
     if expression.function in _SUMS and len(expression.operands) == 2:
-        # Sums of earlier blocks come first: none of the terms then waits for the others.
+        # Earlier blocks' sums come first, so that no term waits for the others.
         terms = sorted(expression.operands, key=lambda operand: isinstance(operand, int))
         return _sum(*(_evaluated(operand, reading) for operand in terms))
     operands = [_evaluated(operand, reading)[0] for operand in expression.operands]
@@ -271,7 +258,7 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
 
 
 def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
-    """Sum of two values, in the memory of one that may be overwritten."""
+    """Add two values, in the memory of one that may be overwritten."""
     (a, a_is_new), (b, b_is_new) = first, second
     is_alike = a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride()
     if is_alike and (a_is_new or b_is_new):
@@ -280,9 +267,9 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
 
 
 def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
-    """Value of the output of a norm, of its sum with another source, or of both times a mask, decoded in one pass.
+    """Decode a norm's output, its sum with another source, or either times a mask, in one pass.
 
-    None for other expressions, and where that takes more than one pass. Tensors decoded on the way are in ``decoded``.
+    None for other expressions, or if that takes more than one pass. Adds the source decoded on the way to ``decoded``.
     """
     if isinstance(expression, int):
         return None
@@ -320,7 +307,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, 
 
 
 def _is_output(source: Saved) -> bool:
-    """Whether a source keeps the output of a norm, whose decoder adds and masks on the way."""
+    """Whether a source is a norm's output, whose decoder can add and mask in the same pass."""
     return isinstance(source[1], OutputDecoder)
 
 
@@ -328,7 +315,7 @@ _SUMS = torch.add, Tensor.add, Tensor.__add__
 
 
 def _is_new(values: Tensor, source: Saved) -> bool:
-    """Whether a source was decoded to memory that nobody else reads, an element at each place."""
+    """Whether a source was decoded to dense memory that nobody else reads."""
     tensors, decoder = source
     if decoder.is_read_again(tensors) or is_traced(values):
         return False
@@ -339,7 +326,7 @@ def _is_new(values: Tensor, source: Saved) -> bool:
 
 
 class Restrided(NamedTuple):
-    """Makes a view of a tensor of these strides, whatever those are with which it was computed."""
+    """Makes a view of a tensor that is first brought to the strides ``whole``, whatever strides it has."""
 
     whole: tuple[int, ...] | None
     shape: tuple[int, ...]

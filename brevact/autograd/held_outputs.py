@@ -1,7 +1,7 @@
-"""Outputs that are recomputed in backward, and held for the readers that follow one another.
+"""Hold outputs that are recomputed in backward for the readers that follow one another.
 
-An output is held under a token, an empty tensor which each reader saves, and whose storage ends with the last one.
-Where hooks around the region hand out copies of saved tensors, each reader computes the output.
+An output is held under a token, an empty tensor that each reader saves, and whose storage is freed with the last one.
+If hooks around the region return copies of saved tensors, each reader recomputes the output.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import LONE, WeakStorage
 from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
 
-#: An output, and the tensors that it was computed from, with which it has a graph.
+#: An output, and the tensors that it was computed from, connected by a graph.
 Graph = tuple[Tensor, tuple[Tensor | None, ...]]
 
 
 class _Output:
-    """An output, as the storage of its token carries it.
-
-    Beside it are its version, the backward pass and the stream in which it was computed, and the graph that made it, if
-    it may be differentiated.
-    """
+    """An output, held by its token's storage, with its version, backward pass, stream, and graph (None without one)."""
 
     __slots__ = ("graph", "lingers", "stream", "task", "values", "version")
 
@@ -39,9 +35,9 @@ class _Output:
         self.task, self.lingers = task, lingers
 
     def find(self) -> Tensor | None:
-        """Return the output, if nobody has written to it, and who asks runs in the same backward pass, on its stream.
+        """Return the output if it is unmodified and the caller runs in the same backward pass, on the same stream.
 
-        Outputs of a backward pass that has raised are still there.
+        A backward pass that raised leaves its outputs behind.
         """
         is_same = self.task == current_graph_task() and self.values._version == self.version
         return self.values if is_same and self.stream == _stream_of(self.values) else None
@@ -51,23 +47,21 @@ def _stream_of(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
-#: Attribute of the storage of a token under which it carries the output.
+#: Attribute of a token's storage: the output.
 _HELD = "_brevact_output"
-
-
-#: Attribute of the storage of a token under which it carries its place in the order of the forward pass.
+#: Attribute of a token's storage: its position in the forward pass.
 _PLACE = "_brevact_place"
 _places = itertools.count()
 
 
 class _Task(threading.local):
-    """The backward pass in which this thread has computed outputs, and tokens that hold some."""
+    """This thread's last backward pass that computed outputs, and the tokens that hold them."""
 
     number = -1
     tokens: list[WeakStorage] | None = None
-    #: Whether outputs are computed that are needed long before the next reader comes.
+    #: Whether outputs are computed for one reader, long before the next one runs.
     passes_on = False
-    #: Whether a layer is computed that reads others.
+    #: Whether the input of a layer is computed.
     is_inside = False
 
 
@@ -75,7 +69,7 @@ _task = _Task()
 
 
 def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers: bool = False) -> None:
-    """Hold an output until its readers have run; those of a graph that is kept, until the backward pass has ended."""
+    """Hold an output until its readers have run; with ``retain_graph``, until the backward pass ends."""
     task = current_graph_task()
     if task == -1 or (_task.passes_on and not lingers):
         return
@@ -89,20 +83,20 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers:
 
 
 def make_token(device: torch.device) -> Tensor:
-    """Return the token under which an output is held; tokens are made in the order of their outputs."""
+    """Return a token to hold an output under; tokens must be made in the order of their outputs."""
     token = torch.empty(0, device=device)
     token.untyped_storage().__dict__[_PLACE] = next(_places)
     return token
 
 
 def place_of(kept: Saved) -> int:
-    """Return the place in the forward pass's order of a layer's output, or of that of the norm behind the layer."""
+    """Return the position in the forward pass of a layer's output, or of the norm's output behind the layer."""
     return int(kept[0][0].untyped_storage().__dict__.get(_PLACE, -1))
 
 
 @contextmanager
 def not_held() -> Iterator[None]:
-    """Compute outputs for one reader, and do not hold them: other readers come much later in backward."""
+    """Compute outputs for one reader without holding them: other readers run much later in backward."""
     before, _task.passes_on = _task.passes_on, True
     try:
         yield
@@ -112,7 +106,7 @@ def not_held() -> Iterator[None]:
 
 @contextmanager
 def inside_of_layer() -> Iterator[None]:
-    """Compute the input of a layer: readers of the outputs that linger do not follow at once."""
+    """Compute a layer's input: readers of lingering outputs do not follow at once."""
     before, _task.is_inside = _task.is_inside, True
     try:
         yield
@@ -122,7 +116,7 @@ def inside_of_layer() -> Iterator[None]:
 
 @contextmanager
 def held_meanwhile() -> Iterator[None]:
-    """Hold outputs for the readers of this block of code, and give those back that are not held (:func:`not_held`)."""
+    """Within :func:`not_held`, hold outputs for this block's readers, and free them at its end unless they linger."""
     if not _task.passes_on:
         yield
         return
@@ -151,7 +145,7 @@ def _let_go(tokens: list[WeakStorage]) -> None:
 
 
 class HeldOutput(Decoder):
-    """Decoder of an output that is held for its readers; the first of its tensors is the token."""
+    """Decoder of an output that is held for its readers; its first tensor is the token."""
 
     __slots__ = ()
     shape: tuple[int, ...]
@@ -170,12 +164,12 @@ class HeldOutput(Decoder):
         return found
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:
-        """Compute the output, and the graph to be differentiated by who asks for it (:func:`take_graph`)."""
+        """Compute the output, and the graph for a later caller of :func:`take_graph`."""
         raise NotImplementedError
 
 
 def take_graph(token: Tensor) -> Graph | None:
-    """Return the graph that has made the output of a token for an earlier reader; it is differentiated once."""
+    """Return the graph that computed a token's output for an earlier reader; each graph is returned once."""
     held: _Output | None = token.untyped_storage().__dict__.get(_HELD)
     if held is None or held.find() is None:
         return None
@@ -184,19 +178,19 @@ def take_graph(token: Tensor) -> Graph | None:
 
 
 def is_held(token: Tensor) -> bool:
-    """Return whether an output has been computed, and is held."""
+    """Return whether a token's output has been computed and is held."""
     return _HELD in token.untyped_storage().__dict__
 
 
 def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
-    """Decode a tensor, and return whether the caller may overwrite it: an output that nobody else reads.
+    """Decode a tensor; return it, and whether the caller may overwrite it: an output that nobody else reads.
 
-    The output is not held any longer: a reader that comes later recomputes it.
+    The output is no longer held: a later reader recomputes it.
     """
     found = decoder.decode(tensors)
     if not isinstance(decoder, HeldOutput):
         return found, False
     tensors[0].untyped_storage().__dict__.pop(_HELD, None)
     references = sys.getrefcount(found)
-    holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the object of Python
+    holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the Python object
     return found, references <= LONE and holders == 2

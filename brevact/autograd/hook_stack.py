@@ -1,4 +1,4 @@
-"""Which saved-tensor hooks are in force: those of a region, of the region around it, of a checkpoint around both."""
+"""Saved-tensor hooks in force: a region's, those of the region around it, and of checkpoints around both."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
 
-#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
+#: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def is_checkpoint_innermost() -> bool:
-    """Return whether the hooks entered last are those of a non-reentrant checkpoint, in forward or again."""
+    """Return whether the innermost hooks are a non-reentrant checkpoint's, in forward or recomputation."""
     return _are_of_checkpoint(top_hooks(True))
 
 
 def _are_of_checkpoint(pair: tuple[Callable, Callable] | None) -> bool:
-    """Return whether a pair of hooks is that of a non-reentrant checkpoint, in forward or again."""
     return pair is not None and pair[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
 
 def checkpoints_around() -> tuple[Callable, ...]:
-    """Return the pack hooks of the non-reentrant checkpoints that are active, the outermost first."""
+    """Return the active non-reentrant checkpoints' pack hooks, outermost first."""
     pairs = []
     while (pair := top_hooks(True)) is not None:
         pairs.append(pair)
@@ -35,9 +34,9 @@ def checkpoints_around() -> tuple[Callable, ...]:
 
 
 class _Suspended(AbstractContextManager[None]):
-    """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
+    """Context without a region's hooks: autograd saves tensors unpacked, or through hooks around the region.
 
-    For tensors that a Function of ours saves, and for ops whose gradient is singular in the tensor that they save.
+    For tensors that our Functions save, and for ops whose gradient is singular in their saved tensor.
     """
 
     def __init__(self, pair: tuple[Callable, Callable]) -> None:
@@ -51,19 +50,18 @@ class _Suspended(AbstractContextManager[None]):
 
 
 class HookStack:
-    """The place of a region's hooks, a pair that packs and unpacks; entered inside another region's, they take their
-    place.
+    """A region's pack and unpack hooks; entered inside another region's, they replace those.
 
-    It is empty in a region of full precision. ``around`` is the place of the region around it, if there is one.
+    ``is_empty`` in a full-precision region, which has no hooks. ``around``: that of the region around it, or None.
     """
 
     def __init__(self, pair: tuple[Callable, Callable], around: HookStack | None, *, is_empty: bool) -> None:
         self.pair, self._around, self.is_empty = pair, around, is_empty
-        #: The innermost hooks, as long as nobody else enters some inside the region.
+        #: The innermost hooks, unless others are entered inside the region.
         self.innermost: tuple[Callable, Callable] | None = pair
         self._replaced: HookStack | None = None
         self._outer: tuple[Callable, Callable] | None = None
-        #: The pack hook of the checkpoint in which the hooks are, which tells it from others; None: in none.
+        #: The pack hook of the checkpoint around the hooks, which identifies it; None without one.
         self.scope: Any = None
         self.suspended: AbstractContextManager[None] = _Suspended(pair)
 
@@ -91,21 +89,20 @@ class HookStack:
             self._replaced.push()
 
     def are_alone(self) -> bool:
-        """Return whether no hooks are around the region, which would see the saved tensors."""
+        """Return whether no hooks around the region see its saved tensors."""
         return self._outer is None
 
     def push(self) -> None:
-        """Activate the hooks."""
         push_hooks(*self.pair)
 
     def pop(self) -> None:
-        """Deactivate the hooks, which must be the innermost ones."""
+        """Pop the hooks, which must be innermost."""
         pop_hooks()
 
     def are_innermost(self) -> bool:
-        """Return whether no other saved-tensor hooks were entered inside the region."""
+        """Return whether no other saved-tensor hooks are active inside the region."""
         return top_hooks(True) == self.pair
 
     def are_in_checkpoint(self) -> bool:
-        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
+        """Return whether a non-reentrant checkpoint is around the hooks, in forward or recomputation."""
         return _are_of_checkpoint(self._outer)

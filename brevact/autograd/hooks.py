@@ -1,4 +1,4 @@
-"""How code enters a region: forward hooks let that of a module run in one, ``region`` a block of code."""
+"""Enter regions: by forward hooks for a module, by ``region`` for a block of code."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Attachment:
-    """State that the hooks of one policy on one model share, by which they know each other's regions.
+    """State shared by one policy's hooks on one model, by which they recognize each other's regions.
 
-    The root is the hook of the model itself, None where no rule matches it.
+    ``root`` is the model's own hook, or None if no rule matches the model.
     """
 
-    #: Whether a region of the policy was entered, since it was made.
+    #: Whether a region of the policy was ever entered.
     has_run = False
-    #: Whether one was not, since its module was in eval mode with gradients on.
+    #: Whether one was not entered because its module was in eval mode with gradients on.
     has_declined = False
-    #: The largest ``recompute`` of all of its settings.
+    #: The largest ``recompute`` of its settings.
     recompute = 0
 
     def __init__(self) -> None:
         self.root: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this model that a copy has not: whether it has run, and who watches its gradients."""
+        """Omit the state that a copy does not share: whether the model has run, and its gradient observers."""
         return {"root": self.root, "recompute": self.recompute}
 
     @property
     def settings(self) -> BackwardSettings | None:
-        """Settings for the model's code outside of its modules; None for full precision."""
+        """Settings for the model's code outside its modules; None for full precision."""
         return None if self.root is None else self.root.settings
 
 
 class _EnterRegion:
-    """Forward pre-hook: the module's forward runs in a region while the module trains."""
+    """Forward pre-hook that runs the module's forward in a region while the module trains."""
 
     inherits = False
     yields = False
-    """Whether the module runs as the policy around it says, if that is another one: models may share the module."""
-    attachment: Attachment | None = None  # of pickles of earlier versions
+    """Whether another policy around the module takes precedence: models may share the module."""
+    attachment: Attachment | None = None  # for pickles of earlier versions
 
     def __init__(
         self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...], attachment: Attachment | None
@@ -109,7 +109,7 @@ class _EnterRegion:
             return False
         enclosing = regions[-1] if regions else None
         around = None if enclosing is None else enclosing.attachment
-        if enclosing is not None and why_hooks_are_off() is not None:  # a transform, for which the region steps aside
+        if enclosing is not None and why_hooks_are_off() is not None:  # a transform, which suspends the region
             return False
         if self.yields and around is not None and around is not self.attachment:
             return False
@@ -129,17 +129,17 @@ class _EnterRegion:
 def _trains_around() -> bool:
     """Return whether a region packs around a module in eval mode, which then packs, too.
 
-    Not in a checkpoint that was entered in the region: it runs the module again where the region is gone, and expects
-    equal saved tensors.
+    False in a checkpoint entered in the region: it reruns the module outside the region, and expects equal saved
+    tensors.
     """
     return bool(active.regions) and not (active.regions[-1].norms_only or is_checkpoint_innermost())
 
 
 class _InheritRegion(_EnterRegion):
-    """Forward pre-hook of a module without a rule, which runs as the module around it: called by itself, in its region.
+    """Forward pre-hook of a module without a rule: called by itself, the module runs in its parent's region.
 
-    Inside a region of the same policy it does nothing. Its settings are those that the hook of the module around it has
-    at the time, unless they are for this module alone.
+    Inside a region of the same policy the hook does nothing. Its settings are the current ones of the parent's hook
+    (``around``), unless the module has its own.
     """
 
     inherits = True
@@ -152,12 +152,10 @@ class _InheritRegion(_EnterRegion):
 
     @property
     def settings(self) -> BackwardSettings | None:  # type: ignore[override]
-        """Settings for ops inside; None for full precision."""
         return self.around.settings if self.own is None else self.own
 
     @property
     def label(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """Texts that say where the settings come from."""
         return self.around.label
 
 
@@ -166,14 +164,14 @@ def _change_forward(*settings: BackwardSettings | None) -> bool:
 
 
 class _ExitRegion:
-    """Forward hook, also called when the forward raised: leaves the region that the pre-hook entered."""
+    """Forward hook that leaves the region that the pre-hook entered; also called if the forward raised."""
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
 
     @property
     def __name__(self) -> str:
-        """Nothing: `torch.jit.script` asks for it, of hooks that it compiles."""
+        """Always raises: `torch.jit.script` reads it from hooks that it compiles."""
         raise AttributeError(
             "torch.jit.script does not compile the forward hooks of backward quantization: call "
             "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
@@ -200,29 +198,26 @@ def attach_region(
     label: tuple[Any, ...] = (),
     attachment: Attachment | None = None,
 ) -> None:
-    """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
+    """Run the forward of ``module`` in a region, through forward hooks; a second call replaces the first.
 
     The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
-    (or the module of an enclosing region) is in training mode; norms go on with rounded values at all times, if the
-    quantizer says so (``quantize_forward``).
+    (or the module of an enclosing region) is in training mode; with the quantizer's ``quantize_forward``, norms always
+    return rounded values.
 
     Args:
         module: any module; it is changed in place.
-        settings: of the tensors that its ops save for backward; None keeps full precision inside an enclosing region.
-        origin: who attaches it; regions of different origins stand beside each other.
-        label: texts that say where the settings come from.
-        attachment: state that it shares with the other regions of a policy; None for a region that stands for itself.
+        settings: for the tensors that its ops save for backward; None keeps full precision inside an enclosing region.
+        origin: who attaches it; regions of different origins coexist.
+        label: texts on the settings' origin.
+        attachment: state shared with a policy's other regions; None for an independent region.
     """
     _attach(module, _EnterRegion(settings, origin, label, attachment))
 
 
 def inherit_region(module: nn.Module, around: Any, own: BackwardSettings | None = None) -> None:
-    """Let the forward of ``module`` run in a region as that of the module around it, where it is called by itself.
+    """Run the forward of ``module``, if called by itself, in a region like its parent's; modifies the module in place.
 
-    Args:
-        module: any module; it is changed in place.
-        around: the hook (:func:`regions_of`) of the module around it.
-        own: settings for this module alone, in place of those of ``around``.
+    ``around`` is the parent's hook (:func:`regions_of`). ``own`` settings override those of ``around``.
     """
     _attach(module, _InheritRegion(around, own))
 
@@ -235,12 +230,12 @@ def _attach(module: nn.Module, hook: _EnterRegion) -> None:
 
 
 def is_shareable(module: nn.Module) -> bool:
-    """Return whether models may share a module without knowing of each other: it holds nothing, as ``nn.SiLU()``."""
+    """Return whether models may share a module unknowingly: it holds no state, like ``nn.SiLU()``."""
     return not (module._modules or module._parameters or module._buffers)
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Return whether a module keeps forward hooks that run: one of ``torch.jit``, scripted or traced, does not."""
+    """Return whether a module runs forward hooks: scripted and traced ``torch.jit`` modules do not."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
@@ -260,32 +255,32 @@ def detach_region(module: nn.Module, origin: str = "layer") -> bool:
 
 
 def regions_of(module: nn.Module) -> list[Any]:
-    """Return the hooks that hold the ``settings`` of a module's regions; new ones count from the next forward on."""
+    """Return the hooks with the ``settings`` of a module's regions; new settings apply from the next forward on."""
     return [hook for hook in module._forward_pre_hooks.values() if type(hook) is _EnterRegion]
 
 
 def inherited_region(module: nn.Module) -> Any:
-    """Return the hook of a module that runs as the module around it (:func:`inherit_region`), or None."""
+    """Return a module's :func:`inherit_region` hook, or None."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _InheritRegion)), None)
 
 
 def attachments_of(module: nn.Module) -> list[Attachment]:
-    """Return the policies whose regions a module has."""
+    """Return the attachments of a module's regions."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _EnterRegion)]
     return [hook.attachment for hook in hooks if hook.attachment is not None]
 
 
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
-    """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
+    """Return whether :func:`attach_region` gave ``module`` a region, possibly in full precision."""
     return any(hook.origin == origin for hook in regions_of(module))
 
 
 class region(ContextDecorator):
-    """Context manager and decorator: a block of code runs in a region.
+    """Context manager and decorator that runs a block of code in a region.
 
     Args:
-        settings: of the tensors that ops inside save for backward; None keeps full precision, also in another region.
-        attachment: the policy of a model, if the block runs as the code of that model.
+        settings: for the tensors that ops inside save for backward; None keeps full precision, also in another region.
+        attachment: a model's policy, if the block runs as that model's code.
     """
 
     def __init__(self, settings: BackwardSettings | None, attachment: Attachment | None = None) -> None:
@@ -312,7 +307,7 @@ class region(ContextDecorator):
             compiled_mode.leave(None)
             return
         entered = self._entered.pop()
-        if entered is None or entered not in active.regions:  # one around it was left before
+        if entered is None or entered not in active.regions:  # an enclosing one was left before
             return
         while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
             leave_last()
@@ -329,7 +324,7 @@ class region(ContextDecorator):
 
 @contextmanager
 def regions_disabled() -> Iterator[None]:
-    """Run a block in which entering a region does nothing (to measure a model as it is without brevact)."""
+    """Run a block in which entering a region does nothing (to measure a model without brevact)."""
     active.disabled += 1
     try:
         yield

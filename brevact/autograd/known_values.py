@@ -1,15 +1,14 @@
-"""Tensors whose values are known by fewer bits: results of forward quantizers, and tensors derived from packed ones.
+"""Table of tensors known by fewer bits: results of forward quantizers, and tensors derived from packed ones.
 
-The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
-weight, which is there anyway. The table has, for such a tensor, the saved form that gives its values back bit for bit
-(but for the sign of a zero): any op that saves the tensor saves that form, whatever the quantizer of its region. Values
-derived from packed tensors (``derived``) are known but for their rounding errors: they serve a region whose own errors
-would be no smaller.
+A fake quantizer's output is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the weight,
+which is in memory anyway. For such a tensor the table has the saved form that decodes to its values bit-exactly (except
+for the sign of a zero): any op that saves the tensor saves that form, whatever its region's quantizer. Values derived
+from packed tensors (``derived``) have rounding errors: a region uses them if its own errors would be no smaller.
 
-An entry lives as long as the tensor's own storage: codes take a fraction of it. The table identifies a tensor by its
-storage (a weak reference) and version counter, and views of the tensor by their offset, shape and strides.
-Edits that the counter does not see go by ``x.data``, NumPy, or an address, as those of kernels of Triton: a region that
-hands one out forgets the tensor (``storages.end_known_values``).
+An entry lives as long as the tensor's own storage, which carries it; codes are a fraction of that. The table identifies
+a tensor by its storage and version counter, and views of the tensor by their offset, shape and strides. The counter
+misses edits through ``x.data``, NumPy, or an address, as by Triton kernels: a region that hands one out forgets the
+tensor (``storages.end_known_values``).
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ from brevact.quantizers.tracing import is_traced
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodes(Decoder):
-    """Decoder of (q - z) * s: q are stored as codes, z and s as they are, and which q are NaN.
+    """Decoder of (q - z) * s from packed codes of q, z and s, and the positions of NaN.
 
-    Kept tensors are the packed codes, z and s. NaN has the last code, if that is spare. If not, a mask of one bit an
-    element follows where an integer is NaN; on devices that would have to be waited for, and in traced graphs, z is NaN
-    instead, and all that is decoded.
+    The last code is NaN if it is spare. If not, a mask of one bit per element follows if any integer is NaN; on devices
+    that this check would wait for, and in traced graphs, z is NaN instead, and with it all decoded values.
 
-    The layout is that of q, with its floating-point type; code 0 stands for the minimum, and the step is the distance
-    of neighbouring integers. A spare code stands for no integer (a narrow range, three values in two bits).
+    ``layout`` is that of q, with its floating-point type. Code 0 is ``minimum``, and ``step`` is the distance between
+    neighbouring integers. A spare code represents no integer (a narrow range, three values in two bits).
     """
 
     layout: Layout
@@ -56,7 +54,6 @@ class IntegerCodes(Decoder):
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors to save."""
         codes = self.layout.flatten(q)
         if self.minimum or self.step != 1:
             codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
@@ -67,7 +64,7 @@ class IntegerCodes(Decoder):
         poison = q.sum(dtype=torch.float32).mul_(0.0)
         if q.device.type == "cpu" and not is_traced(q):
             mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
-            if mask:  # also of infinite products of an integer and its scale
+            if mask:  # also for infinite products of an integer and its scale
                 codes = codes.nan_to_num(0, posinf=self._last, neginf=0)
             packed = pack_codes(codes.to(torch.uint8), self.bit_width)
             return packed, offset, scale.detach(), *mask
@@ -121,9 +118,9 @@ def _plan_of(
     scale_dtype: torch.dtype,
     zero_point_dtype: torch.dtype,
 ) -> tuple[IntegerPlan, tuple[int, ...] | None] | None:
-    """Return how a kernel decodes integers in one pass, and the order of scales; None for those in other ways.
+    """Return the plan of a kernel that decodes integers in one pass, and the order of scales; None if no kernel does.
 
-    Numbers of another type than the integers are such that torch computes in the type of the integers.
+    Scales and zero points of another type are allowed only if torch would compute in the integers' type.
     """
     layout = codes.layout
     if layout.dtype is torch.float32:
@@ -148,9 +145,9 @@ def _plan_of(
 
 
 class NumberPlaces(NamedTuple):
-    """Which number each element of a tensor has, in memory order, by the fields of ``IntegerPlan``.
+    """Which number (scale or zero point) applies to each element, in memory order, as fields of ``IntegerPlan``.
 
-    The order is that of the tensor's dimensions along which numbers differ, in memory; None where it is theirs anyway.
+    ``order``: the dimensions along which numbers differ, in memory order; None if the numbers already have that order.
     """
 
     inner: int
@@ -163,8 +160,7 @@ class NumberPlaces(NamedTuple):
 def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
     """Return how numbers of these sizes, which broadcast to a tensor, divide its memory order.
 
-    None where those that are not one differ along other dimensions each, or along such as lie in memory in more than
-    two runs.
+    None if several differ along unequal dimensions, or along dimensions in more than two runs of memory.
     """
     dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
     if not dims:
@@ -179,7 +175,7 @@ def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
         (differ, math.prod(layout.shape[dim] for dim in dims))
         for differ, dims in itertools.groupby(
             layout.dims, lambda dim: dim in found
-        )  # together in memory, slowest first
+        )  # adjacent in memory, slowest first
     ]
     inner = 1 if runs[-1][0] else runs.pop()[1]
     sizes = [size for _, size in runs if runs[0][0]] or [size for _, size in runs[1:]]
@@ -194,7 +190,7 @@ def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
 
 
 def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> Tensor:
-    """Return the numbers, (groups,), of a tensor of so many dimensions in its memory order; one stays as it is."""
+    """Return the numbers of a tensor with ``dims`` dimensions in its memory order, (groups,); one number unchanged."""
     if numbers.numel() == 1:
         return numbers.detach()
     if order is not None:
@@ -204,15 +200,15 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
 
 
 def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
-    """Return the dimensions of a tensor along which numbers that broadcast to it differ."""
+    """Return the dimensions of a tensor along which numbers of these sizes differ, which broadcast to it."""
     return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Recomputed(Decoder):
-    """Decoder of a fake-quantized weight: recomputes it from the kept tensors.
+    """Decoder that recomputes a fake-quantized weight from saved tensors.
 
-    There is one for each result, which many ops may read: a recurrent layer at each time step.
+    Each result has its own decoder, and may have many readers: a recurrent layer at each time step.
     """
 
     compute: Callable[..., Tensor]
@@ -231,7 +227,7 @@ class Recomputed(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class View(PassesOn):
-    """Decoder of a view of a tensor that another one decodes."""
+    """Decoder of a view of another decoder's tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -243,14 +239,12 @@ class View(PassesOn):
 
 _view = one_object_each(View)
 
-
-#: Of a tensor: version, shape, strides and dtype; of its saved form: tensors, their versions, the decoder, the quality
-#: and the scope.
+#: A tensor's version, shape, strides and dtype; its saved form's tensors, their versions, decoder, quality and scope.
 _Entry = tuple[
     int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Decoder, Quality, Any
 ]
 
-#: Attribute of a storage that holds the saved form of its tensor, and is freed with the storage.
+#: Attribute of a storage: its tensor's entry, freed with the storage.
 _KNOWN = OF_VALUES + "known"
 
 
@@ -263,30 +257,28 @@ def register(
     is_dirty: bool = False,
     is_new: bool = False,
 ) -> None:
-    """Remember the decoder that gives the values of ``x``, dense and alone in its storage, back from these tensors.
-
-    An op that keeps ``x`` hands the tensors to autograd in its place.
+    """Record the saved form of ``x``: an op that saves ``x`` saves ``tensors`` instead.
 
     Args:
-        x: any tensor; of others than those above, and of conjugates and negatives, nothing is remembered.
-        tensors: those to save, none of them in the storage of ``x``.
-        decoder: gives ``x`` back.
-        scope: the checkpoint in which the region runs, None outside of one.
-        is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
-        is_new: whether it has just been made, so that it is known to be dense and alone in its storage.
+        x: any tensor; ignored unless dense and alone in its storage, and for lazy conjugates and negatives.
+        tensors: the tensors to save; ignored if any is in the storage of ``x``.
+        decoder: decodes them to ``x``.
+        scope: the checkpoint that the region runs in, or None.
+        is_dirty: whether an in-place Function modified ``x`` and will call ``mark_dirty``, which bumps its version.
+        is_new: whether ``x`` was just made, and so is known to be dense and alone in its storage.
     """
     if not is_new:
         if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense or x.is_neg() or x.is_conj():
             return
         storage = x.untyped_storage()
         if storage.nbytes() != x.numel() * x.itemsize:
-            return  # others are in the storage
+            return  # the storage has other tensors
         if EXPOSED in storage.__dict__:
             return
         address = storage._cdata
         for kept in tensors:
             if storage_address(kept) == address:
-                return  # it would live for ever
+                return  # a cycle: the storage would never be freed
     x.untyped_storage().__dict__[_KNOWN] = (
         *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
         *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
@@ -294,7 +286,7 @@ def register(
 
 
 def is_marked(x: Tensor) -> bool:
-    """Return whether something was known of a tensor, be it of an earlier version."""
+    """Return whether a tensor has an entry, possibly of an earlier version."""
     try:
         return _KNOWN in x.untyped_storage().__dict__
     except (NotImplementedError, RuntimeError):  # no storage
@@ -302,12 +294,12 @@ def is_marked(x: Tensor) -> bool:
 
 
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
-    """Return the registered saved form of ``x``, or of the tensor that it views; None if there is none.
+    """Return the registered saved form of ``x``, or of the tensor that it views, or None.
 
-    Not if a scale or a weight that it was computed from has changed since. The settings are those of the region that
-    reads it, whose own error a derived tensor's may take the place of; None where ``x`` must be known without a loss.
-    A tensor derived from packed ones is known only in the scope, the checkpoint, in which it was computed: a checkpoint
-    that recomputes finds the same as in its forward pass.
+    None if a scale or weight that it was computed from has changed since. ``settings`` are the reading region's, whose
+    own error a derived tensor's may replace; None if ``x`` must be known without a loss. A tensor derived from packed
+    ones is known only in the scope (checkpoint) in which it was computed: recomputation then finds the same entries as
+    the checkpoint's forward.
     """
     try:
         entry: _Entry | None = x.untyped_storage().__dict__.get(_KNOWN)
@@ -322,11 +314,11 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
         for kept, version in zip(tensors, versions, strict=True):
             if kept._version != version:
                 return None
-    except RuntimeError:  # inference tensors have no version
+    except RuntimeError:  # inference tensors have no version counter
         if versions != versions_of(tensors):
             return None
     if quality.cost and not x.requires_grad:
-        return None  # weights of the layer that computes it may change before a reader that is detached from it runs
+        return None  # the weights of the layer that computes it may change before a detached reader runs
     if quality.quantizer is not None or quality.cost:
         if settings is None or own_scope is not scope or not quality.serves(settings):
             return None
@@ -336,6 +328,6 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
 
 
 def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
-    """Return the saved form of ``x``, a view, at this offset, of a tensor of which ``base`` is the saved form."""
+    """Return the saved form of ``x``, a view at this offset of the tensor that ``base`` saves."""
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)

@@ -1,16 +1,15 @@
-"""Outputs of layers that are recomputed in backward, from their known input and the weight.
+"""Recompute layer outputs in backward from the saved input and the weight.
 
-The output of a convolution or a linear layer is a function of its input, which is packed or derives from packed
-tensors, and of a weight, which is there anyway. Where an element of it costs few multiplications
-(``BackwardSettings.recompute``), readers of the output in backward run the layer again on the decoded input, and the
-output is not stored. The layer is linear, so that an unbiased input gives an unbiased output, and independent errors
-of elements have about the same size relative to all of the output behind it, though not relative to a deviation that is
-small beside the mean. The gradient of the layer's weight multiplies the input by values computed from the output,
-whose errors are those of the input: a bias of the order of their variance, as that of curved functions, so that the
-input must have as many bits (``derive_min_bits``).
+The output of a convolution or linear layer is a function of its input, which is packed or derives from packed
+tensors, and of a weight, which is in memory anyway. If it costs few multiplications per element
+(``BackwardSettings.recompute``), ops that read it in backward run the layer again on the decoded input, and the output
+is not saved. The layer is linear, so an unbiased input gives an unbiased output, and independent errors keep about
+their size relative to the whole output, but not relative to a deviation that is small against the mean. The gradient of
+the layer's weight multiplies the input by values computed from the output, which carry the input's errors: a bias of
+the order of their variance, as for nonlinear functions, so the input needs as many bits (``derive_min_bits``).
 
-Several ops read one output: the norm behind the layer, the activation function, the next layer. It is computed for the
-first of them and held until the last one has run (``held_outputs``).
+Several ops read one output: the norm behind the layer, the activation function, the next layer. The first one computes
+it, and it is held until the last one has run (``held_outputs``).
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ from brevact.private_names.of_torch import (
 )
 from brevact.quantizers import PointFunction, multiply_by_function
 
-#: Layers that are recomputed one after the other, before one is packed: all of them are held at once.
+#: Most layers recomputed one after the other before one is packed: all of them are held at once.
 MOST_NESTED = 4
 
-#: Multiplications an element (``recompute=``) from which on bytes count for more than time.
+#: Multiplications per element (``recompute=``) from which on bytes count for more than time.
 DEEP = 4096
 
-#: Tensors that a longer chain is computed from, where the next one begins: each reader saves all of them.
+#: Most source tensors of a longer chain before the next one begins: each reader saves all of them.
 MOST_TENSORS = 128
 
-#: Layers of a longer chain that no sum interrupts: each one may enlarge the error of the packed tensor.
+#: Most layers of a longer chain without a sum between them: each one may amplify the packed tensor's error.
 MOST_WITHOUT_SUM = 10
 
-#: Layers of any longer chain: to decode the last one takes ten nested calls of Python for each of them.
+#: Most layers of any longer chain: decoding the last one takes ten nested Python calls per layer.
 MOST_CHAINED = 36
 
-#: Elements that a convolution over some samples at a time reads or writes in one call of ATen.
+#: Elements per ATen call of a convolution that runs over a few samples at a time.
 _NUMEL_OF_CALL = 1 << 18
 
 #: A layer as a function of its input, its weight and its bias.
@@ -77,20 +76,20 @@ class WithOptions(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerOutput(HeldOutput):
-    """Decoder of the output of a layer; its tensors are a token, those of the input and the weight, and the bias.
+    """Decoder of a layer output; its tensors are a token, those of the input and the weight, and the bias.
 
     Args:
         layer: the layer.
-        source: decoder of the input, and the number of its tensors, each of which is kept once.
-        weight: decoder of the weight, and the number of its tensors.
+        source: the input's decoder, and the number of distinct tensors that are saved for it.
+        weight: the weight's decoder, and the number of its tensors.
         shape: of the output.
         stride: of the output.
         dtype: of the output, in which the layer has run.
         lasts: whether the next training step finds the same object.
         depth: layers that are computed for the output, one after the other, this one included.
-        quality: of the output: that of the input.
-        lingers: whether it is held for readers that come much later.
-        places: of the tensors of the input, among those that are kept; None for those in order.
+        quality: the input's quality.
+        lingers: whether the output is held for readers that come much later.
+        places: indices of the input's tensors among the distinct saved ones; None for those in order.
     """
 
     layer: Layer
@@ -123,18 +122,17 @@ class LayerOutput(HeldOutput):
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return the saved form of the input."""
         decoder, count = self.source
         kept = tensors[1 : 1 + count]
         return kept if self.places is None else tuple([kept[place] for place in self.places]), decoder
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows of the output are functions of the rows of the input, as of a linear layer."""
+        """Whether each output row is a function of the same input row, as in a linear layer."""
         return not isinstance(self.layer, WithOptions) and is_contiguous(self.shape, self.stride)
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
-        """Return a function that computes rows of the output, from the first to before the last."""
+        """Return a function that computes the output rows from ``start`` to before ``stop``."""
         with torch.no_grad(), _without_autocast(tensors[0].device):
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
@@ -168,21 +166,21 @@ class LayerOutput(HeldOutput):
         with DisableTorchFunction():
             if isinstance(self.layer, WithOptions) and x.is_cpu and 2 * step <= samples == x.shape[0]:
                 out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-                for start in range(0, samples, step):  # of all samples at once ATen would make a second copy
+                for start in range(0, samples, step):  # ATen would make a second copy of all samples at once
                     out[start : start + step] = self.layer(x[start : start + step], weight, bias)
                 return out
             out = self.layer(x, weight, bias)
             out = with_strides(out, self.stride)
-            return out.data if out._is_view() else out  # a view would hold another tensor of its memory
+            return out.data if out._is_view() else out  # a view would hold its base
 
 
 def samples_of_call(shape: Sequence[int]) -> int:
-    """Return the number of samples of a tensor that a convolution over some samples at a time takes in one call."""
+    """Return how many samples of a tensor a convolution over a few samples at a time takes per call."""
     return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Let ops run in the types of their tensors. Torch knows no autocast of some devices, as of "meta"."""
+    """Run ops in the dtypes of their tensors. Torch has no autocast for some devices, such as "meta"."""
     return torch.autocast(device.type, enabled=False) if is_any_autocast_enabled() else nullcontext()
 
 
@@ -190,7 +188,7 @@ _layer_output = one_object_each(LayerOutput)
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor of these strides lies in memory row after row."""
+    """Return whether a tensor with these strides is contiguous."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1:
@@ -201,14 +199,14 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_output(decoder: Decoder) -> bool:
-    """Return whether a decoder gives back the output of a layer, or a view of it."""
+    """Return whether a decoder decodes a layer output, or a view of one."""
     return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, HeldOutput)
 
 
 def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
-    """Return a function that computes rows, (start, stop) -> (stop - start, C), of the output of a linear layer.
+    """Return a function that computes rows, (start, stop) -> (stop - start, C), of a linear layer's output.
 
-    None for other decoders, and where somebody has computed the output as a whole.
+    None for other decoders, and if the whole output has been computed already.
     """
     whole = decoder.decoder if isinstance(decoder, View) else decoder
     if not isinstance(whole, LayerOutput) or not whole.has_rows or is_held(tensors[0]):
@@ -222,9 +220,9 @@ def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int
 
 
 def serves_norms(decoder: Decoder) -> bool:
-    """Return whether norms may read a decoder's tensor in place of normalized values of their own.
+    """Return whether norms may read a decoder's tensor in place of their own normalized values.
 
-    That is without a loss, or has the relative error of the input of a layer; the norm keeps its exact statistics.
+    It is lossless, or has the relative error of a layer's input; the norm saves its exact statistics.
     """
     return decoder.quality.is_exact or is_output(decoder)
 
@@ -232,16 +230,9 @@ def serves_norms(decoder: Decoder) -> bool:
 def remember_output(
     region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
 ) -> None:
-    """Remember that the output of a layer, which has run, can be recomputed.
+    """Record that ``out`` is ``layer(input, weight, bias)``, so that backward can recompute it.
 
-    Args:
-        region: in which it ran.
-        layer: computes it of its input, its weight and its bias.
-        input: its input, which the region keeps if the weight trains.
-        weight: its weight.
-        bias: its bias.
-        out: its output.
-        cost: multiplications and additions that an element of it takes.
+    The region saves ``input`` if the weight trains. ``cost`` is in multiplications and additions per output element.
     """
     if not 0 < cost <= region.recompute or not can_recompute(cast("EagerKeeper", region), out):
         return
@@ -280,7 +271,7 @@ def remember_output(
 
 
 def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...] | None]:
-    """Return the distinct tensors, and the place of each of the given ones among them; None where all are distinct."""
+    """Return the distinct tensors, and each given tensor's index among them; None if all are distinct."""
     places: dict[int, int] = {}
     found = tuple([places.setdefault(id(x), len(places)) for x in tensors])
     if len(places) == len(tensors):
@@ -290,14 +281,14 @@ def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[i
 
 
 def goes_deep(region: Keeper) -> bool:
-    """Return whether chains of layers go on through narrow ones: bytes count there for more than time."""
+    """Return whether chains of layers go on through narrow ones, since bytes count for more than time."""
     return region.recompute >= DEEP
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:
     """Return how many layers may be computed one after the other for an output.
 
-    Those that are no larger than the input leave room for wider ones that follow: a chain is to end where it is narrow.
+    Outputs no larger than the input leave room for wider layers that follow: a chain should end where it is narrow.
     """
     if out.numel() > input.numel():
         return MOST_NESTED
@@ -305,17 +296,16 @@ def _most_nested(input: Tensor, out: Tensor) -> int:
 
 
 def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
-    """Return whether the input of a layer is large, and computed from outputs that are held meanwhile.
+    """Return whether a layer's input is large, and computed from outputs that are held meanwhile.
 
-    The layer then computes the gradient of its weight first, and gives the input back before that of the input takes
-    its place.
+    The layer then computes its weight's gradient first, and frees the input before it computes the input's gradient.
     """
     known = region.find_known(input) if input.numel() > MOST_HELD and is_tracked(input) else None
     return known is not None and known[1].depth > 0
 
 
 def can_recompute(region: EagerKeeper, out: Tensor) -> bool:
-    """Return whether a region recomputes an output: one of floating-point numbers."""
+    """Return whether a region recomputes layer outputs, and this one is floating-point."""
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:
         return False

@@ -1,4 +1,4 @@
-"""Functions of libraries that somebody has looked at: their saved tensors may be packed without a rule."""
+"""Functions of other libraries whose gradients have been checked: their saved tensors may be packed without a rule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Gradient(enum.Enum):
     SMOOTH = "a smooth curve of the input, which is saved: the bias Var f'' / 2 of what derives from a packed tensor"
 
     def may_pack(self, settings: BackwardSettings) -> bool:
-        """Return whether the Function's saved tensors may be packed: a curve's input from ``derive_min_bits`` on."""
+        # a smooth function's input from ``derive_min_bits`` on
         return self is not Gradient.SMOOTH or settings.derives_curved or settings.is_lossless
 
 
-#: By the path of the Function; ``tests/autograd/test_other_code.py`` has a test of each.
+#: By the Function's path; ``tests/autograd/test_other_code.py`` tests each one.
 LIBRARY_FUNCTIONS: dict[str, Gradient] = {
     "torch.nn.modules._functions.SyncBatchNorm": Gradient.LINEAR,
     "timm.layers.activations_me.SwishAutoFn": Gradient.SMOOTH,

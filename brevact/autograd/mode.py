@@ -1,4 +1,4 @@
-"""The way of every torch function through an eager region: to its counterpart, or to torch with hooks around it."""
+"""Dispatch each torch function in an eager region: to its counterpart, or to torch under the region's hooks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def packing_region() -> Any:
-    """Return the region in which the caller runs, if its Functions store packed tensors; None in a traced graph."""
+    """Return the caller's region, if its Functions save packed tensors; None in a traced graph."""
     if _is_compiling() or not active.regions or not _is_grad_enabled() or frame_callback() is not None:
         return None
     region = active.regions[-1]
@@ -61,7 +61,7 @@ def packing_region() -> Any:
 
 
 class EagerMode(compiled_mode.RegionMode):
-    """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
+    """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
     @compiled_mode.skipped_by_dynamo
     def __torch_function__(
@@ -102,7 +102,7 @@ class EagerMode(compiled_mode.RegionMode):
             return func(*args, **kwargs) if result is None else result
         region = regions[-1]
         if not is_torch_function_on() and row.takes_tensors and not is_in_algorithm(sys._getframe(1)):
-            given: list[tuple[Tensor, Tensor]] = []  # in the rule of a subclass, whose tensors are stored as tensors
+            given: list[tuple[Tensor, Tensor]] = []  # in a subclass's rule: its tensors are saved as plain tensors
             args, kwargs = as_tensors((args, kwargs), given)
             if given:
                 return as_given(self.__torch_function__(func, (), args, kwargs), given)
@@ -112,14 +112,13 @@ class EagerMode(compiled_mode.RegionMode):
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
                     return self.__torch_function__(func, types, args, kwargs)
-            if func is F.multi_head_attention_forward and row.handler is not None:  # whose ops may have others
+            if func is F.multi_head_attention_forward and row.handler is not None:  # its ops may have rules
                 return row.handler(region, func, *args, **kwargs)
         if row.is_backward and not (region.packs and region.settings.double_backward):
             return _run_backward(region, func, args, kwargs)
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.NO_QUANTIZER)
-        # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
-        # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
+        # Hooks entered inside the region: a checkpointed function saves nothing, and is recomputed outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
             return _run_unpacked(region, row, func, args, kwargs)
         if is_transformed():
@@ -131,7 +130,7 @@ class EagerMode(compiled_mode.RegionMode):
 
 
 def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
-    """Run a function where the region packs: by its counterpart, or by torch, whose saved tensors the hooks keep."""
+    """Run a function by its counterpart, or by torch, whose saved tensors the hooks pack."""
     is_inside = is_in_algorithm(caller)
     operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
     if row.picks_extremes:
@@ -139,7 +138,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     if row.handler is not None:
         if not is_alive(caller):
             return func(*args, **kwargs)
-        is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # gradients have strides that torch knows
+        is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # torch knows its gradients' strides
         is_of_weights = row.is_norm and region.makes_weight(row, tensors_of_call(args, kwargs))
         if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row.handler, region, func, args, kwargs)
@@ -191,7 +190,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
 
 
 def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function where the region packs nothing, by torch; norms may go on with rounded values there, too."""
+    """Run a function by torch where the region packs nothing; norms may still continue with rounded values."""
     makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs), kwargs.get("out"))
     if region.rounds_norms and row.rounds_forward and not makes_weight:
         check_rounding()
@@ -203,7 +202,7 @@ def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: di
 
 
 def _run_backward(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass as after the region: its mode is gone there, and checkpoints recompute in their regions."""
+    """Run a backward pass as if after the region: without its mode, and checkpoints recompute in their regions."""
     if not is_alive(sys._getframe(1)):
         return func(*args, **kwargs)
     regions, active.regions = active.regions, []
@@ -212,7 +211,7 @@ def _run_backward(region: Any, func: Callable, args: tuple, kwargs: dict[str, An
             try:
                 return func(*args, **kwargs)
             finally:
-                leave_abandoned(sys._getframe())  # what an interrupt has ended, before the hooks are there again
+                leave_abandoned(sys._getframe())  # forwards that an interrupt ended, before the hooks are back
     finally:
         active.regions = regions
 
@@ -232,8 +231,8 @@ def _track(
 ) -> None:
     """Record the result of a call that is pointwise, moves elements or takes means, as a function of its arguments.
 
-    A result that is a view of a known argument is known already. ``tensors`` are the tensors among the arguments. If
-    the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
+    A view of a known argument is known already. ``tensors`` are the tensor arguments. If the call may overwrite an
+    argument, ``operands`` are the arguments' saved forms from before the call.
     """
     if row.is_pointwise:
         track_distinct(region, args, tensors, result)
@@ -243,7 +242,7 @@ def _track(
         carry(tensors, result)
     if row.kind is None:
         return
-    # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
+    # A new result is known only if the counterpart recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.kind in (Kind.SUM, Kind.BILINEAR):
         offer_again(func, args, kwargs, result)
@@ -264,9 +263,9 @@ def _track(
 
 
 def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a norm where a region packs nothing: it goes on with rounded values there, too."""
+    """Run a norm that continues with rounded values though the region packs nothing."""
     if row.handler is not None and is_alive(sys._getframe(3)):
-        push_hooks(*region.hooks.pair)  # on top, where a Function of ours takes them off: others inside stay in force
+        push_hooks(*region.hooks.pair)  # on top, where our Function pops them: others inside stay in force
         try:
             result = run_counterpart(row.handler, region, func, args, kwargs)
         finally:
@@ -277,5 +276,5 @@ def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs:
 
 
 def _frozen_weight_shapes(region: Any, tensors: list[Tensor]) -> frozenset[tuple[int, ...]]:
-    """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
+    """Sizes of the argument weights without gradient: autocast may save anonymous copies of these."""
     return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))

@@ -1,8 +1,8 @@
-"""Ops that move the elements of forward-quantized tensors without changing them: their results are known, too.
+"""Track the results of ops that move the elements of forward-quantized tensors without changing them.
 
-Concatenation, padding, copies in another order, repetition: the kept codes of the sources, and the op itself run again
-when backward asks, give the values back, at no byte more. Maximum pooling returns fewer elements than it reads: their
-codes are picked out (:func:`track_pooled_codes`).
+For concatenation, padding, reordered copies and repetition, backward decodes the sources' codes and runs the op again,
+at no additional byte. Maximum pooling returns fewer elements than it reads: their codes are picked out
+(:func:`track_pooled_codes`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from brevact.quantizers import Layout, pack_codes, unpack_codes
 class _Moved(Decoder):
     """Decoder of the result of an op that moved known tensors.
 
-    In the leaves of its arguments, whose structure is ``spec``, an index stands in place of each tensor that is
-    decoded. Its sources are, for each of those, the end of its tensors among the saved ones, and its decoder.
+    ``leaves`` are the op's flattened arguments, of structure ``spec``, with a ``_Source`` for each decoded tensor.
+    ``sources`` has for each of those the end of its tensors among the saved ones, and its decoder.
     """
 
     func: Callable[..., Tensor]
@@ -43,7 +43,6 @@ class _Moved(Decoder):
         return self.applied(decoded)
 
     def applied(self, sources: list[Tensor]) -> Tensor:
-        """Apply the op."""
         leaves = [sources[leaf.place] if type(leaf) is _Source else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         with torch.no_grad():
@@ -58,9 +57,9 @@ class _Source(NamedTuple):
 
 
 def track_moved_codes(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-    """Register how the result of an op that moves elements is decoded, if the op's arguments are known tensors.
+    """Register how the result of an op that moves elements is decoded, if its tensor arguments are known.
 
-    A result that is a view of an argument is known already.
+    A view of an argument is known already.
     """
     if type(result) is not Tensor or known_values.find(result) is not None:
         return
@@ -81,18 +80,18 @@ def track_moved_codes(func: Callable, args: tuple, kwargs: dict[str, Any], resul
 
 
 def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
-    """Remember the codes of the elements of a known tensor that pooling has picked.
+    """Register the codes of the elements that pooling has picked from a known tensor.
 
-    The indices have the shape of the result, and are flat ones into the ``rank`` last dimensions of the input.
+    ``index`` has the result's shape and is flat over the input's last ``rank`` dimensions.
     """
     known = known_values.find(input)
     found = None if known is None else _codes_of(*known)
-    if known is None or found is None or len(known[0]) > 3:  # a mask of NaN, which is not picked from
+    if known is None or found is None or len(known[0]) > 3:  # with a NaN mask, which is not picked from
         return
     (_, zero_point, scale), (codes, integers) = known[0], found
     for x in (zero_point, scale):
         if x.numel() != 1 and not (known[1] is integers and x.dim() == input.dim() and x.shape[-rank:].numel() == 1):
-            return  # groups of a map have scales of their own
+            return  # groups of a map have their own scales
     picked = torch.empty_like(out, dtype=torch.uint8)
     picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
     layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
@@ -101,7 +100,7 @@ def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> 
 
 
 def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, known_values.IntegerCodes] | None:
-    """Return the codes of a known tensor in its shape, and the decoder of the codes; None for one without codes."""
+    """Return a known tensor's codes in its shape, and their decoder; None if it has no codes."""
     if isinstance(decoder, known_values.IntegerCodes):
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder

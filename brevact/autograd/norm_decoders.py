@@ -1,4 +1,4 @@
-"""Decoders of the inputs and outputs of norms: packed normalized values, and affine functions of them."""
+"""Decoders of norm inputs and outputs: packed normalized values, and affine functions of them."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from brevact.quantizers import (
 from brevact.quantizers.normalizing_plans import NormalizedPlan
 from brevact.quantizers.point_functions import decode_through_plan
 
-#: Input of a norm, or the input less its means, and the means and statistics that belong to it.
+#: A norm's input, or input minus means, with its means and spreads.
 WithStatistics = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Alignment(Hashable, Protocol):
-    """How the statistics and the weights of a norm belong to the elements of its input."""
+    """How a norm's statistics and weights map to the elements of its input."""
 
     def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape one number a group so that it broadcasts over a tensor of this shape."""
+        """Reshape one number per group so that it broadcasts over a tensor of this shape."""
 
     def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+        """Reshape a weight or bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
 
     def inverse(self, spread: Tensor) -> Tensor:
-        """Return the inverse deviations, in float32 or more, of the numbers that the norm keeps for them."""
+        """Return the inverse deviations, in float32 or wider, from the spreads that the norm saves."""
 
 
 def aligned(
     alignment: Alignment, mean: Tensor | None, spread: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the mean and the inverse deviations of a norm, shaped to broadcast over its input."""
+    """Return a norm's mean and inverse deviations, reshaped to broadcast over its input."""
     mean = None if mean is None else alignment.align(mean, shape)
     return mean, alignment.align(alignment.inverse(spread), shape)
 
 
 class Unpacked(Decoder):
-    """Decoder of a norm's input that is saved without a loss; its last tensors are the norm's statistics."""
+    """Decoder of a losslessly saved norm input; its last tensors are the norm's statistics."""
 
     __slots__ = ("_decoder", "statistics")
     statistics: int
@@ -70,7 +70,6 @@ class Unpacked(Decoder):
         return self._decoder.decode(tensors[: -self.statistics])
 
     def without_statistics(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return the saved form of the input alone."""
         return tensors[: -self.statistics], self._decoder
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
@@ -82,9 +81,9 @@ class Unpacked(Decoder):
 
 
 class Centred(Decoder):
-    """Decoder of a norm's input less its means, from normalized values that are packed, or are to be.
+    """Decoder of a norm's input minus its means, from normalized values that are packed now or in backward.
 
-    Its last tensors are the ``statistics`` of the norm.
+    Its last tensors are the norm's ``statistics``.
     """
 
     __slots__ = ("_alignment", "_dtype", "statistics")
@@ -93,7 +92,7 @@ class Centred(Decoder):
     _dtype: torch.dtype
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        """Return the normalized values, packed."""
+        """Return the packed normalized values."""
         raise NotImplementedError
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
@@ -113,7 +112,6 @@ class Centred(Decoder):
         return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the normalized values."""
         return self.packed(tensors).dequantize()
 
     def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -122,7 +120,7 @@ class Centred(Decoder):
 
 
 class PackedDecoder(Centred):
-    """Decoder of packed normalized values; its tensors are codes and the spread."""
+    """Decoder of packed normalized values; its tensors are the codes and the spread."""
 
     __slots__ = ("_spec", "quality")
     quality: Quality
@@ -142,7 +140,7 @@ class PackedDecoder(Centred):
         return PackedActivation(self._spec, tensors[0])
 
     def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return them by one more dimension: a compiler that saw the same op in backward would keep its result."""
+        """Decode with one more dimension: a compiler that saw the same op in backward would save its result."""
         layout = self._spec.layout
         longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
         return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
@@ -152,7 +150,7 @@ class PackedDecoder(Centred):
 
 
 class PackedOnBackward(Centred):
-    """Decoder of an input at full precision; its tensors are the input, a seed on a device, and the statistics."""
+    """Decoder of a full-precision input; its tensors are the input, a seed if it is on a device, and the statistics."""
 
     __slots__ = ("_quantizer", "_seed")
     lasts = False
@@ -178,22 +176,14 @@ class PackedOnBackward(Centred):
         return quantize_normalized(self._quantizer, tensors[0], *statistics, seed)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # may be symbolic
 
 
 class OutputDecoder(Decoder):
-    """Decoder of the output of a norm, x^ * weight + bias; its tensors are those of x^, the weight and the bias.
+    """Decoder of a norm's output, x^ * weight + bias; its tensors are those of x^, the weight and the bias.
 
-    Where a plan packed x^, and there is a weight, the plan decodes, in fewer calls.
-
-    Args:
-        alignment: of the weight and the bias.
-        source: decodes x^.
-        count: number of its tensors.
-        has: whether there are a weight and a bias.
-        shape: of the output.
-        dtype: of the output.
-        plan: of x^.
+    ``source`` decodes x^ from the first ``count`` tensors; ``has`` says whether there are a weight and a bias. If a
+    plan packed x^, and there is a weight, the plan decodes, in fewer calls.
     """
 
     __slots__ = ("_numel", "alignment", "count", "dtype", "has", "lasts", "plan", "quality", "shape", "source")
@@ -231,24 +221,20 @@ class OutputDecoder(Decoder):
         return self.plan.decode_affine(tensors[0], tensors[1], tensors[2] if self.has[1] else None)
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return whether the decoded tensor is held for other readers."""
         return may_be_held(self._numel, tensors[0])
 
     @property
     def is_affine(self) -> bool:
-        """Whether packed values are multiplied by weights, as :meth:`decode_in_one_pass` does."""
+        """Whether packed values are multiplied by a weight, as :meth:`decode_in_one_pass` does."""
         return self.has[0] and isinstance(self.source, PackedDecoder)
 
     def decode_in_one_pass(
         self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
     ) -> Tensor | None:
-        """Return the output, plus a tensor, times a mask; None where that takes more than one pass.
+        """Return (output + addend) * mask; None if that takes more than one pass.
 
-        Args:
-            tensors: those of the decoder.
-            addend: tensor to add, whose memory the result takes if it ``overwrites``.
-            mask: the packed mask, of a tensor in the memory order of the output.
-            overwrites: see ``addend``.
+        If it ``overwrites``, the result takes the memory of ``addend``. The packed ``mask`` is in the output's memory
+        order.
         """
         if self.plan is not None and (addend is None or self.plan.matches(addend)):
             shift = tensors[2] if self.has[1] else None
@@ -273,7 +259,7 @@ class OutputDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Decoder):
-    """Decoder of zeros, for which nothing is kept."""
+    """Decoder of zeros, for which nothing is saved."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -281,7 +267,6 @@ class Zeros(Decoder):
 
     @staticmethod
     def like(x: Tensor) -> Zeros:
-        """Return the decoder of zeros of the sizes of ``x``."""
         return Zeros(x.shape, x.dtype, x.device)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -299,7 +284,7 @@ output_decoder = one_object_each(OutputDecoder)
 
 
 def normalized_early(kept: Saved) -> Tensor:
-    """Decode in the forward pass the normalized values that are kept for backward, for the caller to overwrite."""
+    """Decode, in the forward pass, the normalized values that are saved for backward; the caller may overwrite them."""
     tensors, decoder = kept
     assert isinstance(decoder, Centred)
     return (decoder.normalized_in_graph if is_traced(tensors[0]) else decoder.normalized)(tensors)

@@ -1,7 +1,7 @@
 """Outputs of norms whose input is recomputed in backward: affine functions of it, with the exact statistics.
 
-Of a norm with one mean and one deviation a channel, the summands are computed in the forward pass, and functions of
-the output are applied to some samples at a time, so that the output itself is nowhere as a whole.
+For a norm with one mean and deviation per channel, the forward pass computes the shifts, and functions of the output
+are applied to a few samples at a time, so that the whole output is never in memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,15 @@ from brevact.autograd.storages import LONE
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction
 
-#: Elements to which a norm is applied at once: they stay in a cache of the CPU. A GPU takes all of them.
+#: Elements to which a norm is applied at once: they stay in a CPU cache. A GPU takes all elements.
 _NUMEL_IN_CACHE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _NormOutput(Decoder):
-    """Decoder of the output of a norm; the first of its tensors are those of the input.
+    """Decoder of a norm's output; its first tensors are the input's.
 
-    Args:
-        source: decoder of the input, and the number of its tensors.
-        alignment: of the statistics, the weight and the bias.
-        has: which of the other tensors there are.
-        shape: of the output.
-        stride: of the output.
-        dtype: of the output.
+    ``source`` is the input's decoder and the number of its tensors; ``has`` says which of the other tensors there are.
     """
 
     source: tuple[Decoder, int]
@@ -67,7 +61,6 @@ class _NormOutput(Decoder):
         return self.source[0].layers_without_sum
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return the saved form of the input."""
         decoder, count = self.source
         return tensors[:count], decoder
 
@@ -75,12 +68,11 @@ class _NormOutput(Decoder):
         return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
 
     def _finished(self, out: Tensor) -> Tensor:
-        """Return the output in its type and strides."""
         return with_strides(out.to(self.dtype), self.stride)
 
 
 class NormOutputAgain(_NormOutput):
-    """Its other tensors are the inverse deviations, and the means, the weight and the bias where there are some."""
+    """Its other tensors are the spread, and the mean, the weight and the bias if there are any."""
 
     __slots__ = ()
 
@@ -108,9 +100,9 @@ class NormOutputAgain(_NormOutput):
 
 
 class ChannelsAgain(_NormOutput):
-    """Decoder of the output of a norm of channels: the (N, C, ...) input times (C,) factors, plus (C,) shifts.
+    """Decoder of a channel norm's output: the (N, C, ...) input times (C,) factors, plus (C,) shifts.
 
-    Its other tensors are the inverse deviations, the shifts, and the weight if there is one.
+    Its other tensors are the spread, the shifts, and the weight if there is one.
     """
 
     __slots__ = ()
@@ -136,7 +128,7 @@ class ChannelsAgain(_NormOutput):
         return may_be_held(math.prod(self.shape), tensors[0])
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input, and the factors and the summands of its channels."""
+        """Return the input, and its channels' factors and shifts."""
         kept, decoder = self.input_of(tensors)
         spread, shift, *weight = tensors[len(kept) :]
         with torch.no_grad():
@@ -168,7 +160,7 @@ class ChannelsAgain(_NormOutput):
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """x * scale + shift, by the kernel of batch norm in eval mode: a quarter of the time of ``addcmul``."""
+    """x * scale + shift, by batch norm's eval kernel: a quarter of the time of ``addcmul``."""
     mean, var = _of_none(scale.numel(), scale.dtype, scale.device)
     return torch.batch_norm(x, scale, shift, mean, var, False, 0.0, 0.0, False)
 
@@ -185,7 +177,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 def recomputed_output(
     norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
-    """Return the output of a norm as a function of its recomputed input; None where the input is not recomputed."""
+    """Return a norm's output as a function of its recomputed input; None if the input is not recomputed."""
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):
         tensors, decoder = decoder.without_statistics(tensors)

@@ -1,9 +1,9 @@
-"""How the input of a norm is kept: its normalized values x^ = (x - mean) * invstd, packed.
+"""Save a norm's input as packed normalized values x^ = (x - mean) * invstd.
 
-A bucket may lie in several rows or channels whose scales differ by orders of magnitude; the gradient multiplies the
-error of an element by its own group's 1/sigma. Normalized values have one scale everywhere. Of the statistics, which
-the gradient needs, the inverse deviations are kept beside the codes: it reads x less its means as well as x.
-An input that is known without a loss, or too small to pack, is saved as by other ops.
+A bucket may span several rows or channels whose scales differ by orders of magnitude; the gradient multiplies an
+element's error by its own group's 1/sigma. Normalized values have one scale everywhere. Of the statistics that the
+gradient needs, only the spreads are saved beside the codes: the gradient can read x minus its means in place of x.
+An input that is known losslessly, or too small to pack, is saved as by other ops.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ class Normalizer(Protocol):
 
     @property
     def key(self) -> Hashable | None:
-        """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
+        """Equal for norms that normalize a tensor to the same values; None for those with their own statistics."""
 
     @property
     def alignment(self) -> Alignment:
-        """How its statistics and weights belong to the elements of its input."""
+        """How its statistics and weights map to the elements of its input."""
 
 
 class NormInput(NamedTuple):
-    """The input of a norm that is about to be kept, with one mean and one spread (the norm's own form of
-    deviations) a group.
+    """A norm's input to save, with one mean and one spread (the norm's own form of deviation) per group.
 
-    The mean is None for norms without means, and the dtype is that in which the input is read in backward. Where it is
-    ``alone``, and kept without a loss, it is kept without its statistics, which somebody else keeps.
+    ``mean`` is None for norms without means; ``dtype`` is that in which backward reads the input. If ``alone``, and
+    saved losslessly, the input is saved without its statistics, which somebody else saves.
     """
 
     norm: Normalizer
@@ -63,27 +62,25 @@ class NormInput(NamedTuple):
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
-        """Mean, if there is one, and spread."""
         return (self.spread,) if self.mean is None else (self.mean, self.spread)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return the normalized input."""
         return normalize(x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape))
 
     def unpacked(self, kept: Saved) -> Saved:
-        """Keep the statistics beside an input that is kept without a loss, unless somebody else does."""
+        """Save the statistics beside a losslessly saved input, unless somebody else does."""
         tensors, decoder = kept
         if self.alone:
             return kept
         return (*tensors, *self.statistics), Unpacked(decoder, len(self.statistics))
 
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
-        """Keep the input packed; without its means, which are not asked for."""
+        """Pack the input; its means are not saved, since backward does not read them."""
         packed = quantize_normalized(quantizer, x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape), seed)
         return (packed.buffer, self.spread), packed_decoder(self.norm.alignment, packed.spec, self.dtype)
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
-        """Keep the input at full precision, to be packed when backward starts."""
+        """Save the input in full precision, to be packed when backward starts."""
         seeds = (seed,) if isinstance(seed, Tensor) else ()
         decoder = PackedOnBackward(
             self.norm.alignment, quantizer, None if seeds else seed, self.dtype, len(self.statistics)
@@ -94,12 +91,12 @@ class NormInput(NamedTuple):
 def output_of(
     alignment: Alignment, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
-    """Keep the output of a norm as an affine function of its normalized input; None where that is not packed."""
+    """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None
     if not is_traced(out) and decoder.stride(tensors) != out.stride():
-        return None  # it would be decoded in another order of memory
+        return None  # it would be decoded in another memory order
     sources = decoder.sources(tensors)
     affine = tuple(as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
@@ -108,11 +105,11 @@ def output_of(
 
 
 def as_now(x: Tensor, is_weight: bool) -> Tensor:
-    """Return a weight or a bias as it is now: in a copy, since plain PyTorch allows a bias to change before backward.
+    """Copy a bias, since plain PyTorch allows it to change before backward.
 
-    A weight may not, as PyTorch keeps it for backward itself. Where processes share parameters (FSDP), their memory is
-    freed between the passes.
+    A weight may not change, as PyTorch saves it for backward itself. It is copied in distributed training alone: where
+    processes share parameters (FSDP), their memory is freed between the passes.
     """
     if is_traced(x) or (is_weight and not is_distributed()):
         return x.detach()
-    return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # a call less in a Function
+    return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # one call less in a Function

@@ -1,7 +1,7 @@
-"""Names of ops, by which rules tell torch functions apart: functions of one name mean the same op.
+"""Names of ops in rules. Functions of one op share a counterpart, or a name apart from affixes.
 
-They have one counterpart, or one name but for prefixes and suffixes: ``torch.matmul``,
-``Tensor.__matmul__`` and ``torch.bmm``; ``F.sigmoid``, ``torch.special.expit`` and ``Tensor.sigmoid_``.
+Examples: ``torch.matmul``, ``Tensor.__matmul__`` and ``torch.bmm``;
+``F.sigmoid``, ``torch.special.expit`` and ``Tensor.sigmoid_``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUILTIN = (
 
 
 def _stores(rows: list[Op]) -> bool:
-    """Whether a rule changes the tensors that a function stores: its counterpart, or hooks, may pack some."""
+    """Whether a rule changes the tensors that a function saves: its counterpart, or hooks, may pack some."""
     if all(row.stored is not None and row.stored.kept == NOTHING for row in rows if row.handler):
         if any(row.handler for row in rows):
             return False
@@ -33,7 +33,7 @@ def _stores(rows: list[Op]) -> bool:
 
 
 def _plain_name(func: Callable) -> str:
-    """The name of a function without the marks of operators, of functions in place, and of ``torch.linalg``."""
+    """A function's name without the affixes of operators, in-place functions and ``torch.linalg``."""
     name = func.__name__
     operator = re.fullmatch(r"__[ir]?(matmul|mul|pow|(?:true)?div)__", name)
     if operator:
@@ -47,7 +47,7 @@ def _named() -> dict[Callable, str]:
         for func in op.functions:
             rows.setdefault(func, []).append(op)
     names: dict[Callable, str] = {}
-    of_link: dict[Hashable, str] = {}  # name of the op of each plain name and counterpart
+    of_link: dict[Hashable, str] = {}  # by plain name and by counterpart
     for func, of_func in rows.items():
         if _stores(of_func):
             links = [_plain_name(func), *(op.handler for op in of_func if op.handler)]
@@ -61,12 +61,12 @@ def _named() -> dict[Callable, str]:
     return names
 
 
-#: The op of each torch function of which a region stores something that a quantizer, or full precision, changes.
+#: Op names of the torch functions whose saved tensors a quantizer, or full precision, changes.
 OP_NAMES: dict[Callable, str] = {**_named(), checkpoint: CHECKPOINT}
 
 
 def is_torch_function(x: Any) -> bool:
-    """Return whether ``x`` is a function or method of torch's, or a compiled one, which no user's predicate is."""
+    """Return whether ``x`` is a torch function or method, or a compiled one; a user's predicate is neither."""
     if isinstance(x, _BUILTIN):
         return True
     home = x if isinstance(x, types.FunctionType) else type(x)

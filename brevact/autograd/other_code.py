@@ -1,11 +1,11 @@
-"""Code that is not torch's and saves tensors for its own backward pass: who it is, and by which name rules know it.
+"""Identify non-torch code that saves tensors for its own backward pass, and the name by which rules know it.
 
 Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare the tensors that
-they save, or divide by them, and nobody has looked. Regions save these as they are, unless a rule names them
-(``{MyFunction: StochBackward4bit}``), or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` does.
+they save, or divide by them; we have not checked. Regions save these in full precision, unless a rule
+(``{MyFunction: StochBackward4bit}``) or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` names them.
 
-Operators are seen by a region's mode. A Function is not; saved-tensor hooks find it by the frame of its ``apply`` (from
-torch 2.14 on, where that is no Python function, by its forward, which is watched). Scripted code stays exact.
+A region's mode sees operators, but not a Function; saved-tensor hooks find that by the frame of its ``apply`` (from
+torch 2.14 on, where ``apply`` is no Python function, by its watched forward). Scripted code stays exact.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
 
-#: Classes of the operators of ``torch.ops``: all overloads of one, and one of them.
+#: Classes of operators in ``torch.ops``: all overloads of one, and a single overload.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Saver(NamedTuple):
-    """Code that saves a tensor: the name by which rules know it, "" if none does, and a short one for reports."""
+    """Code that saves a tensor: the name by which rules know it, or "", and a short one for reports."""
 
     name: str
     label: str
@@ -40,7 +40,7 @@ _UNKNOWN = Saver("", "")
 
 
 def operator_name(func: Any) -> str | None:
-    """Return the name of an operator of another library, ``"torchvision::roi_align"``; None for anything else."""
+    """Return the name of another library's operator, ``"torchvision::roi_align"``; None for anything else."""
     if not isinstance(func, OPERATORS):
         return None
     namespace, name = str(func).split(".")[:2]
@@ -48,10 +48,10 @@ def operator_name(func: Any) -> str | None:
 
 
 def name_of(key: Any) -> str | None:
-    """Return the name by which a region knows the code that the key of a rule stands for; None for any other key.
+    """Return the name by which a region knows the code that a rule's key names; None for any other key.
 
-    It is the path of a Function (``"package.module.MyFunction"``), or the name of an operator
-    (``"torchvision::roi_align"``). ``MyFunction.apply`` stands for its Function.
+    It is a Function's path (``"package.module.MyFunction"``), or an operator's name (``"torchvision::roi_align"``).
+    ``MyFunction.apply`` means its Function.
     """
     function = as_function(key)
     if function is not None:
@@ -64,7 +64,7 @@ def name_of(key: Any) -> str | None:
 
 
 def as_function(key: Any) -> type[torch.autograd.Function] | None:
-    """Return the Function that a key is, or whose ``apply`` it is; None for others, and for those of this package."""
+    """Return the Function that a key, or the owner of a key ``apply``, is; None for others and for brevact's own."""
     if getattr(key, "__name__", "") == "apply":
         key = getattr(key, "__self__", key)
     if isinstance(key, type) and issubclass(key, torch.autograd.Function) and not getattr(key, "is_brevact", False):
@@ -73,7 +73,7 @@ def as_function(key: Any) -> type[torch.autograd.Function] | None:
 
 
 def label_of(key: Any) -> str:
-    """Return the name in a rule for a key of :func:`name_of`."""
+    """Return how to write a key of :func:`name_of` in a rule."""
     function = as_function(key)
     if function is not None:
         return function.__name__
@@ -84,7 +84,6 @@ def label_of(key: Any) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Return whether the name of an op is the path of a Function."""
     return "." in name
 
 
@@ -93,20 +92,20 @@ def _path_of(function: type) -> str:
 
 
 def saver_of(x: Tensor, frame: FrameType) -> Saver:
-    """Return who saves a tensor while this Python frame, the innermost one, runs."""
+    """Return the code that saves a tensor in ``frame``, the innermost Python frame."""
     if frame.f_code is function_apply_code:
         function = frame.f_locals["cls"]
         return Saver(_path_of(function), function.__name__)
     if _of_thread.ran is not None:
         name, *place, saved = _of_thread.ran
         if place == [id(frame), frame.f_lasti] and storage_address(x) in saved:
-            saved.remove(storage_address(x))  # the same call saves it once more, or another one does
+            saved.remove(storage_address(x))  # a call may save a tensor twice, and another call may save it later
             return Saver(name, name.rpartition(".")[2])
     return _UNKNOWN
 
 
 class _OfThread(threading.local):
-    """Name of the watched Function that ran last, frame and instruction of its call, and the storages that it saves."""
+    """The watched Function that ran last: its name, frame and instruction of the call, and storages that it saves."""
 
     def __init__(self) -> None:
         self.ran: tuple[str, int, int, list[int]] | None = None
@@ -116,7 +115,7 @@ _of_thread = _OfThread()
 
 
 def watch_forward(function: type[torch.autograd.Function]) -> None:
-    """Let a Function tell which tensors it is about to save: the same call saves it as soon as the forward has run."""
+    """Wrap a Function's forward to note the tensors that its call will save as soon as the forward has run."""
     name = "forward" if function.setup_context is torch.autograd.Function.setup_context else "setup_context"
     inner = getattr(function, name)
     if hasattr(inner, "brevact_inner"):
@@ -137,7 +136,7 @@ def watch_forward(function: type[torch.autograd.Function]) -> None:
 
 
 def watch_forwards(paths: Iterable[str]) -> None:
-    """Watch the Functions of these paths whose modules are imported."""
+    """Watch the Functions with these paths whose modules are imported."""
     for path in paths:
         function = as_function(find(path))
         if function is not None:
@@ -145,7 +144,7 @@ def watch_forwards(paths: Iterable[str]) -> None:
 
 
 def find(path: str) -> Any:
-    """Return the object of a name of :func:`name_of`; None if its module is not imported, or has no such object."""
+    """Return the object with a name of :func:`name_of`; None if its module is not imported, or has no such object."""
     namespace, _, operator = path.partition("::")
     if operator:
         return getattr(getattr(torch.ops, namespace), operator, None)

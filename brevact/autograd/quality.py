@@ -1,4 +1,4 @@
-"""How good a tensor is that others are derived from, or that is derived itself."""
+"""Accuracy of a tensor that is derived, or that others are derived from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantiz
 
 
 class Quality(NamedTuple):
-    """How good a derived tensor is: that of the worst of its sources.
+    """Accuracy of a derived tensor: that of its worst source.
 
-    The quantizer is that of the packed source, None where all sources are kept without a loss; it is curved if a curved
-    function of a packed source lies on the way. The cost is that of an element of the output of the most expensive
-    layer that is recomputed on the way, in multiplications and additions; 0 where there is none.
+    ``quantizer`` is the packed source's, or None if all sources are lossless. ``is_curved``: a nonlinear function of a
+    packed source lies on the way. ``cost`` is in multiplications and additions per output element of the most
+    expensive layer that is recomputed on the way; 0 if there is none.
     """
 
     quantizer: Any = None
@@ -21,13 +21,12 @@ class Quality(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing was lost on the way."""
         return self.quantizer is None
 
     def serves(self, settings: BackwardSettings, *, bends: bool = False) -> bool:
-        """Return whether a reader with these settings loses nothing by a derived tensor in place of a packed one.
+        """Return whether the derived tensor is as good for a reader with these settings as a packed one.
 
-        It ``bends`` if it reads a curved function of the tensor.
+        ``bends``: whether the reader applies a nonlinear function to it.
         """
         if self.cost > settings.recompute:
             return False
@@ -52,5 +51,5 @@ class Quality(NamedTuple):
         return Quality(coarser, is_curved, cost)
 
 
-#: Of a tensor that is kept without a loss.
+#: Quality of a tensor that is saved losslessly.
 EXACT = Quality()

@@ -1,11 +1,11 @@
-"""What stands for a tensor until another op keeps that as it is: masks of rectifiers, and packed copies.
+"""Stand-ins for a tensor until another op saves it unpacked: rectifier masks and packed copies.
 
-The gradient of a ReLU reads where its output is positive, which is one bit an element. Where the next layer keeps that
-output anyway, the mask would come on top of it: it is given up for the tensor. So is what hooks have packed of a tensor
-that a divisor or a logarithm needs exactly: of an exponential that is divided by, the gradient multiplies its error by
-a power of the inverse, and two readers of one copy by each other's. Ops that save the tensor later find it so. A sum
-or a product with a number stands for the tensor, too; and other functions of an output that saturates, of which the
-slope is a small difference of packed values, keep it at hand: 1 - tanh(x)^2 is divided by.
+A ReLU's gradient reads where its output is positive: one bit per element. If the next layer saves that output anyway,
+the mask would come on top of it, so the tensor replaces the mask. It also replaces a copy that hooks packed if a
+divisor or a logarithm needs the tensor exactly: when an exponential is a divisor, the gradient multiplies its error by
+a power of the inverse, and two readers of one copy multiply their errors by each other's. Ops that save the tensor
+later find it unpacked. A tensor plus or times a number can give the tensor back, too. Other functions of a saturating
+output hold that output, since its slope is a small difference of packed values: a program may divide by 1 - tanh(x)^2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from brevact.autograd.store import keep_mask
 
 @dataclass(frozen=True, slots=True)
 class _Signs(Decoder):
-    """Decodes a mask to one number where it is set, and to another elsewhere, in the type of the replaced tensor."""
+    """Decodes a mask to ``inside`` where it is set and ``outside`` elsewhere, in the replaced tensor's dtype."""
 
     mask: Decoder
     dtype: torch.dtype
@@ -49,23 +49,21 @@ _signs = one_object_each(_Signs)
 
 
 def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
-    """Keep of the output of a rectifier, of this type, where torch takes it for positive: a mask, or the output itself.
+    """Save where torch takes a rectifier's output, of this dtype, for positive: from a mask, or the output itself.
 
     That is ~(x <= 0) for a ReLU, whose gradient passes where the output is NaN.
     """
-    tensors, decoder = keep_mask(mask)  # which reads a floating-point tensor so
+    tensors, decoder = keep_mask(mask)  # reads a floating-point tensor that way
     return tensors, _signs(decoder, dtype)
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.0) -> Saved:
-    """Return the saved form of a tensor of two numbers, one inside of a mask and one outside."""
+    """Return the saved form of a tensor that is ``inside`` where a mask is set and ``outside`` elsewhere."""
     tensors, decoder = mask
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
 class _Inverse(NamedTuple):
-    """Gives a tensor back from its sum or product with a number."""
-
     function: Callable[..., Tensor]
     number: float
 
@@ -82,7 +80,7 @@ _INVERSES: dict[str, Callable[..., Tensor]] = {
 
 
 def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -> None:
-    """Attach to a tensor the object that holds what stands for it, or for what these functions make of it."""
+    """Attach to a tensor the stand-in for it, or for the result that these functions give for it."""
     if x.is_inference() or x.layout is not torch.strided:
         return
     entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
@@ -92,19 +90,19 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -
     known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
 
 
-#: Whether a tensor is an output that saturates; the outputs that saturate of which a tensor is a function.
+#: Keys: whether a tensor is a saturating output; the saturating outputs that a tensor is a function of.
 _SATURATES, _CARRIED = OF_VALUES + "saturates", OF_VALUES + "carried"
 
 
 def offer_saturated(out: Tensor, stored: SavedByHook) -> None:
-    """Attach to an output that saturates the object that holds it, packed: until it or a function of it is kept."""
+    """Attach to a saturating output its packed form, until an op saves the output, or a function of it, unpacked."""
     offer(out, stored)
     if OFFERED in out.untyped_storage().__dict__:
         out.untyped_storage().__dict__[_SATURATES] = True
 
 
 def carry(tensors: list[Tensor], out: Any) -> None:
-    """Let a pointwise function of an output that saturates, and of constants, hold it as long as it lives."""
+    """Let a pointwise function of a saturating output and constants hold that output as long as it lives."""
     if type(out) is not Tensor or out.is_inference() or out.layout is not torch.strided:
         return
     found: dict[int, Tensor] = {}
@@ -122,7 +120,7 @@ def carry(tensors: list[Tensor], out: Any) -> None:
 
 
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
-    """Let the sum or the product of a tensor and a number, which lose next to nothing of it, stand for that tensor."""
+    """Let a tensor's sum or product with a number, which loses next to nothing, give that tensor back."""
     x, number = args if len(args) == 2 and not kwargs else (None, None)
     inverse = _INVERSES.get(func.__name__)
     if inverse is None or not isinstance(x, Tensor) or not isinstance(number, int | float):
@@ -140,9 +138,9 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
 
 
 def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
-    """Keep the tensors for which others stand, of which ``x`` or a view of it is kept as it is, and not these.
+    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked, by their tensors.
 
-    ``outer`` are the hooks around the region, ``why`` is the reason for reports.
+    ``outer`` are the hooks around the region; ``why`` is the reason for reports.
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
@@ -154,7 +152,7 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:
             continue
-        out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
+        out = x.detach().as_strided(*place)  # x may be a view of it: all of the storage is kept
         kept: Saved | None = (out,), AS_IT_IS
         for inverse in inverses:
             kept = kept and function_of(inverse, (kept,), out)
@@ -167,13 +165,13 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
 
 
 def give_up_saturated(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-    """Keep the outputs that saturate of which ``x``, the argument of an op that needs it exactly, is a function."""
+    """Save the saturating outputs unpacked that ``x``, an argument that an op needs exactly, is a function of."""
     if is_tracked(x) and not {_SATURATES, _CARRIED}.isdisjoint(x.untyped_storage().__dict__):
         give_up(x, outer, storage_report.NOT_NOISE)
 
 
 def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
-    """Keep a tensor as it is for an op that needs it exactly, and for the others that save it."""
+    """Save a tensor unpacked for an op that needs it exactly, and for the others that save it."""
     stored = SavedByHook()
     stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
     if is_tracked(x):

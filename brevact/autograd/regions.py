@@ -1,11 +1,11 @@
-"""The region: code whose torch ops store packed activations.
+"""The region: code whose torch ops save packed activations.
 
 While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
-counterpart (``brevact.autograd.ops``): a Function, or torch's own op with saved-tensor hooks that keep its input
-as a Function would. The hooks see all other saved tensors, too: those of functions without a counterpart, of
-scripted code, and of other people's ``autograd.Function``s.
+counterpart (``brevact.autograd.ops``): a Function, or torch's own op with saved-tensor hooks that pack its input as a
+Function would. The hooks also see all other saved tensors: those of functions without a counterpart, of scripted code,
+and of other people's ``autograd.Function``s.
 
-Regions nest: the innermost one decides. ``region(None)`` keeps full precision inside a packing region.
+Regions nest: the innermost one decides. ``region(None)`` saves full precision inside a packing region.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ _is_grad_enabled = torch.is_grad_enabled
 class Region(Store):
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
-    Without settings its ops keep full precision. The owner is the module whose forward runs in it, None for a ``with``
-    block. With ``norms_only`` nothing is packed, and norms alone go on with rounded values, as in a module in eval
-    mode.
+    Without settings its ops save full precision. ``owner`` is the module whose forward runs in it, None for a ``with``
+    block. With ``norms_only`` nothing is packed; only norms continue with rounded values, as in eval mode.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Region(Store):
         attachment: Any = None,
     ) -> None:
         self.outer_settings = settings
-        #: Settings that some ops have in place of ``settings``, by the names of the ops.
+        #: Settings that replace ``settings`` for some ops, by op name.
         self.by_op = {} if settings is None else settings.by_op
         #: Whether some of them are for code that no mode sees.
         self.has_rules_for_other_code = settings is not None and settings.has_rules_for_other_code
@@ -82,7 +81,7 @@ class Region(Store):
         self.settings = settings
         self.owner = owner
         self.norms_only = norms_only
-        #: The policy of the model whose code it is, or of the region around it.
+        #: The policy of the model that the region belongs to, or of the region around it.
         self.attachment = attachment
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
@@ -132,12 +131,12 @@ class Region(Store):
             self.parent.describe()
 
     def describe(self) -> None:
-        """Tell Dynamo about the region, which asks its mode: in a checkpoint inside of the region nothing is packed."""
+        """Describe the region on its mode, which Dynamo reads: in a checkpoint inside the region nothing is packed."""
         self.mode.text = compiled_mode.text_of(self.outer_settings)
         self.mode.norms_only = self.norms_only or is_checkpoint_innermost()
 
     def region_for_op(self, name: str) -> Region:
-        """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
+        """Return the region, not entered yet, for an op that has its own settings (``by_op``).
 
         It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
         """
@@ -152,10 +151,9 @@ class Region(Store):
         return found
 
     def keeper_of(self, name: str) -> Region:
-        """Return the region that packs the tensors of code that no mode sees, by a rule for that code (``by_op``).
+        """Return the region that packs for code that no mode sees: Functions and checkpoints with a rule (``by_op``).
 
-        Such code is other people's Functions, and checkpoints. Nobody enters this region: its seeds and hooks are those
-        of the region that runs.
+        Nobody enters this region: its seeds and hooks are those of the active one.
         """
         found = self._of_op(name, self.norms_only)
         found.parent, found.hooks = self, self.hooks
@@ -165,13 +163,12 @@ class Region(Store):
         return found
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
 
     def are_weights(self, *tensors: Tensor, looks_up: bool = False) -> bool:
         """Return whether tensors are weights, apart from masks, integers and constants.
 
-        Not in a lookup, where integers are indices: rows of a table that trains are activations, as an embedding's are.
+        Not in a lookup with integer indices: rows of a trainable table are activations, like an embedding's.
         """
         found = trains = indexed = False
         for x in tensors:
@@ -189,7 +186,7 @@ class Region(Store):
         return found and not (looks_up and indexed and trains)
 
     def makes_weight(self, row: Row, tensors: list[Tensor], out: Any = None) -> bool:
-        """Return whether a function of these tensors, of which it may overwrite ``out``, makes a weight of weights."""
+        """Return whether a function of these tensors, which may overwrite ``out``, makes a weight from weights."""
         if row.replaces:
             tensors = operands_beside(tensors, tensors[0], is_first=True)
         elif out is not None:
@@ -197,7 +194,7 @@ class Region(Store):
         return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
-        """Note whether a function's result is a weight or an activation."""
+        """Mark a function's result as a weight or an activation."""
         if type(result) is Tensor:
             node = node_of(result)
             if node is not None:
@@ -212,21 +209,21 @@ class Region(Store):
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether tensors that autograd saves below a frame are packed.
 
-        Not by a graph that was compiled beforehand, nor by a function of torch's that decomposes matrices.
+        Not those of a graph that was compiled earlier, nor of a torch function that decomposes matrices.
         """
         if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
             return False
         return not (is_in_algorithm(saver) or is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
-    #: Whether a tensor is one that a Function of ours can pack.
+    #: Whether one of our Functions can pack a tensor.
     is_activation = staticmethod(is_activation)
 
     def packs_layer_input(self, x: Any) -> bool:
-        """Return whether the input of a layer with weights can be packed: an activation by its place."""
+        """Return whether the input of a layer with weights can be packed; its position makes it an activation."""
         return type(x) is Tensor and is_activation(x)
 
     def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
-        """Return whether the input of a layer with this weight can be packed, and one of these needs a gradient."""
+        """Return whether a layer's input can be packed, and the input, weight or bias needs a gradient."""
         return (
             type(input) is Tensor
             and is_activation(input)
@@ -235,7 +232,7 @@ class Region(Store):
         )
 
     def packs_input(self, x: Any) -> bool:
-        """Return whether the input of a function can be packed: floating point and no weight."""
+        """Return whether a function's input can be packed: floating-point and no weight."""
         return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:
@@ -247,9 +244,9 @@ class Region(Store):
             push_hooks(*self.hooks.pair)
 
     def torch_runner(self, *tensors: Tensor | None) -> SavedTensorHooks | None:
-        """Return the hooks, which run torch's own layer that saves these tensors.
+        """Return the hooks, which can run torch's own layer that saves these tensors.
 
-        Not where autocast lets it save copies of them, nor inference tensors, which torch refuses to save.
+        None if autocast may make it save copies of them, or for inference tensors, which torch refuses to save.
         """
         if is_any_autocast_enabled():
             return None
@@ -259,7 +256,7 @@ class Region(Store):
         return self.hooks
 
     def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        """Apply one of our Functions that returns a weight, and note that it does."""
+        """Apply one of our Functions that returns a weight, and mark the result as one."""
         pop_hooks()
         try:
             result = function.record(*args)

@@ -1,4 +1,4 @@
-"""The row of one torch function in a region: merged once from the rows of the op families, looked up at each call."""
+"""A torch function's row in a region: merged once from the rows of the op families, looked up at each call."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from brevact.private_names.of_torch import schemas_of_operator
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All that op families say of one torch function (:class:`~.ops.op.Op` has each field's meaning).
+    """All that op families say about one torch function (:class:`~.ops.op.Op` documents each field).
 
     Args:
         handler: its counterpart, or None.
-        name: by which rules know it; None where no rule applies to it.
+        name: by which rules know it; None if no rule applies to it.
         kind: how its results derive from its arguments, None for functions whose results are not tracked here.
-        overwrites: whether it may overwrite an argument of a result that is tracked, so that the region must look up
-            the saved form of that argument before the call.
-        must_not_round: says of a region and the arguments whether the tensors of torch's own op must stay as they are;
-            None where they may be packed.
+        overwrites: whether it may overwrite an argument of a tracked result: the region looks up that argument's saved
+            form before the call.
+        must_not_round: (region, args) -> whether the tensors of torch's own op must stay unpacked; None if they need
+            not.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit.
-        is_layer: whether the result is an activation even if only a weight went in, and it is no norm.
+        is_layer: whether it is no norm and its result is an activation even if only a weight went in.
         is_norm: whether it is a norm, which makes a weight of a weight.
         rounds_forward: whether some quantizers change its result.
         looks_up: whether integers beside a tensor are indices.
-        places: returns the number of places, if integers that are saved are places.
-        is_pointwise: whether an element of the result is a function of the elements at its place.
-        is_metadata: whether a call asks for metadata of a tensor, or makes a plain view (``stores_nothing``).
+        places: returns the number of places, if saved integers are places.
+        is_pointwise: whether each result element is a function of the elements at its position.
+        is_metadata: whether a call reads a tensor's metadata, or makes a plain view (``stores_nothing``).
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
-        written: returns the tensors of a call whose values an operator may change in that way; None if there are none.
-        makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
-        takes_tensors: whether a tensor may be handed to it in place of a subclass's that shares its storage: its saved
+        written: returns the tensors of a call whose values an operator may change that way; None if there are none.
+        makes_weight: whether the result is always a weight: it has no batch, and parametrizations add it.
+        takes_tensors: whether it accepts a plain tensor in place of a subclass's that shares its storage: its saved
             tensors are known, and it changes no attribute of an argument.
-        replaces: whether nothing of the first argument, which is overwritten, goes into the result.
-        picks_extremes: whether its gradient goes to the least or the largest elements alone.
+        replaces: whether the result does not depend on the first argument, which is overwritten.
+        picks_extremes: whether its gradient goes to the smallest or the largest elements alone.
     """
 
     handler: Callable[..., Any] | None = None
@@ -78,17 +78,16 @@ def _always(region: EagerKeeper, args: tuple) -> bool:
     return True
 
 
-#: They change the sizes, strides or graph of their argument.
+#: Methods that change their argument's sizes, strides or graph.
 _CHANGES_ARGUMENT = frozenset(
     f"{name}_" for name in ("as_strided", "detach", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
 )
 _EXTREMES = frozenset("max min amax amin topk kthvalue cummax cummin".split())
-#: Of a function that no op family names: its saved tensors stay as they are, since nobody has looked at its gradient.
+#: Row of a function that no op family names: its saved tensors stay unpacked, since nobody has checked its gradient.
 _UNKNOWN = Row(must_not_round=_always)
 
 
 def _table() -> dict[Callable, Row]:
-    """Return the row of each torch function that an op family names."""
     ops_of: dict[Callable, list[Op]] = {}
     for op in OPS:
         for func in op.functions:
@@ -100,7 +99,7 @@ def _table() -> dict[Callable, Row]:
 
 
 def _joined(func: Callable, ops: list[Op]) -> Row:
-    """Return the row of a function that these rows of op families name; of two counterparts the last one counts."""
+    """Merge the op families' rows of a function; the last of two counterparts counts."""
     handlers = [op.handler for op in ops if op.handler]
     tests = [op.must_not_round for op in ops if op.must_not_round]
     may_round = any(op.saves is not None for op in ops)
@@ -134,12 +133,12 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
     )
 
 
-#: Of the functions that op families name.
+#: Rows of the functions that op families name.
 ROWS: dict[Callable, Row] = _table()
 
 
 def row_of(func: Callable) -> Row:
-    """Return the row of any function that a region's mode sees, those of other libraries and operators included."""
+    """Return the row of any function that a region's mode sees, including other libraries' and operators."""
     row = ROWS.get(func)
     if row is None:
         row = _row_of_operator(func) if isinstance(func, OPERATORS) else _UNKNOWN
@@ -148,9 +147,9 @@ def row_of(func: Callable) -> Row:
 
 @functools.lru_cache(maxsize=1024)
 def _row_of_operator(func: Callable) -> Row:
-    """Return the row of an operator of ``torch.ops``: torch's own saves the tensors of the function of its name.
+    """Return the row of a ``torch.ops`` operator: torch's own saves the same tensors as the function with its name.
 
-    Tensors of another library's operator stay as they are, unless a rule names the operator.
+    Tensors of another library's operator stay unpacked, unless a rule names the operator.
     """
     namespace, plain = str(func).split(".")[:2]
     if namespace != "aten":
@@ -163,9 +162,9 @@ def _row_of_operator(func: Callable) -> Row:
 
 
 def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
-    """Return a function of a call's arguments: those that an operator declares to write, or all if it declares none.
+    """Return a function that selects the tensors of a call that an operator declares to write, or all if none.
 
-    Nobody checks what is declared, and not all kernels count the versions of what they write.
+    Nobody checks the declarations, and not all kernels bump the versions of the tensors that they write.
     """
     found = {
         key

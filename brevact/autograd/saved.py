@@ -1,8 +1,7 @@
-"""The saved form of an activation: tensors for autograd to save, and the decoder that reads them in backward.
+"""An activation's saved form: tensors for autograd to save, and the decoder that reads them in backward.
 
-The decoder is a small object without tensors. Keeping the two apart lets every tensor travel through
-``ctx.save_for_backward``: a node then frees its tensors as soon as it has run, and hooks around the region
-(``save_on_cpu``, checkpoint) see them.
+The decoder is a small object without tensors, so that every tensor goes through ``ctx.save_for_backward``: a node then
+frees its tensors as soon as it has run, and hooks around the region (``save_on_cpu``, checkpoint) see them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ R = TypeVar("R")
 #: Data types of activations that are packed.
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
-#: Of those that are packed as pairs of real numbers.
+#: Data types of activations that are packed as pairs of real numbers.
 COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 NO_DOUBLE_BACKWARD = (
@@ -38,17 +37,17 @@ NO_DOUBLE_BACKWARD = (
 
 
 class Decoder:
-    """Turns the saved tensors back into the activation, or into its product with a gradient.
+    """Decodes saved tensors to the activation, or to its product with a gradient.
 
-    The base class of all decoders, with every attribute that others read. It describes a decoder that gives the
-    activation back without a loss; a decoder overrides the attributes that say otherwise.
+    Base class of all decoders, with every attribute that others read. Its defaults describe a lossless decoder; others
+    override them.
     """
 
     __slots__ = ()
 
     @property
     def quality(self) -> Quality:
-        """Quality of the decoded tensor, for ops that derive other tensors from it."""
+        """The decoded tensor's quality, for ops that derive other tensors from it."""
         return EXACT
 
     @property
@@ -58,17 +57,17 @@ class Decoder:
 
     @property
     def allows_double_backward(self) -> bool:
-        """Whether the decoded tensor has a graph, or needs none: a second derivative is then torch's."""
+        """Whether the decoded tensor has a graph, or needs none, so that a second derivative is torch's."""
         return False
 
     @property
     def depth(self) -> int:
-        """Layers that are recomputed, one after the other, for the decoded tensor."""
+        """Number of layers that are recomputed, one after the other, to decode the tensor."""
         return 0
 
     @property
     def layers_without_sum(self) -> int:
-        """Of those, the layers behind the last sum with a tensor that fewer layers, or none, compute."""
+        """Number of those behind the last sum with a tensor that fewer layers, or none, compute."""
         return 0
 
     @property
@@ -77,12 +76,12 @@ class Decoder:
         return False
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
-        """Return the saved form of the input of a recomputed layer or norm; None for other decoders."""
+        """Return the saved form of a recomputed layer's or norm's input; None for other decoders."""
         return None
 
     @property
     def statistics(self) -> int:
-        """Number of statistics of a norm at the end of the saved tensors."""
+        """Number of a norm's statistics at the end of the saved tensors."""
         return 0
 
     @property
@@ -95,13 +94,13 @@ class Decoder:
         raise NotImplementedError
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return the product of a gradient and the activation."""
+        """Return ``grad`` times the activation."""
         return grad * self.decode(tensors)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
-        """Return a pointwise function of the activation, or the product of a gradient and that."""
+        """Return a pointwise function of the activation, times ``grad`` if given."""
         values = function(self.decode(tensors))
         return values if grad is None else grad * values
 
@@ -110,17 +109,13 @@ class Decoder:
         return True
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how the activation is saved, for a report, and the bytes it has when decoded."""
+        """Return, for a report, how the activation is saved and its decoded size in bytes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class PassesOn(Decoder):
-    """Base of decoders that read a tensor of another decoder in another shape, without computing anything.
-
-    Args:
-        decoder: of that tensor.
-    """
+    """Base of decoders that return another decoder's tensor in another shape, without computing anything."""
 
     decoder: Decoder
 
@@ -156,11 +151,10 @@ Saved = tuple[tuple[Tensor, ...], Decoder]
 
 
 def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
-    """Let a function return the same object for equal arguments, so that a training step finds those of the last one.
+    """Make a function return the same object for equal arguments, so that a training step reuses the last one's.
 
-    Equal are those of the same types: two kinds of NamedTuple with the same items are not.
-
-    Symbols, of traced graphs with dynamic shapes, have no hash: with them it returns a new object.
+    Equal arguments have the same types: two kinds of NamedTuple with the same items differ. Symbols, of traced graphs
+    with dynamic shapes, have no hash: with them it returns a new object.
     """
     cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
 

@@ -1,11 +1,11 @@
-"""Saved-tensor hooks of a region: they pack the tensors that torch's own ops and other code save.
+"""A region's saved-tensor hooks: they pack the tensors that torch's own ops and other code save.
 
-Torch's own convolution or batch norm, which a region runs in place of a Function (``run_torch``): its input is
-kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
-packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through; of
-ops that make weights of weights nothing is stored that can be recomputed.
-PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks that were
-active around the region see each tensor that is really stored.
+If a region runs torch's own convolution or batch norm in place of a Function (``run_torch``), the hooks save its input
+as the Function would, its weight and statistics unpacked. For other ops they pack floating-point activations, save
+boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors); tensors that
+ops of weights save are recomputed where possible.
+PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks around
+the region see each tensor that is really stored.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
 
-#: The object that autograd holds for a saved tensor: its saved form, or the tensor as it is, and its version.
+#: The object that autograd holds for a saved tensor: its saved form, or the unpacked tensor and its version.
 _Packed = SavedByHook | tuple[Tensor, int]
 
 
 class SavedTensorHooks(HookStack):
-    """The saved-tensor hooks of one region, inside those ``around`` it, which pack the tensors of torch's own ops."""
+    """The saved-tensor hooks of one region, inside those ``around`` it."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
         is_twice = region.settings is not None and region.settings.double_backward
         super().__init__((self._pack, unpack_attached if is_twice else unpack), around, is_empty=is_empty)
         self._region = region
-        # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
-        # that it may be packed: then other code saves the tensors that the hooks see.
+        # Shapes of the frozen weights of the torch function that the region's mode runs, if its saved tensors may be
+        # packed; None otherwise: then other code saves the tensors that the hooks see.
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
-        # Whether the function saves what has a distinct form in that, and all else as it is.
+        # Whether the function's saved tensors take their distinct forms, and those without one stay unpacked.
         self.keeps_distinct = False
         # Number of places, if the integers that the function saves are places; 0 if they may be others.
         self.places = 0
-        # Whether a backward pass runs, whose gradients are to be differentiated again.
+        # Whether a backward pass runs whose gradients will be differentiated again.
         self.is_in_backward = False
-        # Packs each tensor that the function saves which runs in place of a Function of ours, or makes a weight.
+        # Packs the saved tensors of a torch function that replaces a Function of ours, or makes a weight.
         self._packer: Callable[[Tensor], _Packed] | None = None
 
     def run_torch(
         self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, flattens: bool = False
     ) -> Tensor:
-        """Run torch's own layer, whose gradient is that of a Function of ours, and keep its input as that would.
+        """Run torch's own layer, whose gradient equals our Function's, and save its input as that would.
 
-        It saves its input and its weight: as they are, or, if it ``flattens``, rows of the input and the weight
-        transposed. The two calls of hooks for each cost less than a Function.
+        It saves its input and weight, or, if it ``flattens``, the input's rows and the transposed weight. Two hook
+        calls for each cost less than a Function.
         """
         try:
             self._packer = functools.partial(self._pack_of_layer, input, weight, flattens)
@@ -93,10 +93,10 @@ class SavedTensorHooks(HookStack):
         mask_of: Callable[[Tensor], Tensor] | None = None,
         offers: bool = False,
     ) -> Tensor:
-        """Run a function of torch that saves its input or its output, and save ``kept`` in place of that tensor.
+        """Run a torch function that saves its input or its output, and save ``kept`` in place of that tensor.
 
-        If it ``offers`` that, it is given up where another op keeps the tensor as it is. In place of ``kept``, ``keep``
-        packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor until another op packs that.
+        If it ``offers``, the unpacked tensor replaces ``kept`` once another op saves it. In place of ``kept``, ``keep``
+        packs the tensor, or ``mask_of`` makes its mask, which another op that saves the tensor unpacked replaces.
         """
         try:
             self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers)
@@ -107,22 +107,22 @@ class SavedTensorHooks(HookStack):
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function whose tensors stay as they are, and serve other ops that save them."""
+        """Run a torch function whose saved tensors stay unpacked, and are shared with other ops that save them."""
         try:
             self._packer = self._pack_exactly
             result = func(*args, **kwargs)
         finally:
             self._packer = None
-        self.give_up_saturated(tensors_of_call(args, kwargs))  # of which func may save a function, such as its result
+        self.give_up_saturated(tensors_of_call(args, kwargs))  # func may save a function of them, such as its result
         return result
 
     def give_up_saturated(self, tensors: list[Tensor]) -> None:
-        """Keep exactly the outputs that saturate of which these are functions."""
+        """Save the saturating outputs unpacked that these tensors are functions of."""
         for x in tensors:
             give_up_saturated(x, self._outer)
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass in the region, which makes the second graph (:meth:`_keep_of_second_graph`)."""
+        """Run a backward pass inside the region; it builds the second graph (:meth:`_keep_of_second_graph`)."""
         try:
             self.is_in_backward = True
             return func(*args, **kwargs)
@@ -130,12 +130,12 @@ class SavedTensorHooks(HookStack):
             self.is_in_backward = False
 
     def may_give_up_masks(self) -> bool:
-        """Return whether hooks around the region, if there are some, are a report's, which can be told."""
+        """Return whether there are no hooks around the region, or only a report's, which can be notified."""
         return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run torch's own norm as :meth:`run_torch` does; of its input the normalized values are kept."""
-        waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is kept once its statistics are there
+        """Run torch's own norm as :meth:`run_torch` does, but pack its normalized input."""
+        waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is packed once its statistics exist
         try:
             self._packer = functools.partial(self._pack_of_norm, weight, norm.running, waiting)
             out, mean, spread = norm.forward(input, weight, bias)
@@ -148,9 +148,9 @@ class SavedTensorHooks(HookStack):
         return out
 
     def _keep_waiting(self, waiting: list[tuple[SavedByHook, Tensor]], input: Tensor, norm: NormInput) -> Saved | None:
-        """Pack the tensors that torch's own norm, which has run, saves; return the saved form of its input.
+        """Pack the tensors that torch's own norm, which has run, saves; return its input's saved form.
 
-        The packed input comes back less its means: those are 0 then, and are not kept.
+        A packed input is decoded minus its means: those are 0 then, and are not saved.
         """
         kept = None
         with self.suspended:
@@ -167,9 +167,9 @@ class SavedTensorHooks(HookStack):
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that makes a weight of weights: a recomputed weight is not stored.
+        """Run a torch function that makes a weight from weights, without saving weights that can be recomputed.
 
-        The saved forms of the tensors that torch stores, the result among them, are known once the function has run.
+        The saved forms of torch's saved tensors, including the result, are known once the function has run.
         """
         collected: list[tuple[SavedByHook, Tensor]] = []
         try:
@@ -190,7 +190,7 @@ class SavedTensorHooks(HookStack):
             return self._packer(x)
         if self.cast_shapes is None:
             frame = sys._getframe().f_back
-            if self.is_in_backward or frame is None:  # a thread of autograd's has no frame
+            if self.is_in_backward or frame is None:  # autograd's threads have no frame
                 with DisableTorchFunction():
                     return self._hand_on(self._keep_of_second_graph(x))
             if saves_input(frame):
@@ -204,13 +204,12 @@ class SavedTensorHooks(HookStack):
         return stored
 
     def _pack_exactly(self, x: Tensor) -> _Packed:
-        """Pack a tensor that must stay as it is."""
         if storage_report.recorders:
             keep_as_it_is(x, storage_report.NOT_NOISE)
         return hold(x, self._outer)
 
     def _pack_of_layer(self, input: Tensor, weight: Tensor, flattens: bool, x: Tensor) -> _Packed:
-        """Pack a tensor that torch's own layer saves, which runs in place of a Function."""
+        """Pack a tensor that torch's own layer saves."""
         if x is input:
             return self._hand_on(self._region.keep(x))
         if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
@@ -261,7 +260,7 @@ class SavedTensorHooks(HookStack):
         waiting: list[tuple[SavedByHook, Tensor]],
         x: Tensor,
     ) -> _Packed:
-        """Pack the weight and running statistics that torch's own norm saves; other tensors wait until it has run."""
+        """Pack the weight and running statistics of torch's own norm; other tensors wait until it has run."""
         if x is weight:
             return self._pack_weight(x)
         if x is running[0] or x is running[1]:
@@ -269,14 +268,14 @@ class SavedTensorHooks(HookStack):
         return _put_off(waiting, x.detach())
 
     def _pack_weight(self, x: Tensor) -> _Packed:
-        """Pack the weight of torch's own layer, or a view of it: as it is, or as it was made of weights."""
+        """Save the weight of torch's own layer, or a view of it: unpacked, or as its recipe."""
         is_untouched = self._outer is None and not storage_report.recorders
         if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
             return x if x.grad_fn is None else x.detach(), x._version
         return self._hand_on(self._region.keep_weight(x))
 
     def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Packed:
-        """Pack a tensor of torch's own function: its input in another order of memory, or else statistics, as they are.
+        """Pack a tensor of torch's own function: its input in another memory order, or statistics, which stay unpacked.
 
         The input is packed if the frame that runs the function may pack (:meth:`_keep`).
         """
@@ -285,9 +284,9 @@ class SavedTensorHooks(HookStack):
         return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
-        """Pack a tensor that other code than a torch function saves: the region's mode is active here.
+        """Pack a tensor that code other than a torch function saves: the region's mode is active here.
 
-        Kernels of its backward pass may overwrite the decoded tensor, as they may the saved one.
+        Its backward kernels may overwrite the decoded tensor, as they may overwrite a saved one.
         """
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
@@ -300,7 +299,7 @@ class SavedTensorHooks(HookStack):
             (x,) = kept[0]
             if is_tracked(x):
                 give_up(x, self._outer)
-            if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+            if x.grad_fn is not None:  # saving an output with its graph would make a cycle
                 x = x.detach()
             if self._outer is None:
                 return x, x._version
@@ -312,9 +311,7 @@ class SavedTensorHooks(HookStack):
         return stored
 
     def _keep_of_second_graph(self, x: Tensor) -> Saved:
-        """Save a tensor of a backward pass: a decoded tensor as its codes, a gradient packed where that is known to be
-        harmless, others as they are.
-        """
+        """Save a backward tensor: a decoded one as its codes, a gradient packed if harmless, others unpacked."""
         region = self._region
         known = known_values.find(x)
         if known is not None:
@@ -335,7 +332,7 @@ class SavedTensorHooks(HookStack):
         return shapes is not None and not x.requires_grad and sizes_of(x) in shapes
 
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
-        """Keep a tensor from which a function is recomputed: as it is, unless a rule for checkpoints packs it."""
+        """Save a tensor from which a checkpoint recomputes: unpacked, unless a rule for checkpoints packs it."""
         region = self._region
         if storage_report.recorders:
             storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)
@@ -346,7 +343,7 @@ class SavedTensorHooks(HookStack):
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
     def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
-        """Keep a tensor that is saved in a frame; if ``unknown`` says why, an activation stays as it is."""
+        """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
         if self.keeps_distinct:
             known = keep_distinct(x)
@@ -377,10 +374,9 @@ class SavedTensorHooks(HookStack):
         return keep_as_it_is(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
-        """Return the region that packs a tensor of other code, and why the tensor is saved as it is, or "".
+        """Return the region that packs a tensor of other code, and why the tensor stays unpacked, or "".
 
-        A rule for that code decides; without one, the region packs for Functions of libraries that somebody has looked
-        at (:data:`LIBRARY_FUNCTIONS`).
+        A rule for that code decides; without one, the region packs for known Functions (:data:`LIBRARY_FUNCTIONS`).
         """
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:
@@ -399,7 +395,7 @@ class SavedTensorHooks(HookStack):
         return region, storage_report.other_code(saver.label)
 
     def _keep_small(self, x: Tensor) -> Saved:
-        """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
+        """Save a tensor that is too small to pack; a weight's whole storage is in memory anyway."""
         if not (x.is_floating_point() or x.is_complex()):
             return keep_as_it_is(x, storage_report.NO_FLOATS)
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
@@ -408,12 +404,12 @@ class SavedTensorHooks(HookStack):
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:
-    """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
+    """Sizes other than one, sorted: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
 
 
 def _put_off(waiting: list[tuple[SavedByHook, Tensor]], x: Tensor) -> SavedByHook:
-    """Note a tensor whose saved form is filled in once the function that saves it has run."""
+    """Defer a tensor's saved form until the function that saves it has run."""
     stored = SavedByHook()
     waiting.append((stored, x))
     return stored

@@ -1,26 +1,26 @@
-"""Seeds for the stochastic quantizers: they follow from torch's generator, and change no random number of the program.
+"""Seeds for the stochastic quantizers: derived from torch's generator, without changing the program's random numbers.
 
-The seeds of a root region follow from the state of torch's default generator, and from the number of root regions that
-have drawn noise since ``torch.manual_seed``. So ``torch.manual_seed`` fixes every code, and no two root regions share
-noise unless it is called between them, also where nothing is drawn between them or the program puts the generator's
-state back (``fork_rng``, ``set_rng_state``). Numbers are counted for each seed: a validation that sets its own, and
-restores the state of the training, does not change the noise of the training. A run that resumes sets the number
-(``noise_count``) beside the state.
+A root region's seeds follow from the state of torch's default generator and the number of root regions that have drawn
+noise since ``torch.manual_seed``. So ``torch.manual_seed`` fixes every code, and no two root regions share noise unless
+it is called between them, even if nothing is drawn between them or the program restores the generator's state
+(``fork_rng``, ``set_rng_state``). Regions are counted per seed: a validation that sets its own seed and then restores
+the training's state does not change the training's noise. A resumed run sets the count (``noise_count``) beside the
+state.
 
-The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
-seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws those of a single process).
-Gradients of a parameter that several ranks hold are equal on them once they are reduced, as by DDP and FSDP.
+The processes of a distributed run, each with its part of the batch, draw different noise, even if all were seeded
+alike: the default process group's rank is mixed into each seed (rank 0 draws the seeds of a single process).
+Gradients of a parameter that several ranks hold are equal once reduced, as by DDP and FSDP.
 
-While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
+During CUDA graph capture, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.
 
-The root regions inside a non-reentrant checkpoint (layers with a quantizer of their own) draw the same when they are
-recomputed: what they save, and what they round, is that of the forward pass. Those of a reentrant one, and regions that
+Root regions inside a non-reentrant checkpoint (layers with a quantizer of their own) draw the same seeds when they are
+recomputed, so they save and round the same values as in the forward pass. Those in a reentrant one, and regions that
 are roots only in the recomputation, count on.
 
-``seeded`` measures the effect of quantization alone: regions then draw from a seed that is given, in turn.
+``seeded`` measures the effect of quantization alone: regions then draw in turn from a given seed.
 
-Torch's modes of others do not see how seeds are drawn: a selective checkpoint, which counts the ops of a function, may
+Other dispatch modes of torch do not see how seeds are drawn: a selective checkpoint, which counts a function's ops, may
 recompute it where a region is a root that was inside another one in the forward pass.
 """
 
@@ -47,8 +47,8 @@ from brevact.private_names.of_torch import (
 )
 from brevact.quantizers import draw_seed
 
-_BLOCK = 256  # seeds that are drawn at once on a device
-_AT_ONCE = 64  # seeds that are made at once on the CPU
+_BLOCK = 256  # seeds per draw on a device
+_AT_ONCE = 64  # seeds per computation on the CPU
 _HOST = torch.device("cpu")
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
@@ -58,17 +58,17 @@ _MOST_SEEDS = 1 << 16
 
 _numbers = itertools.count(1)
 _lock = threading.Lock()
-#: Root regions that have drawn noise since the generator was seeded, by the seed; the last one used is the last.
+#: Root regions that have drawn noise since the generator was seeded, by seed, the last used seed last.
 _counts: dict[int, int] = {}
-_first = 0  # the count of other seeds
-_given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
+_first = 0  # the count for other seeds
+_given: Iterator[int] | None = None  # successive seeds of regions, in all threads
 
 
 def noise_count(count: int | None = None) -> int:
-    """Count the regions that have drawn noise since ``torch.manual_seed``; set their number, if one is given.
+    """Return, and optionally set, the number of regions that have drawn noise since ``torch.manual_seed``.
 
-    The noise of the next region follows from it and from the state of torch's generator: a training loop that saves
-    and restores that state saves this number, too. :class:`brevact.trainers.TrainingPolicy` and the callbacks do.
+    The next region's noise follows from it and the state of torch's generator: a training loop that saves and restores
+    that state must save this number, too. :class:`brevact.trainers.TrainingPolicy` and the callbacks do.
 
     >>> import torch, brevact
     >>> state = torch.get_rng_state(), brevact.noise_count()
@@ -77,20 +77,20 @@ def noise_count(count: int | None = None) -> int:
     True
 
     Args:
-        count: what this function returned when the state of the generator was saved; None to change nothing.
+        count: the number that was returned when the generator's state was saved; None to change nothing.
 
     Returns:
         The number.
 
     Raises:
-        ValueError: ``count`` is no integer, or negative.
+        ValueError: ``count`` is not an integer, or negative.
     """
     global _first
     if count is None:
         with _lock:
             return _counts.get(torch.default_generator.initial_seed(), _first)
     check_count("count", count, 0, ", as brevact.noise_count() returns it, or None")
-    with _lock:  # for every seed: the state of the generator, whose seed may be another one, may be restored later
+    with _lock:  # for every seed: the generator's state may be restored later, with another seed
         _counts.clear()
         _first = count
     return count
@@ -111,7 +111,7 @@ def _restart() -> None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Give torch's generators, and the numbers of regions that have drawn noise, back what they were before a block."""
+    """Restore torch's generators, and the counts of regions that have drawn noise, after a block."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with _lock:
         before = dict(_counts)
@@ -126,13 +126,13 @@ def kept_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let the regions of a block draw from a seed of its own, and not count.
+    """Draw the noise of a block's regions from ``seed``, without counting these regions.
 
-    Two runs that differ in the seed alone differ in stochastic rounding alone, dropout being the same. It holds for all
-    threads, since a backward pass recomputes in threads of its own.
+    Two runs that differ only in the seed differ only in stochastic rounding; dropout is the same. The seed holds for
+    all threads, since a backward pass recomputes in threads of its own.
 
     Args:
-        seed: any integer; the ranks of a distributed run draw different noise from the same one.
+        seed: any integer; ranks of a distributed run draw different noise from the same seed.
     """
     global _given
     outer, _given = _given, (_split_mix(seed + count * _GOLDEN) ^ rank_seed() for count in itertools.count(1))
@@ -142,10 +142,10 @@ def seeded(seed: int) -> Iterator[None]:
         _given = outer
 
 
-#: Bases of the root regions inside a checkpoint, by their places in its function, which a recomputation repeats.
+#: Base seeds of the root regions inside a checkpoint, by their places in its function, which a recomputation repeats.
 _Bases = dict[int, int]
 _bases: WeakKeyDictionary[object, _Bases] = WeakKeyDictionary()
-#: Those of a pass through such a function, and its next place, by the hook around it.
+#: Base seeds of one pass through such a function, and its next place, by the hook around it.
 _passes: WeakKeyDictionary[Callable, tuple[_Bases, Iterator[int]]] = WeakKeyDictionary()
 
 
@@ -157,16 +157,11 @@ def _place_in(hook: Callable) -> tuple[_Bases, int]:
 
 
 class SeedStream:
-    """Seeds of one root region, for the forward of a module or for a ``with`` block.
+    """Seeds of one root region: a module's forward, or a ``with`` block.
 
-    CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
-    draw synchronizes.
-
-    Attributes:
-        number: tells the root regions of this process apart, from 1 on.
-
-    Args:
-        checkpoints: the pack hooks of the non-reentrant checkpoints around the region, the outermost first.
+    CPU seeds are Python integers; on other devices they are 0-d int64 tensors, drawn on the device, so that no draw
+    synchronizes. ``number`` identifies the root region in this process, from 1 on. ``checkpoints`` are the pack hooks
+    of the non-reentrant checkpoints around the region, the outermost first.
     """
 
     def __init__(self, checkpoints: tuple[Callable, ...] = ()) -> None:
@@ -193,18 +188,18 @@ class SeedStream:
         return next(stream)
 
     def next_on_host(self) -> int:
-        """Return the next seed for a draw on the host, for a tensor on whatever device."""
+        """Return the next seed for a draw on the host, whatever the tensor's device."""
         return int(self.next(_HOST))
 
 
 def draw_anew(device: torch.device) -> Tensor:
-    """Return a seed that is drawn on a device, by the graph that is captured or traced, in each of its runs."""
+    """Return a seed that the captured or traced graph draws on the device in each run."""
     seed, rank = draw_seed(device), rank_seed()
     return seed ^ rank if rank else seed
 
 
 def rank_seed() -> int:
-    """Return the number that is mixed into the seeds of this process: a signed 64-bit integer, 0 on rank 0."""
+    """Return the number that is mixed into this process's seeds: a signed 64-bit integer, 0 on rank 0."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0
     rank = distributed.get_rank()
@@ -212,7 +207,7 @@ def rank_seed() -> int:
 
 
 def _base_at(places: list[tuple[_Bases, int]]) -> int:
-    """Return the base of a region at its places in the checkpoints around it: that of an earlier pass, or a new one."""
+    """Return the base seed at a region's places in the checkpoints around it: an earlier pass's, or a new one."""
     base = next((bases[place] for bases, place in places if place in bases), None)
     if base is None:
         base = _next_base()
@@ -222,7 +217,7 @@ def _base_at(places: list[tuple[_Bases, int]]) -> int:
 
 
 def _next_base() -> int:
-    """Return a base that no region has had since the generator was seeded."""
+    """Return a base seed that no region has had since the generator was seeded."""
     if _given is not None:
         with _lock:
             return next(_given) & _MASK
@@ -237,7 +232,7 @@ def _next_base() -> int:
 
 
 def _mix(base: int, count: int) -> int:
-    """A 64-bit seed of its own for each count; 0 keeps the base."""
+    """A different 64-bit seed for each count; 0 keeps the base."""
     return _split_mix(base + count * _GOLDEN) % 2**64 if count else base
 
 
@@ -256,9 +251,9 @@ def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
 
 
 def _split_mixes(state: int) -> list[int]:
-    """SplitMix64's output for a state, and for those that follow: cheaper together than in the calls that need them."""
+    """SplitMix64's output for a state and the next ``_AT_ONCE - 1`` ones: cheaper together than one per call."""
     steps = np.arange(_AT_ONCE, dtype=np.uint64) * np.uint64(_GOLDEN)
-    z = np.uint64(state & _MASK) + steps  # modulo 2^64, as all that follows
+    z = np.uint64(state & _MASK) + steps  # all modulo 2^64
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (z ^ (z >> np.uint64(31))).view(np.int64).tolist()

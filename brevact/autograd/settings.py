@@ -22,9 +22,9 @@ class SaveMode(str, enum.Enum):
     """When a saved activation is quantized.
 
     ``SAVE_QUANTIZED`` quantizes in the forward pass and stores the packed codes, which saves memory.
-    ``QUANTIZE_ON_BACKWARD`` stores a copy in full precision and quantizes when the backward pass of the op starts, with
-    the seed that the forward pass drew: the gradients are those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation
-    separates the effect of the noise from everything else.
+    ``QUANTIZE_ON_BACKWARD`` stores a full-precision copy and quantizes when the op's backward starts, with the seed
+    that the forward pass drew: gradients equal those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation separates
+    the effect of the noise from everything else.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, section 4.2.4.
 
@@ -40,35 +40,35 @@ _keys: dict[tuple[Any, ...], int] = {}
 _keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
-#: Bits of the rounding errors of a forward quantizer whose scale is learned.
+#: Bits of a forward quantizer's rounding errors if its scale is learned.
 DEFAULT_RESIDUAL_BIT_WIDTH = 2
-#: Bits that a packed tensor must have for nonlinear functions of the tensor to derive from it.
+#: Bits that a packed tensor must have for its nonlinear functions to derive from it.
 DEFAULT_DERIVE_MIN_BITS = 4
-#: Bits of query and key of attention, whose products are exponentiated.
+#: Bits of attention's query and key, whose products are exponentiated.
 DEFAULT_SCORE_BIT_WIDTH = 8
-#: Multiplications and additions that an element of a layer's output may cost to be recomputed; 0: none is.
+#: Multiplications and additions per element up to which a layer's output is recomputed; 0 recomputes none.
 DEFAULT_RECOMPUTE = 0
-#: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
+#: Tensors with fewer elements stay unpacked: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
 
 
 def nominal_quantizer(quantizer: Any) -> Any:
-    """Return the quantizer by which derivations are decided: the one for which another stands in.
+    """Return the quantizer that decides derivations: ``quantizer``, or the one that it substitutes.
 
-    Where one stores at more bits, to measure the noise of the others, the same tensors are to be stored.
+    A substitute stores at more bits, to measure the noise of other tensors; the same tensors must be stored.
     """
     return getattr(quantizer, "nominal", quantizer)
 
 
 def bits_of(quantizer: Any) -> int:
-    """Return the bits of a code, those of a mean rounded down; 0 for quantizers that do not say."""
+    """Return the bits per code, a mean rounded down; 0 for quantizers without a bit width."""
     width = getattr(nominal_quantizer(quantizer), "bit_width", 0)
     return int(width) if isinstance(width, int | float) else 0
 
 
 @functools.lru_cache(maxsize=256)
 def _has_text(quantizer: Any) -> bool:
-    """Whether a quantizer has a text form, which gives it back as it was."""
+    """Whether a quantizer has a text form that round-trips."""
     try:
         return bool(from_text(to_text(quantizer)) == quantizer)
     except TypeError:
@@ -77,7 +77,7 @@ def _has_text(quantizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class BackwardSettings:
-    """How a region stores the tensors that its ops need for backward.
+    """How a region saves the tensors that its ops need for backward.
 
     >>> from brevact.quantizers import UniformQuantizer
     >>> settings = BackwardSettings(UniformQuantizer(bit_width=4), min_numel=0)
@@ -85,28 +85,27 @@ class BackwardSettings:
     (<SaveMode.SAVE_QUANTIZED: 'save_quantized'>, 0)
 
     Args:
-        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``); None keeps full
-            precision, where ``of_functions`` says more.
+        quantizer: activation quantizer (``quantize(x, seed)`` returns a ``PackedActivation``); None means full
+            precision and needs ``of_functions``.
         save_mode: see :class:`SaveMode`.
-        min_numel: tensors with fewer elements are stored as they are.
-        residual_bit_width: bits an element for the rounding residual and the clipping mask of a forward quantizer with
-            a learned scale: 2 to 8, stochastically rounded; 32 stores the quantizer's input as it is.
-        derive_min_bits: least bits of a packed tensor from which smooth functions derive; affine and piecewise linear
+        min_numel: tensors with fewer elements are stored unpacked.
+        residual_bit_width: bits per element for the rounding residual and the clipping mask of a forward quantizer with
+            a learned scale: 2 to 8, stochastically rounded; 32 stores the quantizer's input in full precision.
+        derive_min_bits: fewest bits of a packed tensor from which smooth functions derive; affine and piecewise linear
             functions derive at any width, since they are unbiased. 0 derives nothing: each op stores its own tensor.
-        score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
-        recompute: layers whose output costs at most this many multiplications an element are recomputed in backward,
-            from their input and weight, when an op with these settings reads the output, which is then not stored. 0
-            recomputes none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on,
-            chains go on through narrow layers and sums of blocks, and tensors of fewer elements than ``min_numel`` are
-            recomputed, too.
-        of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
-            place of these, None for full precision. For an op inside another one, the first of the two decides.
+        score_bit_width: bits of attention's query and key, 2 to 8, if the quantizer has fewer.
+        recompute: recompute a layer's output in backward, from its input and weight, if it costs at most this many
+            multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
+            none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on, chains go
+            on through narrow layers and sums of blocks, and tensors smaller than ``min_numel`` are recomputed, too.
+        of_functions: pairs of an op's name (``brevact.autograd.op_names``) and the settings that replace these for it,
+            None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
-            own, hooks pack its saved tensors where its gradient allows that, and nothing is recomputed
-            (``recompute``). Compiled graphs, which have no second derivatives in torch, ignore it.
+            own, hooks pack its saved tensors if its gradient allows that, and nothing is recomputed (``recompute``).
+            Compiled graphs, which have no second derivatives in torch, ignore it.
 
     Raises:
-        TypeError: ``quantizer`` cannot quantize, ``of_functions`` holds something else, or ``double_backward`` is no
+        TypeError: ``quantizer`` cannot quantize, ``of_functions`` holds something else, or ``double_backward`` is not a
             bool.
         ValueError: unknown ``save_mode``, negative ``min_numel``, a number of bits that is not accepted, or
             ``double_backward`` with a quantizer that changes the forward pass.
@@ -122,24 +121,24 @@ class BackwardSettings:
     of_functions: tuple[tuple[str, BackwardSettings | None], ...] = field(default=())
     double_backward: bool = field(default=False)
     key: int = field(init=False, repr=False, compare=False)
-    """Number that settings share in this process which store a tensor alike, whatever ``recompute``, ``of_functions``
-    and ``double_backward``: quick to hash."""
+    """Number, quick to hash, of all settings in this process that differ at most in ``recompute``, ``of_functions`` and
+    ``double_backward``: they store a tensor alike."""
     text: str | None = field(init=False, repr=False, compare=False)
-    """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
+    """The settings as text, which a traced graph can hold; None for quantizers without a text form."""
 
     draws_size: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer first draws on the host how many bytes a tensor takes (``with_drawn_size``)."""
     quantizes_forward: bool = field(init=False, repr=False, compare=False)
-    """Whether norms go on with the values that are stored, in eval mode and without gradients too."""
+    """Whether norms continue with the stored values, in eval mode and without gradients too."""
 
     observes: bool = field(init=False, repr=False, compare=False)
-    """Whether the quantizer takes statistics of each tensor in the forward pass (``with_statistics_of``)."""
+    """Whether the quantizer collects statistics of each tensor in the forward pass (``with_statistics_of``)."""
 
     is_random: bool = field(init=False, repr=False, compare=False)
-    """Whether the same tensor may have other codes the next time it is packed."""
+    """Whether packing a tensor again may give other codes."""
 
     is_exact: bool = field(init=False, repr=False, compare=False)
-    """Whether activations are stored as they are, and masks and codes of forward quantizers alone are packed."""
+    """Whether activations stay unpacked, and only masks and codes of forward quantizers are packed."""
 
     uses_fast_pack: bool = field(init=False, repr=False, compare=False)
     """Whether tensors of equal sizes are packed alike, at once, in the uniform format."""
@@ -148,13 +147,13 @@ class BackwardSettings:
     """Whether tensors are derived from packed ones."""
 
     derives_curved: bool = field(init=False, repr=False, compare=False)
-    """Whether smooth functions of tensors that the quantizer packs are derived, too."""
+    """Whether smooth functions of packed tensors are derived, too."""
 
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether decoding returns the packed tensor bit for bit, so that norms pack their input, not normalized values."""
 
     keeps_elements: bool = field(init=False, repr=False, compare=False)
-    """Whether elements are stored in their own type, as sources that others are computed from."""
+    """Whether elements are stored in their own dtype, as sources that others are computed from."""
 
     leaves_ops_to_torch: bool = field(init=False, repr=False, compare=False)
     """Whether torch runs some ops that have a counterpart: for bit-equal gradients, or for second derivatives."""
@@ -214,7 +213,7 @@ class BackwardSettings:
         object.__setattr__(self, "is_random", is_stochastic or self.draws_size or self.observes)
         is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "has_uniform_codes", False)
         object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size and not self.observes))
-        if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
+        if isinstance(self.quantizer, nn.Module):  # it has tensors, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
             fields = self._fields[1:-3]
         else:
@@ -229,7 +228,6 @@ class BackwardSettings:
         return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
 
     def _check_functions(self) -> None:
-        """Raise where ``of_functions`` holds no pairs of a name and settings."""
         if isinstance(self.of_functions, tuple) and all(
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in self.of_functions
         ):
@@ -242,7 +240,6 @@ class BackwardSettings:
         )
 
     def _check_double_backward(self) -> None:
-        """Raise where ``double_backward`` is no bool, or is asked of a quantizer that changes the forward pass."""
         if not isinstance(self.double_backward, bool):
             raise TypeError(
                 f"double_backward={brief(self.double_backward)} must be True, to differentiate gradients again "
@@ -256,7 +253,7 @@ class BackwardSettings:
 
     @functools.cached_property
     def by_op(self) -> dict[str, BackwardSettings | None]:
-        """Settings of an op inside, by its name; an op inside of that one has the settings that stand before."""
+        """Settings of the region's ops, by name; ops inside such an op have the settings that come before its own."""
         found: dict[str, BackwardSettings | None] = {}
         for i, (name, settings) in enumerate(self.of_functions):
             found.setdefault(name, with_functions(settings, self.of_functions[:i]))
@@ -264,7 +261,7 @@ class BackwardSettings:
 
     @functools.cached_property
     def most_recompute(self) -> int:
-        """The largest ``recompute`` of these settings and of those of ops: no layer that costs more is computed."""
+        """The largest ``recompute`` of these settings and those of ops: no costlier layer is recomputed."""
         return max(self.recompute, *(each.most_recompute for _, each in self.of_functions if each is not None), 0)
 
     @functools.cached_property
@@ -274,12 +271,12 @@ class BackwardSettings:
 
     @property
     def changes_forward(self) -> bool:
-        """Whether norms go on with the values that are stored, here or in one of ``of_functions``."""
+        """Whether norms continue with the stored values, here or in one of ``of_functions``."""
         return self.quantizes_forward or any(each is not None and each.changes_forward for _, each in self.of_functions)
 
     @functools.cached_property
     def for_normalized(self) -> BackwardSettings | None:
-        """How norms store a normalized input; None: norms store their input, as other ops do."""
+        """Settings with which norms store a normalized input; None if they store their input, as other ops do."""
         quantizer = getattr(self.quantizer, "for_normalized", None)
         if quantizer is None:
             return None
@@ -305,7 +302,7 @@ def _check_bits(name: str, value: Any, least: int, meaning: str, default: int) -
 def with_functions(
     settings: BackwardSettings | None, of_functions: tuple[tuple[str, BackwardSettings | None], ...]
 ) -> BackwardSettings | None:
-    """Return settings, or full precision, with others for some ops, which come before their own."""
+    """Return settings, or full precision, with the settings of some ops put before their own."""
     if not of_functions:
         return settings
     if settings is None:
@@ -314,7 +311,7 @@ def with_functions(
 
 
 def with_overrides(settings: BackwardSettings | None, overrides: Mapping[str, Any]) -> BackwardSettings | None:
-    """Return settings, or full precision, with other values of some fields, also for ops with a rule of their own."""
+    """Return settings, or full precision, with some fields replaced, also for ops with their own rule."""
     if settings is None or not overrides:
         return settings
     functions = tuple((name, with_overrides(each, overrides)) for name, each in settings.of_functions)

@@ -1,15 +1,15 @@
-"""A tensor that several ops save is packed once.
+"""Pack a tensor once for all ops that save it.
 
-Residual branches, q/k/v projections, a block's input that its shortcut reads too: each op asks for the same tensor,
-and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (which carries its part of
-the table, so that an address that was freed and used again is never taken for the old one), version counter, offset,
-shape and strides, and knows the packed tensors by weak references: they live as long as some graph node keeps them.
-The version counter does not see edits through ``x.data``, NumPy or an address: a region that hands one out forgets
-the tensor's packed forms (``storages.end_known_values``).
+Residual branches, q/k/v projections, a block's input that its shortcut reads too: several ops save the same tensor and
+get the same packed tensors. The table owns nothing. It finds a tensor by its storage (which carries its part of the
+table, so that a reused address is never taken for the old storage), version counter, offset, shape and strides, and
+holds the packed tensors by weak references: they live as long as some graph node keeps them. The version counter
+misses edits through ``x.data``, NumPy or an address: a region that hands one out forgets the tensor's packed forms
+(``storages.end_known_values``).
 
-A tensor without gradient, a batch or a target, outlives the step that packed it. Its random codes serve one root region
-alone: otherwise the noise of a step would depend on whether somebody, perhaps garbage that waits for its collector,
-still keeps the codes of an earlier step.
+A tensor without gradient, such as a batch or target, outlives the step that packed it. Only one root region uses its
+random codes: otherwise a step's noise would depend on whether something, perhaps uncollected garbage, still holds the
+codes of an earlier step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _numbers = itertools.count()
 
 
 class _WeakTensor:
-    """Weak reference to a kept tensor: by itself, or by its storage, which also lives on in an alias.
+    """Weak reference to a saved tensor and its storage, which an alias may keep alive.
 
-    Hooks around the region may keep a detached alias in place of the tensor (checkpoint does while it recomputes).
+    Hooks around the region may save a detached alias in place of the tensor (checkpoint does while it recomputes).
     """
 
     __slots__ = ("_dtype", "_storage", "_tensor", "_view")
@@ -39,7 +39,7 @@ class _WeakTensor:
     def __init__(self, tensor: Tensor, source: int) -> None:
         self._tensor = weakref.ref(tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
+        if storage._cdata == source:  # the source's storage lives on, whether a node saves the alias or not
             self._storage = None
         else:
             self._storage, self._dtype = weakref.ref(storage), tensor.dtype
@@ -55,17 +55,14 @@ class _WeakTensor:
 
 
 class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
-    """The packed forms of the tensors of one storage, each with the number of its root region, 0 for all regions.
-
-    A buffer that is filled again and again outlives most of them.
-    """
+    """The packed forms of the tensors in one storage, each with its root region's number, 0 for all regions."""
 
     sweep_at = _SWEEP_FLOOR
     copied = 0
-    """Bytes of the copies of small views that were made."""
+    """Bytes of the copies that were made of small views."""
 
     def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the packed form of a tensor, if a node still holds it and it serves the root region, 0 for any."""
+        """Return a tensor's packed form, if a node still holds it and the root region may use it (0: any region)."""
         found = self.get(key)
         if found is None:
             return None
@@ -81,20 +78,19 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
         return tuple(tensors), decoder
 
     def sweep(self) -> None:
-        """Drop packed forms that no node holds any more."""
+        """Drop packed forms that no node holds any more, since a buffer that is refilled outlives most of its forms."""
         for key in [key for key in list(self) if self.find(key) is None]:
             self.pop(key, None)
         self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
 
 
 class SharedPacks:
-    """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
+    """Weak table from (tensor, settings) to the tensor's saved form."""
 
     def __init__(self) -> None:
         self._attribute = f"{OF_VALUES}packs_{next(_numbers)}"
 
     def packs_of(self, storage: UntypedStorage) -> _Packs:
-        """Return the part of the table for a storage."""
         packs: _Packs | None = getattr(storage, self._attribute, None)
         if packs is None:
             packs = _Packs()
@@ -104,14 +100,14 @@ class SharedPacks:
     def find(
         self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0, also: Callable[[Any], bool] | None = None
     ) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the packed form of ``x``: its tensors and their decoder, if a node still holds them.
+        """Return the packed form of ``x``, a tensor with a storage, if a node still holds it.
 
         Args:
-            x: any tensor with a storage.
+            x: the tensor.
             settings: key of the settings under which it was packed.
-            root: number of the root region, from 1 on, whose random codes of a tensor without gradient are found; 0 for
-                those of any.
-            also: whether a decoder will do that was made under settings whose first part is another; None: none will.
+            root: number, from 1 on, of the root region whose random codes of a tensor without gradient match; 0 matches
+                any.
+            also: whether a decoder is accepted whose settings differ in their key's first item; None accepts none.
         """
         packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
         if not packs or x.is_inference():
@@ -130,9 +126,9 @@ class SharedPacks:
     def add(
         self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
     ) -> None:
-        """Register the packed form of ``x``; not of inference tensors, which have no version, nor in exposed storages.
+        """Register the packed form of ``x``; not for inference tensors, which have no version, nor exposed storages.
 
-        The number is that of the root region in which random codes were drawn, 0 for codes that are not random.
+        ``root`` is the number of the root region that drew random codes, 0 for codes that are not random.
         """
         if x.is_inference():
             return
@@ -147,5 +143,5 @@ class SharedPacks:
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    """Key of a tensor among those of its storage, with the key of the settings, and of the norm if there is one."""
+    """Key of a tensor within its storage, with the key of the settings, and of the norm if there is one."""
     return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)

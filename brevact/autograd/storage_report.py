@@ -1,4 +1,4 @@
-"""How each tensor that autograd stores is stored, and why: recorded while a report is made."""
+"""Record, while a report is made, how autograd stores each tensor, and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
 
 def other_code(label: str) -> str:
-    """Return why tensors of code that is not torch's are saved as they are, and how to change that."""
+    """Return why tensors of non-torch code stay unpacked, and how to change that."""
     return f"{OTHER_CODE}; a rule packs it: {{{label}: StochBackward4bit}}" if label else OTHER_CODE
 
 
@@ -42,11 +42,11 @@ class SavedTensor:
     """How one tensor is stored.
 
     Args:
-        how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes), "derived"
+        how: "packed", "mask" (one bit per element), "exact" (its values matter: indices, statistics, codes), "derived"
             (a function of saved tensors) or "full precision".
         why: the reason, for a tensor that is neither packed nor a mask.
         tensor_bytes: bytes of the tensor as a plain op would store it.
-        bit_width: bits of a code of the packed tensor; 0 where there is none, or a quantizer does not say.
+        bit_width: bits per code of the packed tensor; 0 if there is none, or the quantizer has no bit width.
     """
 
     how: str
@@ -56,35 +56,35 @@ class SavedTensor:
 
 
 class Recorder:
-    """Knows the torch function that runs, and how the tensors are kept that autograd is about to store.
+    """Records the torch function that runs, and how the tensors are saved that autograd is about to store.
 
-    Code that saves a tensor calls ``report_saved``; hooks around the region, which see each tensor that is stored, ask.
+    Code that saves a tensor calls ``report_saved``; hooks around the region, which see all tensors, call ``stored``.
     """
 
     def __init__(self) -> None:
         self.op = ""
         self._why = NO_QUANTIZER
         self._reported: dict[int, SavedTensor] = {}
-        #: Addresses of storages that were kept at first, and given up for others.
+        #: Addresses of storages that were saved at first and then given up for others.
         self.withdrawn: set[int] = set()
-        #: Addresses of storages that are kept in place of others, with the addresses of those others.
+        #: Addresses of storages that replace others, with the addresses of those others.
         self.replaced: dict[int, int] = {}
-        #: The report's own saved-tensor hooks, which hand tensors on as they are.
+        #: The report's own saved-tensor hooks, which hand tensors on unchanged.
         self.hooks: tuple[Callable, Callable] | None = None
 
     def report_op(self, func: Callable, why: str) -> None:
-        """Take note of the torch function that runs, and why it stores tensors that nobody reports."""
+        """Record the torch function that runs, and why it saves unreported tensors."""
         self.op = getattr(func, "__name__", str(func))
         self._why = why
         self._reported.clear()
 
     def report_code(self, label: str) -> None:
-        """Take note of the code that saves a tensor, where it is no torch function."""
+        """Record the non-torch code that saves a tensor."""
         self.op = label
         self._reported.clear()
 
     def report_saved(self, kept: Saved, why: str = "") -> None:
-        """Take note of how a tensor is kept."""
+        """Record how a tensor is saved."""
         tensors, decoder = kept
         how, tensor_bytes = decoder.described(tensors)
         bit_width = bits_of(decoder.quality.quantizer)
@@ -94,7 +94,7 @@ class Recorder:
             tensor_bytes = 0
 
     def stored(self, x: Tensor) -> SavedTensor:
-        """Return how a tensor that reaches the hooks around the region is kept."""
+        """Return how a tensor that reaches the hooks around the region is saved."""
         found = self._reported.get(storage_address(x))
         if found is None:
             return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
@@ -106,41 +106,40 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
-#: Recorders of all threads: while there are none, nobody need look for one.
+#: Recorders of all threads; if empty, nobody need look for one.
 recorders: list[Recorder] = []
 
 
 def report_op(func: Callable, why: str = NEEDED) -> None:
-    """Tell the recorder of a report, if there is one, which function runs, and why it saves unreported tensors."""
+    """Report to this thread's recorder, if any, which function runs, and why it saves unreported tensors."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_op(func, why)
 
 
 def report_code(label: str) -> None:
-    """Tell the recorder of a report, if there is one, which code that is not torch's saves a tensor."""
+    """Report to this thread's recorder, if any, which non-torch code saves a tensor."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_code(label)
 
 
 def report_saved(kept: Saved, why: str) -> None:
-    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    """Report to this thread's recorder, if any, how a tensor is saved."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_saved(kept, why)
 
 
 def withdraw(tensors: tuple[Tensor, ...]) -> None:
-    """Tell the recorder of a report, if there is one, that tensors are not kept any more."""
+    """Report to this thread's recorder, if any, that tensors are not saved any more."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.withdrawn |= set(map(storage_address, tensors))
 
 
 def are_of_report(hooks: tuple[Callable, Callable]) -> bool:
-    """Return whether saved-tensor hooks are those of a report, which hand tensors on as they are."""
     return _of_thread.recorder is not None and _of_thread.recorder.hooks == hooks
 
 
 def replace(tensors: tuple[Tensor, ...], new: Tensor) -> None:
-    """Tell the recorder of a report, if there is one, that an op keeps another tensor in place of one."""
+    """Report to this thread's recorder, if any, that an op saves ``new`` in place of the one old tensor."""
     if _of_thread.recorder is not None:
         (old,) = tensors
         _of_thread.recorder.replaced[storage_address(new)] = storage_address(old)

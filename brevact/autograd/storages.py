@@ -20,28 +20,28 @@ def _count_of_a_lone_local() -> int:
     return sys.getrefcount(x)
 
 
-#: What ``sys.getrefcount(x)``, called like that, returns where the local ``x`` alone holds an object: 2, or 1 from
-#: Python 3.14 on, where the call borrows it. A function around the call would count its own argument, or not.
+#: Result of ``sys.getrefcount(x)``, called directly, if only the local ``x`` holds the object: 2, or 1 from Python 3.14
+#: on, where the call borrows it. A wrapper around the call may or may not count its own argument.
 LONE = _count_of_a_lone_local()
 
 _version_of = operator.attrgetter("_version")
-#: How the attributes of a storage begin that tell of the values in it.
+#: Prefix of storage attributes that depend on the values in the storage.
 OF_VALUES = "_brevact_values_"
-#: The object by which an op keeps the storage as it is, with the version.
+#: The object by which an op saves the storage unpacked, with the version.
 _HELD = OF_VALUES + "held"
-#: The objects that hold what stands for its tensors until an op keeps these as they are.
+#: The stand-ins for the storage's tensors until an op saves these unpacked.
 OFFERED = OF_VALUES + "stand_ins"
-#: Attribute of a storage that somebody may write to unseen at any time: none of the others is set on it.
+#: Attribute of a storage that somebody may write to unseen at any time: it gets none of the others.
 EXPOSED = "_brevact_exposed"
 
-#: Attribute of a storage of integers that were made in a region.
+#: Attribute of a storage of integers that a region's op made.
 _MADE = "_brevact_made"
 
 
 def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
-    """End what is known of the values in the storage of ``x``, which others may overwrite unseen: now, or ever after.
+    """Forget saved forms, shared codes and masks of the storage of ``x``, which others may overwrite unseen.
 
-    That is saved forms, codes that other ops would share, and masks.
+    They may do so now, or (``for_good``) ever after.
     """
     try:
         with DisableTorchFunction():
@@ -55,7 +55,7 @@ def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
 
 
 def storage_address(x: Tensor) -> int:
-    """Return the address of the storage object of ``x``; 0 for tensors without storage, as those of a lazy module."""
+    """Return the address of the storage object of ``x``; 0 for tensors without storage, such as a lazy module's."""
     try:
         return x.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError, ValueError):
@@ -63,7 +63,7 @@ def storage_address(x: Tensor) -> int:
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Return whether the storage of ``x`` carries saved forms: registered ones, or packed ones of tensors in it."""
+    """Return whether the storage of ``x`` carries saved forms: registered ones, or packed ones of its tensors."""
     try:
         return bool(x.untyped_storage().__dict__)
     except (NotImplementedError, RuntimeError):  # no storage
@@ -71,7 +71,6 @@ def is_tracked(x: Tensor) -> bool:
 
 
 def any_tracked(tensors: list[Tensor]) -> bool:
-    """Return whether the storage of one of the tensors carries saved forms."""
     try:
         for x in tensors:
             if x.untyped_storage().__dict__:
@@ -82,35 +81,35 @@ def any_tracked(tensors: list[Tensor]) -> bool:
 
 
 def is_offered(x: Tensor) -> bool:
-    """Return whether an op keeps a stand-in for ``x``, such as a packed copy, which it gives up."""
+    """Return whether an op saves a stand-in for ``x``, such as a packed copy, which it can give up."""
     return not is_traced(x) and OFFERED in x.untyped_storage().__dict__
 
 
 def note_held(x: Tensor, holder: Any) -> None:
-    """Note that an op that needs ``x`` exactly keeps it as it is, as long as the holder lives."""
+    """Record that an op that needs ``x`` exactly saves it unpacked as long as ``holder`` lives."""
     if not x.is_inference() and EXPOSED not in x.untyped_storage().__dict__:
         x.untyped_storage().__dict__[_HELD] = weakref.ref(holder), x._version
 
 
 def is_held(x: Tensor) -> bool:
-    """Return whether an op that needs ``x``, or other elements of its storage, exactly keeps that as it is."""
+    """Return whether an op saves ``x``, or other elements of its storage, unpacked because it needs them exactly."""
     found = x.untyped_storage().__dict__.get(_HELD)
     return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
 
 
 def note_made(x: Tensor, given: list[Tensor]) -> None:
-    """Note that an op in a region has made integers of these tensors, in memory that nobody held before."""
+    """Record that a region's op made integers ``x`` from tensors ``given``, in new memory."""
     if not x._is_view() and all(x is not other for other in given):
         x.untyped_storage().__dict__[_MADE] = True
 
 
 def is_made(x: Tensor) -> bool:
-    """Return whether integers lie in memory that an op in a region has made (`note_made`)."""
+    """Return whether integers lie in memory that a region's op made (`note_made`)."""
     return not is_traced(x) and _MADE in x.untyped_storage().__dict__
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the version counters of tensors, -1 for inference tensors, which have none."""
+    """Return the tensors' version counters, -1 for inference tensors, which have none."""
     try:
         return tuple(map(_version_of, tensors))
     except RuntimeError:
@@ -120,9 +119,9 @@ def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 def referent(reference: weakref.ref[T]) -> T | None:
     """Return the tensor or storage of a weak reference, None if it has been freed.
 
-    The Python object of a tensor or storage lives as long as PyTorch keeps its C++ object; a reference to it pins
-    nothing. PyTorch's own weak references (``_weak_ref``) pin the storage's header, and a header between two freed
-    tensors stops malloc from joining their memory for a larger one.
+    The Python object lives as long as PyTorch keeps its C++ object; a weak reference to it pins nothing. PyTorch's own
+    weak references (``_weak_ref``) pin the storage's header, and a header between two freed tensors stops malloc from
+    joining their memory for a larger one.
     """
     found: Any = reference()
     if found is not None:
@@ -139,7 +138,6 @@ class WeakStorage:
         self._reference = weakref.ref(storage)
 
     def expired(self) -> bool:
-        """Return whether the storage has been freed."""
         return referent(self._reference) is None
 
     def __call__(self) -> UntypedStorage | None:

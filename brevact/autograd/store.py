@@ -1,4 +1,4 @@
-"""How one tensor is kept for backward: as it is, packed, or in full precision until backward starts."""
+"""Save one tensor for backward: unpacked, packed, or in full precision until backward packs it."""
 
 from __future__ import annotations
 
@@ -43,22 +43,21 @@ _COPY = ("a copy",)
 
 
 def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
-    """Keep ``x`` itself."""
     kept = (x,), AS_IT_IS
     return reported(kept, why) if storage_report.recorders else kept
 
 
 def is_compact(x: Tensor) -> bool:
-    """Return whether ``x`` is no view of a storage of more than twice its size, as a class token is."""
+    """Return whether the storage of ``x`` has at most twice its size; a class token, a view, has a larger one."""
     if type(x) is not Tensor and is_traced(x):
         return x._base is None or x._base.numel() <= 2 * x.numel()
     return x.untyped_storage().nbytes() <= 2 * x.nbytes
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that.
+    """Return ``x``, or a copy if it is a view of a larger storage, so that the storage can be freed.
 
-    Each view is copied once, and the copies of the views of a storage have at most its bytes: not more than it has.
+    Each view is copied once, and all copies of a storage's views take at most its bytes.
     """
     if is_compact(x):
         return x
@@ -78,28 +77,28 @@ def compact(x: Tensor) -> Tensor:
 
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
-    """Keep a small tensor, and of a larger storage no more than that.
+    """Save a small tensor, without the rest of a larger storage.
 
-    Exact settings keep a view, as torch does: torch's kernels compute other last bits from a copy in other strides.
+    Exact settings save a view, as torch does: torch's kernels compute other last bits from a copy with other strides.
     """
     return keep_as_it_is(x if settings.is_exact else compact(x), storage_report.SMALL)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
-    """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
+    """Save a boolean tensor in one bit per element; its product with g is g where it is set, else g times the slope."""
     return reported(((pack_mask(mask),), decoder_of_mask(Layout.of(mask), negative_slope)))
 
 
-#: Types in which places are saved: the first one that holds them.
+#: Dtypes for places: the first one that holds them is used.
 _TYPES_OF_PLACES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 INTEGERS = frozenset((torch.int64, torch.int32))
 
 
 def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], lowest: int | None = None) -> Saved:
-    """Keep integers below the largest of ``sizes`` exactly, in the smallest type that holds all of them.
+    """Save integers from ``lowest`` to below the largest of ``sizes`` exactly, in the smallest dtype that holds them.
 
-    From ``lowest`` on; if None, from that size below 0 on. They are packed once for all ops. No value is read: on a GPU
-    the host would wait for it.
+    ``lowest`` is minus that size if None. They are packed once for all ops. No value is read: on a GPU the host would
+    wait for it.
     """
     if x.dtype not in INTEGERS or any(type(size) is not int for size in (*sizes, *x.shape)):  # symbols of a graph
         return keep_as_it_is(x)
@@ -117,28 +116,28 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
 
 
 def reported(kept: Saved, why: str = "") -> Saved:
-    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    """Report how a tensor is saved, and return its saved form."""
     if storage_report.recorders:
         storage_report.report_saved(kept, why)
     return kept
 
 
 class Store(EagerKeeper):
-    """The part of a region that saves tensors: in their registered form, packed once for all ops, or as they are."""
+    """The part of a region that saves tensors: in their registered form, packed once for all ops, or unpacked."""
 
     places: Iterator[int]
-    """Numbers of the tensors that a quantizer with statistics keeps."""
+    """Numbers of the tensors that a quantizer with statistics packs."""
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
-        """Save a floating-point activation as the settings say; of a norm's input, the normalized values.
+        """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
 
-        With ``share``, ``x`` is packed once for all ops that save it. Of the input of a norm, the normalized values are
-        packed, and its statistics saved beside them. A view of a parameter, learned queries that several samples share,
-        is no activation. Complex numbers are packed as pairs of real ones.
+        With ``share``, ``x`` is packed once for all ops that save it. For a norm, the normalized values are packed, and
+        its statistics saved beside them. A view of a parameter (learned queries that several samples share) is no
+        activation. Complex numbers are packed as pairs of real ones.
 
-        Returns the registered form of ``x`` (the codes of a forward quantizer, or, but for a norm, the tensors that
-        ``x`` derives from); otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel``
-        elements, or the settings are exact.
+        Returns the registered form of ``x`` (a forward quantizer's codes, or, except for a norm, the tensors that ``x``
+        derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
+        or the settings are exact.
         """
         if self.is_counted and not is_traced(x):
             with no_dispatch_modes():
@@ -154,7 +153,6 @@ class Store(EagerKeeper):
         return self._keep(x, self.settings, share, norm)
 
     def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
-        """Keep a complex tensor as pairs of real numbers."""
         known = known_values.find(x)
         if known is not None:
             return reported(known)
@@ -164,7 +162,7 @@ class Store(EagerKeeper):
         return tensors, decoder_of_pairs(decoder, x.is_conj())
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        """Keep the input of a norm by a quantizer that has a form for normalized values."""
+        """Save a norm's input by a quantizer that has a form for normalized values."""
         with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
             return self._keep(x, self.settings.for_normalized, True, norm)
 
@@ -174,7 +172,7 @@ class Store(EagerKeeper):
         is_small = x.numel() < settings.min_numel
         if is_small and not goes_deep(self):
             return _beside(keep_small(x, settings), norm)
-        may_be_known = share and is_tracked(x)  # nothing can be found of a tensor whose storage carries nothing
+        may_be_known = share and is_tracked(x)
         if may_be_known:
             known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
             if is_held(x) and not (known is not None and known[1].quality.is_exact):
@@ -188,7 +186,7 @@ class Store(EagerKeeper):
             return _beside(keep_small(x, settings), norm)
         if settings.is_exact:
             return _beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
-        # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
+        # A checkpoint expects tensors of the same sizes again, so random sizes follow from the number of elements.
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         key: tuple[Hashable, ...] | None = (settings.key, repeats)
         if norm is not None and normalizes:
@@ -206,7 +204,7 @@ class Store(EagerKeeper):
         return found if norm is None or normalizes else _beside(found, norm)
 
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
-        """Pack ``x``, or its normalized values, of which nobody keeps codes."""
+        """Pack ``x``, or its normalized values, for which no shared codes exist."""
         quantizer = settings.quantizer
         plan = None
         if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
@@ -234,10 +232,10 @@ class Store(EagerKeeper):
         return pack(x, quantizer, settings.save_mode, seed, norm)
 
     def keep_activation(self, x: Tensor) -> Saved:
-        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
+        """Save an operand that may be a weight: packed if it is an activation, unpacked otherwise.
 
-        A leaf that requires a gradient is somebody's variable and stays in memory anyway. So does a view of one; a view
-        of another tensor, made in the forward of a Function, is a leaf by its looks alone.
+        A leaf that requires a gradient, or a view of one, is somebody's variable and stays in memory anyway. A view of
+        another tensor, made in a Function's forward, only looks like a leaf.
         """
         base = x._base if x.is_leaf and x._is_view() else None
         if base is not None and not base.is_leaf:
@@ -249,7 +247,7 @@ class Store(EagerKeeper):
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
-        """Save a weight as it is; a fake-quantized one as the recipe that recomputes it."""
+        """Save a weight unpacked, or a fake-quantized one as the recipe that recomputes it."""
         known = known_values.find(x)
         return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
@@ -262,12 +260,12 @@ class Store(EagerKeeper):
         if not is_tracked(x):
             return None
         known = known_values.find(x, self.settings, self.hooks.scope)
-        if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
+        if known is None and self.settings.derives and self.hooks.scope is None:  # it lives until backward there
             known = find_packed(x, self.settings, self.seeds.number)
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Share the saved form of the normalized values of ``x``, under the key of a norm, with other ops."""
+        """Share the saved form of the normalized values of ``x`` with other ops, under a norm's key."""
         root = self.seeds.number if self.settings.is_random else 0
         _shared.add(x, (self.settings.key, False, norm), vectors, decoder, root)
 
@@ -281,7 +279,7 @@ class Store(EagerKeeper):
 
 
 def _beside(kept: Saved, norm: NormInput | None) -> Saved:
-    """Keep the statistics of a norm beside its input, which is kept without a loss; of other ops, the input alone."""
+    """Save a norm's statistics beside its losslessly saved input; for other ops the input alone."""
     if norm is None:
         return kept
     kept = norm.unpacked(kept)
@@ -291,17 +289,17 @@ def _beside(kept: Saved, norm: NormInput | None) -> Saved:
 
 
 def _report_statistics(kept: Saved) -> None:
-    """Tell the recorder which of the kept tensors are statistics of a norm."""
+    """Report which of the saved tensors are a norm's statistics."""
     tensors, decoder = kept
     for statistic in tensors[len(tensors) - decoder.statistics :]:
         keep_as_it_is(statistic)
 
 
 def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return the packed form of ``x`` that an earlier op, outside of checkpoints, saved; None if there is none.
+    """Return the packed form of ``x`` that an earlier op, outside checkpoints, saved; None if there is none.
 
-    It may be packed for other settings, if that is as good for a reader with these. The number is that of the root
-    region that reads ``x``, 0 for whichever.
+    It may be packed for other settings, if that is as good for a reader with these. ``root`` is the number of the root
+    region that reads ``x``, 0 for any.
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
@@ -311,7 +309,7 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
 def _copy_of(x: Tensor) -> Tensor:
     """Return a copy without gaps, to be packed when backward starts; expanded dimensions stay expanded.
 
-    Like codes it has a storage of its own: other tensors derive from it, and changes of ``x`` in place leave it alone.
+    Like codes it has its own storage: other tensors derive from it, and in-place changes of ``x`` do not affect it.
     """
     return distinct_elements(x).clone().expand(x.shape)
 
@@ -329,7 +327,7 @@ def _plan_of(
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
-    """Keep ``x``, or its normalized values, packed, or to be packed with this seed when backward starts."""
+    """Pack ``x``, or its normalized values, now, or with this seed when backward starts."""
     if norm is not None:
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:

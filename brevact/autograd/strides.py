@@ -1,4 +1,4 @@
-"""Strides of gradients: those that torch's own backward kernels give them, which decide the order of later sums."""
+"""Give gradients the strides that torch's own backward kernels give them: they decide the order of later sums."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ Strides = tuple[int, ...]
 
 
 class Order(enum.Enum):
-    """The operands of torch's last elementwise kernel, first to last, which decide the strides of its result."""
+    """The operands of torch's last elementwise kernel, in order, which decide its result's strides."""
 
     GRAD_FIRST = enum.auto()
-    """The gradient of the output, then the tensor that torch saves."""
+    """The output's gradient, then the tensor that torch saves."""
     SAVED_FIRST = enum.auto()
     """The tensor that torch saves, then the gradient."""
     DERIVATIVE_FIRST = enum.auto()
     """A derivative, computed from the tensor that torch saves, then the gradient."""
     GRAD_ALONE = enum.auto()
-    """A function of the gradient, whose strides alone decide."""
+    """The gradient alone."""
 
 
 def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_FIRST) -> Tensor:
-    """Return an elementwise function of an output gradient and a saved tensor with the strides that torch gives it.
+    """Return ``x``, an elementwise function of a gradient and a saved tensor, with the strides that torch gives it.
 
-    Torch's iterator orders the dimensions of a result by the strides of its first operand, and by those of the next one
-    where they do not tell.
+    Torch's iterator orders a result's dimensions by its first operand's strides, and by the next operand's on a tie.
 
     Args:
-        x: the function, of the shape of ``grad``, in any strides.
-        grad: the gradient of the output.
+        x: the function's values, of the shape of ``grad``, with any strides.
+        grad: the output's gradient.
         stride: strides of the tensor that torch's own op saves, of the same shape.
         order: which operand of torch's kernel comes first.
 
@@ -55,9 +54,9 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
-    """Return ``x`` with these strides: itself if it has them, else a dense copy; None leaves it as it is.
+    """Return ``x`` with these strides: itself, or a dense copy.
 
-    In a traced graph it is left as it is: the compiler chooses strides.
+    None leaves it unchanged, as does a traced graph, whose compiler chooses strides.
     """
     if stride is None or x.stride() == stride or is_traced(x):
         return x
@@ -66,14 +65,7 @@ def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def strides_of_result(shape: tuple[int, ...], *strides: Strides) -> Strides:
-    """Return the strides that an elementwise op of torch gives its result.
-
-    Args:
-        shape: sizes of each operand, and of the result.
-        strides: those of the operands, in their order.
-
-    Returns:
-        Strides in elements.
+    """Return the strides, in elements, that an elementwise torch op gives its result, from its operands' strides.
 
     >>> strides_of_result((2, 3), (1, 2), (3, 1))
     (1, 2)

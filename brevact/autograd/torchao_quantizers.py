@@ -1,16 +1,15 @@
-"""Fake quantizers of torchao inside a region: layers behind them keep the integers, weights are recomputed.
+"""torchao's fake quantizers inside a region: ops save the integers of activations, and weights are recomputed.
 
-y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s runs by torchao's own ops. Of an activation, whoever keeps y keeps
-the integers, in as many bits as their range needs (``known_values``). Of a weight, nothing is kept but the weight, the
-scale and the zero point: backward runs torchao's function on them again, so that gradients of all three are its own
-to the last bit. Source: torchao.quantization.quant_primitives.
+torchao's own ops compute y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s. If x is an activation, ops that save y
+save the integers, in as many bits as their range needs (``known_values``). If x is a weight, only it, the scale and the
+zero point are saved: backward runs torchao's function on them again, so the gradients of all three are torchao's to the
+last bit. Source: torchao.quantization.quant_primitives.
 
-Of float8 fake quantizers those of weights are recognised: backward runs them again. Those of activations run op by op:
-their values have an exponent each, and their scale, the largest absolute value, has a gradient.
+Float8 fake quantizers are recognised for weights only: backward runs them again. For activations they run op by op:
+each value has its own exponent, and the scale, the largest absolute value, has a gradient.
 
-The functions are replaced where torchao is imported when a region that packs is entered; outside of regions that pack,
-in traced graphs and for settings that are not known here (scales of groups of an activation, zero points in floating
-point) torchao's own run.
+If torchao is imported, entering a packing region replaces its functions. Outside packing regions, in traced graphs and
+for unknown settings (per-group scales of an activation, floating-point zero points) torchao's own run.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from brevact.quantizers import Layout
 
 @dataclass(frozen=True, slots=True)
 class _Codes(known_values.IntegerCodes):
-    """Decoder of (q - z) s in the type of the activation, which the product with a wider scale may not have."""
+    """Decoder of (q - z) s in the activation's dtype; the product with a wider scale may have another one."""
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return known_values.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
 
 
 def _known_axes(x: Tensor, block_size: Sequence[int]) -> list[int] | None:
-    """Return the sizes of scales that broadcast to a tensor; None where some dimension has several blocks."""
+    """Return the scale sizes that broadcast to ``x``; None if some dimension has several blocks."""
     if len(block_size) != x.dim():
         return None
     sizes = [1 if block == size else size for block, size in zip(block_size, x.shape, strict=True)]
@@ -62,7 +61,7 @@ def fake_quantize_affine(
     quant_max: Any,
     zero_point_domain: Any,
 ) -> Any:
-    """Integers and values, by torchao's function."""
+    """Return the integers and values that torchao's function computes."""
     region = packing_region()
     rest = quant_dtype, quant_min, quant_max, zero_point_domain
 
@@ -88,12 +87,12 @@ def fake_quantize_affine(
 
 
 def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers, without a gradient, and values of a weight, which backward recomputes."""
+    """Return a weight's integers, without a gradient, and its values, which backward recomputes."""
     integers: list[Tensor] = []
 
     def values(*given: Tensor) -> Tensor:
         q, out = call(*given)
-        if not integers:  # in forward; they are not to live as long as the graph
+        if not integers:  # in forward; they must not live as long as the graph
             integers.append(q.detach())
         return out
 
@@ -131,14 +130,14 @@ def _replace() -> None:
 
 
 def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
-    """Values of a float8 fake quantizer, a module, by torchao's forward."""
+    """Return the values that the forward of torchao's float8 fake quantizer, a module, computes."""
     region = packing_region()
     if region is None or torch.compiler.is_dynamo_compiling() or not (quantizer.enabled and is_plain(x)):
         return stock(quantizer, x)
     if x.numel() < region.settings.min_numel or not region.is_weight(x):
         return stock(quantizer, x)
     storage_report.report_op(fake_quantize_float8)
-    as_now = copy.copy(quantizer)  # backward recomputes as forward did, whatever is set in between
+    as_now = copy.copy(quantizer)  # backward recomputes with the settings of forward
     as_now.config = copy.copy(quantizer.config)
     return compute_from_weight(region, functools.partial(stock, as_now), x)
 
@@ -155,4 +154,4 @@ def _replace_float8() -> None:
 
 
 when_imported(*FLOAT8_FAKE_QUANTIZER, _replace_float8)
-when_imported(*FAKE_QUANTIZATION, _replace)  # of another release, torchao's own ops run, and are packed as any others
+when_imported(*FAKE_QUANTIZATION, _replace)  # other releases run torchao's own ops, which are packed like any others

@@ -1,10 +1,10 @@
-"""Transforms of programs in which nothing is packed, or which cannot run a region at all.
+"""Program transforms in which nothing is packed, or which cannot run a region at all.
 
-* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``: they allow no saved-tensor hooks; entering a region raises. A
-  region in which one is called steps aside (:func:`_step_aside`): what the transform differentiates stays as it is.
-* ``torch.func.vmap``, ``jvp``, forward-mode AD: saved tensors have batch dimensions or tangents that codes would lose;
-  they stay as they are, and results are those of the model without backward quantization.
-* ``torch.jit.trace``: a traced program has no regions, as one that ``torch.export`` made; it saves torch's tensors.
+* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian`` allow no saved-tensor hooks: entering a region raises. If one is
+  called inside a region, the region steps aside (:func:`_step_aside`): the transformed function saves unpacked tensors.
+* ``torch.func.vmap``, ``jvp``, forward-mode AD: saved tensors have batch dimensions or tangents that codes would lose.
+  They stay unpacked: results are those of the model without backward quantization.
+* ``torch.jit.trace``: a traced program has no regions, like ``torch.export``'s; it saves torch's tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NO_ROUNDED_NORMS = (
 
 
 def is_distributed() -> bool:
-    """Return whether several processes train a model, perhaps with parts of its parameters each."""
+    """Return whether several processes train a model, each perhaps with a part of its parameters."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def may_free_weights(weight: torch.Tensor) -> bool:
-    """Return whether the memory of a weight may be freed between the forward and the backward pass, as FSDP does."""
+    """Return whether a weight's memory may be freed between the forward and the backward pass, as FSDP does."""
     return is_distributed() and (type(weight) is not torch.nn.Parameter or bool(states_of_modules))
 
 
@@ -50,13 +50,12 @@ def is_transformed() -> bool:
 
 
 def check_rounding() -> None:
-    """Raise where norms cannot go on with rounded values."""
     if is_transformed() or is_tracing():
         raise NotImplementedError(NO_ROUNDED_NORMS)
 
 
 def _step_aside() -> None:
-    """Let ``disable_saved_tensors_hooks``, which transforms enter, take the hooks of the region off meanwhile."""
+    """Make ``disable_saved_tensors_hooks``, which transforms enter, suspend the region's hooks."""
     disable = torch.autograd.graph.disable_saved_tensors_hooks
 
     @contextmanager

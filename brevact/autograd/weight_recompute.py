@@ -1,14 +1,14 @@
-"""Weights that are made of weights: recomputed from the parameters whenever the backward pass asks for them.
+"""Recompute weights that are made from weights whenever backward reads them.
 
 Weight standardization, weight norm, spectral norm, orthogonal weights, LoRA products: between a parameter and the layer
-that reads it lie tensors as large as the weight, which torch keeps for the layer and for each op on the way. Inside a
-region each op on the way runs as it is, and keeps the parameter and how it was computed (:class:`Recipe`) in place
-of such a tensor; so does the layer. The gradients are torch's own, of the same values: bit for bit where an op returns
-the same bits for the same input.
+that reads it lie tensors as large as the weight, which torch saves for the layer and for each op on the way. Inside a
+region torch's own ops run, and save the parameter and how the tensor was computed (:class:`Recipe`) in place of such a
+tensor; so does the layer. The gradients are torch's own, of the same values: bit for bit if an op returns the same bits
+for the same input.
 
-Functions are run again whose result depends on their arguments alone (:data:`PURE`): none random, none with a state.
-Changes of the parameter between the forward and the backward pass raise, as they do of a weight that torch keeps. Those
-that no version counter sees, of ``parameter.data``, are not seen here either: the weight is then that of the new value.
+Only functions whose result depends on their arguments alone (:data:`PURE`) are rerun: none random, none with a state.
+Changing the parameter between forward and backward raises, as for a weight that torch saves. Changes that no version
+counter sees, of ``parameter.data``, are missed here, too: the weight is then computed from the new value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from brevact.private_names.of_torch import (
     tree_unflatten,
 )
 
-#: Most ops between the parameters and a tensor that is recomputed: each op on the way asks for those before it.
+#: Most ops between the parameters and a recomputed tensor: each op on the way recomputes those before it.
 MOST_STEPS = 16
 
 _NAMES = (
@@ -72,7 +72,7 @@ _NORMS = frozenset((torch.norm, Tensor.norm, torch.linalg.norm))
 
 
 class _Kept:
-    """Place of a kept tensor in a recipe."""
+    """Placeholder for a saved tensor in a recipe."""
 
     __slots__ = ()
 
@@ -80,8 +80,7 @@ class _Kept:
 class _Step:
     """One op of a recipe, and the device type and dtype of the autocast in which it ran, or None.
 
-    In the leaves of its arguments, whose structure is ``spec``, a step or the place of a kept tensor stands for each
-    that is a tensor.
+    ``leaves`` are its flattened arguments, of structure ``spec``, with a step or a ``_Kept`` for each tensor.
     """
 
     __slots__ = ("autocast", "compute", "leaves", "spec")
@@ -96,7 +95,7 @@ class _Step:
         self.compute, self.leaves, self.spec, self.autocast = compute, leaves, spec, autocast
 
     def run(self, values: dict[Any, Tensor]) -> Tensor:
-        """Compute the result, and put it and those that it needs into ``values``, which holds the kept tensors."""
+        """Compute the result; add it and those that it needs to ``values``, which holds the saved tensors."""
         found = values.get(self)
         if found is None:
             leaves = [_value(leaf, values) for leaf in self.leaves]
@@ -114,9 +113,7 @@ def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Recipe(Decoder):
-    """Decoder of a weight that is recomputed from the kept tensors, at these places, by a step and those that it
-    reads.
-    """
+    """Decoder of a weight that a step, and those that it reads, recompute from the saved tensors at these places."""
 
     places: tuple[_Kept, ...]
     step: _Step
@@ -135,9 +132,9 @@ class Recipe(Decoder):
 def remember(
     region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
 ):
-    """Remember how a function has made a weight of weights, if it can be recomputed and that saves memory.
+    """Record how a function made a weight from weights, if recomputing it is possible and saves memory.
 
-    ``saved`` are the tensors that autograd stores for it.
+    ``saved`` are the tensors that autograd saves for it.
     """
     if not (
         (region.is_activation(result) or is_complex(result))
@@ -160,13 +157,13 @@ def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_of_singular_values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a norm may be made of singular values: without gradients torch finds them with other last bits."""
+    """Whether a norm may use singular values: without gradients torch computes them with other last bits."""
     order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else None))
     return order == "nuc" or (func is torch.linalg.norm and order in (2, -2))
 
 
 class _Writer:
-    """Writes one recipe: collects the tensors that it keeps and the steps that made its arguments."""
+    """Writes one recipe: collects the tensors that it saves and the steps that made its arguments."""
 
     def __init__(self, region: EagerKeeper, saved: list[Tensor]) -> None:
         self._least = region.settings.min_numel
@@ -177,7 +174,7 @@ class _Writer:
     def write(
         self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor
     ) -> tuple[tuple[Tensor, ...], Recipe] | None:
-        """Return the kept tensors and the recipe; None for views, and recipes that are long or save more."""
+        """Return the saved tensors and the recipe; None for views, and recipes that are long or save more tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         address = storage_address(result)
         for index, leaf in enumerate(leaves):
@@ -201,7 +198,7 @@ class _Writer:
                     self._count(leaf)
 
     def _source(self, x: Tensor) -> _Step | _Kept | None:
-        """Return the step, or the place of a saved tensor, that gives an argument back; None if there is none."""
+        """Return the step or placeholder that gives an argument back; None if there is none."""
         known = known_values.find(x)
         if known is not None:
             return self._known(*known)
@@ -210,7 +207,7 @@ class _Writer:
         if not (isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or storage_address(x) in self._saved):
             if x.numel() >= self._least:
                 return None
-            x = x.detach().clone()  # torch would not notice a change of it
+            x = x.detach().clone()  # torch would not notice its changes
         return self._keep(x.detach())
 
     def _known(self, tensors: tuple[Tensor, ...], decoder: Any) -> _Step:
@@ -225,7 +222,7 @@ class _Writer:
         return _step_of(lambda *kept: decoder.decode(kept), *(self._keep(x) for x in tensors))
 
     def _keep(self, x: Tensor) -> _Kept:
-        """Return the place of a tensor; one that an op reads twice has one place."""
+        """Return a tensor's placeholder; one that an op reads twice has one placeholder."""
         for place, known in self._kept.items():
             if storage_address(known) == storage_address(x) and _view_of(known) == _view_of(x):
                 return place
@@ -244,7 +241,7 @@ def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
 
 
 def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
-    """Device type and dtype of the autocast that runs, None for none."""
+    """Device type and dtype of the active autocast, or None."""
     kind = x.device.type
     if not (is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)):
         return None
@@ -252,7 +249,7 @@ def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
 
 
 def _as_in_forward(autocast: tuple[str, torch.dtype] | None) -> AbstractContextManager[Any]:
-    """The autocast in which an op ran; none, where a backward pass runs under one."""
+    """The autocast in which an op ran; if it ran in none, disable one around the backward pass."""
     if autocast is not None:
         return torch.autocast(autocast[0], autocast[1], cache_enabled=False)
     if is_any_autocast_enabled():

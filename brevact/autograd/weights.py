@@ -1,8 +1,8 @@
-"""Which tensors are weights: those are never compressed.
+"""Decide which tensors are weights, which are never compressed.
 
-A weight is a parameter, a buffer of a module that runs, a view of one of these, or a tensor computed from
-parameters alone (a fake-quantized weight, the copy that autocast makes, a LoRA product). Ops with a Function of their
-own know which argument is the weight; this module answers for the tensors that reach the saved-tensor hooks.
+A weight is a parameter, a buffer of a module that runs, a view of one of these, or a tensor computed from parameters
+alone (a fake-quantized weight, autocast's copy, a LoRA product). Ops with a Function of their own know which argument
+is the weight; this module decides for the tensors that reach the saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from brevact.autograd.storages import WeakStorage, is_tracked, referent, storage
 from brevact.private_names.of_graph import COMPILED, function_of
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
-#: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation. The
-#: node of a compiled graph, whose results differ, has a dictionary of the elements of those that are weights.
+#: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation. A
+#: compiled graph's node, whose results differ, has a dictionary: elements by output number, for those that are weights.
 WEIGHT_NUMEL = "brevact.weight_numel"
-#: Nodes of layers, which ran where no region saw them: their result is an activation.
+#: Nodes of layers that ran where no region saw them: their result is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
     *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
     *("MiopenBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "ScaledDotProduct"),
     *("MaxPool", "AvgPool", "IndexSelectBackward"),
 )
-#: Chains from a weight to its fake-quantized form are some 30 nodes long.
+#: A weight and its fake-quantized form are some 30 nodes apart.
 _MAX_NODES = 128
-#: Attribute of a storage that an op without gradients has written to which was not one of weights alone.
+#: Attribute of a storage that an op without gradients, and not of weights alone, has written to.
 _ACTIVATION = "_brevact_activation"
 _SWEEP_FLOOR = 64
 _is_grad_enabled = torch.is_grad_enabled
@@ -42,11 +42,11 @@ _is_grad_enabled = torch.is_grad_enabled
 def is_parameter(x: Tensor | None) -> bool:
     """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
     kind = type(x)
-    return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # whose own check is slow
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # this isinstance is slow
 
 
 def is_parameter_or_view(x: Any) -> bool:
-    """Return whether ``x`` is a parameter, or a view of one: Brevitas' layers index theirs, all of it."""
+    """Return whether ``x`` is a parameter, or a view of one: Brevitas' layers index theirs as a whole."""
     return type(x) is nn.Parameter or (type(x) is Tensor and x._is_view() and type(x._base) is nn.Parameter)
 
 
@@ -54,31 +54,30 @@ class ModelState:
     """The weights that a root region knows by their storage.
 
     Parameters and buffers of the modules that run, and tensors computed from them without a gradient (a sign, a mask).
-    Without an owner, the module that the region belongs to, modules are noticed as they run.
+    Without an owner (the region's module), modules are noticed as they run.
     """
 
     def __init__(self, owner: nn.Module | None) -> None:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
-        self._unread: list[nn.Module] = []  # whose own hooks may still make or move their tensors
-        # By their addresses, which others have once they are freed: buffers that are replaced, parameters of
-        # `torch.func.functional_call`.
+        self._unread: list[nn.Module] = []  # their own hooks may still make or move their tensors
+        # By address. Once freed (replaced buffers, parameters of `torch.func.functional_call`), others may reuse it.
         self._stored: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
-        #: Quantizers of Brevitas that have run in the region, and what lets their next call be found unchanged sooner.
+        #: Brevitas quantizers that have run in the region, with the state that shows quickly that they are unchanged.
         self.seen_quantizers: dict[Any, Any] = {}
         if owner is None:
             _watchers.add(self)
 
     def see(self, module: nn.Module) -> None:
-        """Notice a module that runs; a program of ``torch.export`` reads those of its modules without calling them."""
+        """Note a module that runs; a ``torch.export`` program reads its modules' tensors without calling them."""
         if module not in self._modules and (module._parameters or module._buffers or module._modules):
             self._modules[module] = None
             self._unread += module.modules() if isinstance(module, torch.fx.GraphModule) else (module,)
 
     def __contains__(self, address: int) -> bool:
-        """Return whether the storage at ``address`` is that of a weight."""
+        """Return whether the storage at ``address`` is a weight's."""
         if self._stored is None:
             self._stored = {} if self._owner is None else _storages_below(self._owner)
         while self._unread:
@@ -91,13 +90,13 @@ class ModelState:
 
     @staticmethod
     def mark_activation(output: Tensor) -> None:
-        """Note that a layer's output is no weight, so that nobody has to walk through the graph to find out."""
+        """Mark a layer's output as no weight, so that nobody has to walk the graph to find out."""
         node: Any = output.grad_fn
         if node is not None:
             node.metadata[WEIGHT_NUMEL] = 0
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
-        """Note whether an op's result is a weight: on its graph node, or by its storage if it has none."""
+        """Mark whether an op's result is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_of_call((output,), {}):
             node = node_of(x)
             if node is not None:
@@ -117,14 +116,13 @@ class ModelState:
 
     @staticmethod
     def mark_graph(outputs: Any) -> None:
-        """Note that a compiled graph was seen to make its results: those of its node that are not marked are none."""
+        """Mark a compiled graph's node as seen: those of its results without a mark are no weights."""
         for x in tensors_of_call((outputs,), {}):
             node: Any = x.grad_fn
             if node is not None and function_of(node).startswith(COMPILED):
                 node.metadata.setdefault(WEIGHT_NUMEL, {})
 
     def close(self) -> None:
-        """Stop watching modules."""
         if self._owner is None:
             _watchers.remove(self)
 
@@ -132,7 +130,7 @@ class ModelState:
 def node_of(x: Tensor) -> Any:
     """Return the graph node that made ``x``; None if there is none.
 
-    Torch refuses to name that of a view made without gradients once its base has changed (``with torch.no_grad():
+    Torch raises for a view that was made without gradients once its base has changed (``with torch.no_grad():
     x[0] *= 2``): no op can differentiate such a view.
     """
     try:
@@ -142,7 +140,7 @@ def node_of(x: Tensor) -> Any:
 
 
 def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
-    """Mark a tensor on its graph node; of the node of a compiled graph, the result that it is."""
+    """Mark whether ``x`` is a weight on its graph node, or for its output number on a compiled graph's node."""
     metadata, numel = node.metadata, x.numel() if weight else 0
     marked = metadata.get(WEIGHT_NUMEL)
     if type(marked) is dict:
@@ -159,13 +157,13 @@ def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorag
             try:
                 storage = x.untyped_storage()
                 found[storage._cdata] = weakref.ref(storage)
-            except (NotImplementedError, RuntimeError, ValueError):  # no storage, as of a lazy module
+            except (NotImplementedError, RuntimeError, ValueError):  # no storage, such as a lazy module's
                 continue
     return found
 
 
 def _storages_below(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Storages of all parameters and buffers of a module, by address: once a forward pass, of many modules."""
+    """Storages of all parameters and buffers below a module, by address: read once per forward pass."""
     found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     pending, seen = [module], {module}
     while pending:
@@ -180,9 +178,9 @@ def _storages_below(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedSto
 
 
 class _Watchers:
-    """The states that watch the modules of their thread, and the hook on all modules that tells them.
+    """The states that watch their thread's modules, and the global module hook that notifies them.
 
-    The hook is there while somebody watches, always under one key: compiled code is guarded by the keys of such hooks.
+    The hook exists while some state watches, always under one key: compiled code is guarded by the keys of such hooks.
     """
 
     def __init__(self) -> None:
@@ -219,12 +217,11 @@ def _tell_watchers(module: nn.Module, args: Any) -> None:
         _watchers.tell(module)
 
 
-skip_code(_tell_watchers.__code__)  # Dynamo runs it as it is, unless it inlines it
+skip_code(_tell_watchers.__code__)  # Dynamo runs it uncompiled, unless it inlines it
 _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    """Return whether ``x`` is a weight of the region's model."""
     if type(x) is not Tensor and is_parameter(x):
         return True
     node = node_of(x)
@@ -236,9 +233,9 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
 
 
 def _mark_result_of_function(x: Tensor) -> None:
-    """Mark what another library's Function has made of weights and of tensors without gradient, or a view of that.
+    """Mark the result of another library's Function of weights and tensors without gradient, or a view of it.
 
-    The ops in its forward were seen, without a place in the graph: it is an activation by what they left in its memory.
+    The ops in its forward were seen, outside the graph: the mark that they left on its storage makes it an activation.
     """
     for made in (x, x._base):
         node: Any = None if made is None else node_of(made)
@@ -247,7 +244,7 @@ def _mark_result_of_function(x: Tensor) -> None:
 
 
 def _marked_numel(node: Any, output: int) -> int | None:
-    """Return the mark of one result of a graph node; None if its op was not seen."""
+    """Return the mark of a graph node's result; None if its op was not seen."""
     marked = node.metadata.get(WEIGHT_NUMEL)
     return marked.get(output, 0) if type(marked) is dict else marked
 
@@ -255,8 +252,8 @@ def _marked_numel(node: Any, output: int) -> int | None:
 def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
     """Walk the graph from a tensor up to ops that were seen, and to leaves.
 
-    Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has
-    no gradient: a result larger than all the weights it came from is one.
+    Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has no
+    gradient: a result larger than all the weights it came from is an activation.
     """
     if node.metadata.get(WEIGHT_NUMEL) is None and (_is_own(node) or _is_layer(node.name())):
         return False
@@ -287,12 +284,12 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
 
 @functools.cache
 def _is_layer(name: str) -> bool:
-    """Whether nodes of this name are those of layers that no function of weights alone goes through."""
+    """Whether nodes with this name belong to layers, which no function of weights alone contains."""
     return name.startswith(_LAYER_NODES)
 
 
 def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
-    """Return whether a layer has run on the way to a graph node; a matrix product may be one of weights and is none."""
+    """Return whether a layer has run on the way to a node; a matrix product, perhaps of weights, does not count."""
     pending: list[torch.autograd.graph.Node] = [node]
     seen: set[torch.autograd.graph.Node] = set()
     while pending:

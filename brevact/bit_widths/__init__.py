@@ -1,1 +1,1 @@
-"""Bit widths of layers and samples where they lower the noise most, under a budget of bytes."""
+"""Bit widths per layer and sample that lower the noise most within a byte budget."""

@@ -24,12 +24,11 @@ _EXPANDABLE = "expandable_segments:True"
 
 @dataclass(frozen=True)
 class ActnnLevel:
-    """One of ActNN's levels: higher ones store less, and take more time.
+    """One of ActNN's levels: higher ones save fewer bytes, and take more time.
 
-    Source: ActNN, arXiv:2104.14129, section 5.2 and table 2, and its published code. Differs: layers of every kind are
-    packed, not those of a list; L1 leaves all but convolutions as they are, as the paper says (the code leaves norms
-    alone); widths of layers follow a measured sensitivity (`Adaptive`); what swaps are the tensors that autograd
-    stores, weights among them.
+    Source: ActNN, arXiv:2104.14129, section 5.2 and table 2, and its published code. Differs: layers of every kind
+    pack, not those of a list; L1 packs only convolutions, as in the paper (the code leaves norms unpacked); widths
+    follow a measured sensitivity (`Adaptive`); swapping moves all tensors that autograd saves, including weights.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
@@ -43,11 +42,10 @@ class ActnnLevel:
 
     Args:
         name: "L0" to "L5".
-        policy: what layers store; each of them tensors of its own, in buckets of 256 elements, as in ActNN.
-        bit_width: the bytes that widths of layers and samples share: those of this width everywhere. None for fixed
-            widths.
-        swaps: whether what is stored waits in the memory of the host.
-        defragments: whether the allocator of GPU memory is to join free segments.
+        policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
+        bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
+        swaps: whether saved tensors move to host memory.
+        defragments: whether the GPU allocator should join free segments.
     """
 
     name: str
@@ -59,7 +57,7 @@ class ActnnLevel:
     def quantize(
         self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
     ) -> Adaptive | None:
-        """Give a model the policy of the level, in place.
+        """Attach the level's policy to a model, in place.
 
         Args:
             model: module without a policy.
@@ -69,10 +67,10 @@ class ActnnLevel:
             samples: see :class:`Adaptive`.
 
         Returns:
-            What adapts the widths; None for L0, L1 and L2.
+            The object that adapts the widths; None for L0, L1 and L2.
 
         Raises:
-            TypeError: an argument has another type.
+            TypeError: an argument has the wrong type.
             ValueError: the model has a policy, or an argument is out of range.
         """
         quantize_backward(model, self.policy)
@@ -86,7 +84,7 @@ class ActnnLevel:
         return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """A context for forward passes: at L4 and L5 stored tensors move to the host, pinned where CUDA is there."""
+        """Return a context for forward passes: at L4 and L5 saved tensors move to host memory, pinned with CUDA."""
         if self.swaps:
             return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
         return nullcontext()
@@ -120,8 +118,8 @@ def actnn_level(name: str) -> ActnnLevel:
     | L0 | full precision |
     | L1 | convolutions at 4 bits |
     | L2 | all layers at 4 bits |
-    | L3 | 2 bits in the mean over layers and samples, by their sensitivities |
-    | L4 | L3, and what is stored waits in the memory of the host |
+    | L3 | 2 bits on average over layers and samples, by their sensitivities |
+    | L4 | L3, and saved tensors move to host memory |
     | L5 | L4, with an allocator that joins free segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) |
 
     >>> actnn_level("L2").policy.rules.keys()

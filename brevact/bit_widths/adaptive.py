@@ -1,4 +1,4 @@
-"""Widths that follow the sensitivities of layers and samples while a model trains: `Adaptive`."""
+"""Adapt widths to the sensitivities of layers and samples during training: `Adaptive`."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ from brevact.reports.step import StepLoss
 from brevact.tables import text_table
 
 _log = logging.getLogger(__name__)
-#: Share of what was known of a layer's sensitivity in what is known after one more measurement.
+#: Weight of a layer's old sensitivity in its running mean.
 _OLD_SHARE = 0.5
 
 
 class Adaptive:
-    """Gives each layer of a model 1 to 8 bits within a budget of bytes, and moves bits while the model trains.
+    """Gives each layer 1 to 8 bits within a budget of bytes, and moves bits between layers during training.
 
-    The sensitivity of a layer is the variance that its rounding adds to the gradient, times (2^b - 1)^2, measured as
-    half the squared distance of two gradients of one batch that differ only in the random bits of that layer. Widths b
-    minimize sum_l sensitivity_l / (2^b_l - 1)^2 within the budget. Layers that share or derive from a packed tensor
-    have one width; a chain with smooth functions has at least `derive_min_bits` bits, below which each layer would
-    store a tensor of its own.
+    A layer's sensitivity is the variance that its rounding adds to the gradient, times (2^b - 1)^2, measured as half
+    the squared distance of two gradients of one batch that differ only in that layer's random bits. Widths b minimize
+    sum_l sensitivity_l / (2^b_l - 1)^2 within the budget. Layers that share or derive from a packed tensor have one
+    width; a chain with smooth functions has at least `derive_min_bits` bits, below which each layer would save its own
+    tensor.
 
-    A measurement takes one forward and backward pass for each group of layers, and one more: with 40 groups and
-    ``every=1000`` 4 % of the time of training. It runs when the object is made, and in every ``every``-th step, at the
-    current widths, so that it stores as much as training does, and two gradients of the weights. Making the object
-    takes 10 more forward passes, one of them at full precision: if that does not fit, give a smaller batch and a
-    budget as a ratio.
+    A measurement takes one forward and backward pass per group of layers, and one more: with 40 groups and
+    ``every=1000``, 4 % of the training time. It runs in the constructor and in every ``every``-th step, at the current
+    widths, so that it needs as much memory as training plus two gradients of the weights. The constructor takes 10 more
+    forward passes, one of them at full precision: if that does not fit, use a smaller batch and a budget as a ratio.
 
-    With ``samples`` each sample of a batch also has a width of its own (`SampleQuantizer`): more bits for samples whose
-    gradients, at the outputs of the layers, were larger in the epoch before; a new sample counts as the mean. The model
-    then runs inside ``with adaptive.batch(indices)``.
+    With ``samples`` each sample of a batch also has its own width (`SampleQuantizer`): more bits for samples with
+    larger gradients, at the layers' outputs, in the last epoch; a new sample counts as the mean. The model then runs
+    inside ``with adaptive.batch(indices)``.
 
-    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity for each
-    kind of layer, which needs no pass and counts the nearest weight alone; the measurement counts all weights. Budgets
-    are bytes, metadata and masks included.
+    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity per kind
+    of layer, which needs no pass and counts only the nearest weight; the measurement counts all weights. Budgets are in
+    bytes, including metadata and masks.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -68,28 +67,27 @@ class Adaptive:
     >>> adaptive.saved_bytes <= adaptive.budget_bytes
     True
 
-    ``peak_bytes`` becomes a budget of bytes when the object is made: those whose peak is within it.
+    The constructor converts ``peak_bytes`` to a budget of bytes whose peak is within it.
 
-    Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit``,
-    ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep their
-    settings. In a distributed run, ranks average their measurements, and so agree. ``torch.compile`` recompiles
-    when widths change.
+    Layers with their own ``act_quant=``, quantizers other than ``StochBackward{1..8}bit``, ``DitherBackward{1..8}bit``
+    and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep their settings. In a distributed run,
+    ranks average their measurements, and so agree. ``torch.compile`` recompiles when widths change.
 
     Args:
         model: module; without a policy it gets :data:`brevact.DEFAULT`. It may be wrapped in DDP.
-        batch: passed to ``loss``; like the batches of training, since bytes are measured on it.
+        batch: passed to ``loss``; like the training batches, since bytes are measured on it.
         loss: takes the model and a batch, and returns a scalar; called in the region of the model.
-        ratio: how many times fewer bytes a training step stores than at full precision.
-        peak_bytes: or: the most bytes that PyTorch allocates in a step above its start, as :func:`brevact.step_report`
-            measures them, with the loss in the region of the model.
-        bit_width: or: the bytes that all layers take at this width, from 1 to 8; between integers in proportion.
-        every: steps from one measurement to the next.
-        samples: number of samples in the data set; None for widths of layers alone.
+        ratio: how many times fewer bytes a training step saves than at full precision.
+        peak_bytes: alternatively, the most bytes that PyTorch allocates in a step above its start, as measured by
+            :func:`brevact.step_report`, with the loss in the region of the model.
+        bit_width: alternatively, the bytes of all layers at this width, from 1 to 8; interpolated between integers.
+        every: steps between measurements.
+        samples: number of samples in the data set; None for widths per layer only.
 
     Raises:
-        TypeError: ``model`` is no module, or an argument has another type.
+        TypeError: ``model`` is not a module, or an argument has the wrong type.
         ValueError: not exactly one of ``ratio``, ``bit_width`` and ``peak_bytes`` is given, a number is out of range,
-            no layer has a width that may change, or the budget is impossible.
+            no layer's width may change, or the budget is impossible.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class Adaptive:
     def _start(
         self, batch: Any, ratio: float | None, bit_width: float | None, peak_bytes: int | None, samples: int | None
     ) -> None:
-        """Measure bytes and sensitivities for the first time, and choose the widths."""
+        """Measure bytes and sensitivities, and choose the first widths."""
         if not has_policy(self._model):
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
@@ -138,7 +136,7 @@ class Adaptive:
                 "tensors are kept as they are (min_numel=)"
             )
         plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
-        #: Bytes that a training step may store, of a batch like the one that was measured.
+        #: Most bytes that a training step may save for a batch like the measured one.
         self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, BIT_WIDTHS[0] if peak_bytes else bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
@@ -153,7 +151,7 @@ class Adaptive:
         self._widths = self._allocate()
 
     def _bytes_within(self, peak_bytes: float, batch: Any) -> int:
-        """Return the most bytes that a step may store so that its peak is within a budget; on all ranks alike."""
+        """Return the most saved bytes whose peak is within a budget, the same on all ranks."""
 
         def peak_with(stored: float) -> int:
             self.budget_bytes = int(stored)
@@ -172,20 +170,20 @@ class Adaptive:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that a training step stores, of a batch like the one that was measured."""
+        """Bytes that a training step saves for a batch like the measured one."""
         return self._plan.bytes_of(self._widths)
 
     @property
     def bit_widths(self) -> dict[str, int]:
-        """The widths in force, by the names of the modules."""
+        """Current widths by module name."""
         return self._plan.of_layers(self._widths)
 
     def step(self, batch: Any) -> None:
-        """Go on by one training step, and measure where it is time to.
+        """Advance by one training step, and measure every ``every`` steps.
 
         Args:
-            batch: the one of this step; gradients that the parameters hold stay as they are. Where gradients are not
-                finite, as in steps that a GradScaler skips, what was known stays.
+            batch: batch of this step; the parameters' gradients are unchanged. Sensitivities are kept if gradients are
+                not finite, as in steps that a GradScaler skips.
         """
         self._steps += 1
         if self._norms is not None:
@@ -202,14 +200,14 @@ class Adaptive:
 
     @contextmanager
     def batch(self, indices: Any) -> Iterator[None]:
-        """Run the forward pass of a batch of these samples; its backward pass may run behind the block.
+        """Run the forward pass of a batch of these samples in the block; its backward pass may run after the block.
 
         Args:
-            indices: (N,) integers, in the order of the batch: the same for a sample in each epoch.
+            indices: (N,) integers, in the order of the batch; a sample has the same index in each epoch.
 
         Raises:
-            TypeError: they are no integers.
-            ValueError: they are out of range, or not as many as the batch has samples, or ``samples`` was not given.
+            TypeError: ``indices`` are not integers.
+            ValueError: ``indices`` are out of range or not one per sample, or ``samples`` was not given.
         """
         if self._norms is None or self._weights is None:
             raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
@@ -240,14 +238,14 @@ class Adaptive:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with the budget of this object: widths that exceed it are chosen anew.
+        """Resume from a checkpoint, with this object's budget: widths that exceed it are chosen again.
 
         Args:
-            state: what :meth:`state_dict` returned.
+            state: result of :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no mapping.
-            ValueError: it is of a model with other layers, or of other samples; or a number is out of range.
+            TypeError: ``state`` is not a mapping.
+            ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
         check_groups(state, self.state_dict())
         self._steps, self._widths = state["steps"], list(state["bit_widths"])
@@ -261,7 +259,7 @@ class Adaptive:
             self._widths = self._allocate()
 
     def __str__(self) -> str:
-        """Return a table of the groups of layers: widths, bytes, and the noise that is expected of each."""
+        """Return a table of the groups of layers: widths, bytes, and expected noise."""
         rows = [
             (" ".join(group.sources), str(width), str(group.costs[width]), f"{expected_noise(sensitivity, width):.3g}")
             for group, width, sensitivity in zip(self._plan.groups, self._widths, self._sensitivities, strict=True)
@@ -270,7 +268,7 @@ class Adaptive:
         return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
 
     def _allocate(self) -> list[int]:
-        """Choose the widths of groups, and set those of the layers."""
+        """Choose the groups' widths and set the layers' widths."""
         items = [
             [Option(cost, expected_noise(sensitivity, width), width) for width, cost in group.costs.items()]
             for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)

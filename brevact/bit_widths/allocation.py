@@ -1,4 +1,4 @@
-"""Bytes where they lower the noise most: a choice of one option for each of many items, under a budget."""
+"""Spend bytes where they lower the noise most: choose one option per item within a budget."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: By which a number of bytes may be less where it comes from a ratio of bytes.
+#: Relative tolerance of a number of bytes that comes from a ratio.
 ROUNDING = 1e-12
 
 
 class Option(NamedTuple):
-    """One way to store an item: its cost, in bytes or bits, the noise that it causes, of at least 0, and its width."""
+    """One way to store an item: its cost, in bytes or bits, its noise, at least 0, and its width."""
 
     cost: float
     noise: float
@@ -19,14 +19,13 @@ class Option(NamedTuple):
 
 
 def allocate(items: Sequence[Sequence[Option]], budget: float) -> list[Option]:
-    """Choose an option for each item, with little noise in all, and costs that add up to no more than a budget.
+    """Choose one option per item with little total noise and a total cost within the budget.
 
-    From the cheapest option of each item on, the step along its convex hull that lowers the noise most for its cost
-    comes first; one that no longer fits ends its item's. The noise exceeds the least possible by no more than what the
-    first step that did not fit would have lowered it by, where bits are worth less the more there are of them. A budget
-    that is less than the cheapest options cost raises a ValueError.
+    Starts at each item's cheapest option, and takes the step along an item's convex hull that lowers the noise most per
+    cost; a step that does not fit ends its item. If bits have diminishing returns, the noise exceeds the minimum by at
+    most the gain of the first step that did not fit. Raises a ValueError if the budget is below the cheapest options.
 
-    Source: ActNN, arXiv:2104.14129, section 4.3. Differs: goes up from the cheapest, by noise for bytes.
+    Source: ActNN, arXiv:2104.14129, section 4.3. Differs: goes up from the cheapest, by noise per byte.
 
     >>> sensitive, robust = ([Option(b, s / (2**b - 1) ** 2, b) for b in (1, 2, 3)] for s in (99.0, 1.0))
     >>> [option.bit_width for option in allocate([sensitive, robust], 4)]
@@ -52,7 +51,7 @@ def allocate(items: Sequence[Sequence[Option]], budget: float) -> list[Option]:
 
 
 def convex_hull(options: Sequence[Option]) -> list[Option]:
-    """The options that are worth their cost, cheapest first: each step lowers the noise by less for its cost."""
+    """Return the options on the lower convex hull, cheapest first: each step lowers the noise by less per cost."""
     hull: list[Option] = []
     for option in sorted(options):
         if hull and option.noise >= hull[-1].noise:
@@ -70,5 +69,5 @@ def _gain(low: Option, high: Option) -> float:
 
 
 def _step(hull: list[Option], place: int, item: int) -> tuple[float, int]:
-    """A step for the heap, the best first; ties by item."""
+    """Return a heap entry, best step first, ties by item."""
     return -_gain(hull[place], hull[place + 1]), item

@@ -1,4 +1,4 @@
-"""Budgets of `fit` and of `Adaptive`: bytes or peak of a training step, or noise, from a user's arguments."""
+"""Budgets of `fit` and `Adaptive`: bytes or peak of a training step, or noise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from brevact.bit_widths.layers import BIT_WIDTHS, Plan
 from brevact.quantizers.brief import brief
 from brevact.tables import MIB
 
-#: Part of the noise that is aimed at, since what is measured scatters.
+#: Fraction of the noise budget to aim at, since measurements scatter.
 _AIM = 0.95
-#: Steps of a bisection between the least and the most bytes: to a byte of a terabyte.
+#: Bisection steps between the least and the most bytes: resolves a byte in a terabyte.
 _HALVINGS = 40
 
 
 class BudgetRefusal(ValueError):
-    """A budget that is less than the least possible, which has the attribute ``least``, in bytes."""
+    """A budget below the least possible one, ``least``, in bytes."""
 
     def __init__(self, text: str, least: int) -> None:
         super().__init__(text)
@@ -28,10 +28,9 @@ class BudgetRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a policy; None for no limit.
+    """Limits of a policy, None for no limit.
 
-    They are a ratio or bytes, the peak of a step in bytes, noise and squared bias in minibatch noise, and the time of a
-    step over that at full precision.
+    `noise` includes the squared bias, in units of minibatch noise; `time` is relative to a step at full precision.
     """
 
     text: str
@@ -42,26 +41,24 @@ class Budget:
     peak_bytes: float | None = None
 
     def bytes_of(self, plain_bytes: int) -> float:
-        """Return the bytes that may be stored; infinitely many for a budget of noise or of the peak."""
+        """Return the most bytes to save, infinite for a budget of noise or of the peak."""
         if self.ratio is not None:
             return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
     def takes_all(self, plain_bytes: int, plain_peak: int) -> bool:
-        """Return whether full precision is within the budget."""
+        """Return whether full precision meets the budget; never with a budget of noise."""
         return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes and self.allows_peak(plain_peak)
 
     def allows_peak(self, peak: int) -> bool:
-        """Return whether a peak of a step is within the budget."""
         return self.peak_bytes is None or peak <= self.peak_bytes
 
     def is_met(self, saved_bytes: int, plain_bytes: int, noise: float, peak: int) -> bool:
-        """Return whether measured bytes, noise and peak are within the budget."""
         is_quiet = self.noise is None or noise <= self.noise
         return saved_bytes <= self.bytes_of(plain_bytes) and is_quiet and self.allows_peak(peak)
 
     def check_bytes(self, plain_bytes: int, least: int) -> None:
-        """Raise a BudgetRefusal if 1 bit everywhere stores more than the budget, and full precision does."""
+        """Raise a BudgetRefusal if both 1 bit everywhere and full precision save more than the budget."""
         if self.bytes_of(plain_bytes) < min(least, plain_bytes):
             ratio = math.floor(10 * plain_bytes / least) / 10
             raise BudgetRefusal(
@@ -71,7 +68,7 @@ class Budget:
             )
 
     def check_peak(self, plain_peak: int, least: int) -> None:
-        """Raise a BudgetRefusal if the peak of a step is above the budget both with 1 bit everywhere and unpacked."""
+        """Raise a BudgetRefusal if both 1 bit everywhere and full precision have a peak above the budget."""
         nearest = min(least, plain_peak)
         if not self.allows_peak(nearest):
             raise BudgetRefusal(
@@ -83,10 +80,10 @@ class Budget:
     def choose(
         self, items: Sequence[Sequence[Option]], most_bytes: float, factor: float, rest: float = 0.0
     ) -> list[Option]:
-        """Return an option of each item, of the least noise in the bytes, or of the least bytes for the noise.
+        """Return an option per item: the least noise within the bytes, or the least bytes for the noise.
 
-        The bytes are those of the items alone, the factor is measured noise for what adds up over them, and the rest is
-        noise of what has no width.
+        `most_bytes` is for the items alone, `factor` is measured over summed noise, and `rest` is the noise of layers
+        without a width.
         """
         least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
         if self.noise is None:
@@ -107,7 +104,7 @@ def budget_of(
     noise: float | None = None,
     time: float | None = None,
 ) -> Budget:
-    """Return the budget that was given; an error says where there is none, or one that is no number above 0."""
+    """Return the budget; raises a ValueError or a TypeError if there is none, or a limit is not a number above 0."""
     given = {"ratio": ratio, "saved_bytes": saved_bytes, "peak_bytes": peak_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
     if not stated.keys() - {"time"} or {"ratio", "saved_bytes"} <= stated.keys():
@@ -126,10 +123,9 @@ def budget_of(
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
-    """Return the bytes that a ratio or a uniform width stand for, a width between integers in proportion.
+    """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths.
 
-    The bytes at full precision are read where there is a ratio. If the narrowest widths store more, a ValueError says
-    what is possible.
+    Raises a ValueError, which names the nearest possible budget, if the narrowest widths save more.
     """
     least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:
@@ -152,7 +148,7 @@ def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width
 def check_numbers(
     *, ratio: float | None, bit_width: float | None, peak_bytes: int | None, every: int, samples: int | None
 ) -> None:
-    """Raise for a number that is out of range, or of another type, and for two budgets or none."""
+    """Raise unless exactly one budget is given, and numbers have the right type and range."""
     if (ratio, bit_width, peak_bytes).count(None) != 2:
         raise ValueError(
             f"ratio={brief(ratio)}, bit_width={brief(bit_width)}, peak_bytes={brief(peak_bytes)}; accepted is exactly "

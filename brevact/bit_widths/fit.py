@@ -1,4 +1,4 @@
-"""Bits where they matter, under a budget: `fit`."""
+"""Fit bit widths to a budget: `fit`."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from brevact.reports.step import StepLoss
 from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
-#: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
+#: Batches for each group's noise, batches for the result, and draws per batch.
 _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
-#: How often a policy is measured, and another one is made of what that tells.
+#: Rounds of measuring a policy and correcting it.
 _ROUNDS = 3
-#: Of a quick fit: batches whose gradients differ by the unit, those on which a policy is measured, and rounds.
+#: Of a quick fit: batches for the unit, batches on which a policy is measured, and rounds.
 _QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
-#: Noise and squared bias above which a quick fit has more layers recomputed, at the cost of another fit.
+#: Noise and squared bias above which a quick fit recomputes more layers, at the cost of another fit.
 _QUICK_QUIET = 0.1
-#: Noise and squared bias from which on a user is warned, unless a budget accepts them.
+#: Noise and squared bias above which to warn, unless a budget accepts them.
 _LOUD = 1.0
-#: Most by which measured and predicted noise may differ, as a factor.
+#: Largest accepted factor between measured and predicted noise.
 _AGREE = 1.5
 
 
@@ -69,40 +69,38 @@ def fit(
 ) -> Policy:
     """Return the policy of least gradient noise within a budget: each layer gets 1 to 8 bits or full precision.
 
-    The budget is that of a step in ``with brevact.backward_quant(model):``: the loss is packed, too, at a width of its
-    own, and its bytes and noise count.
+    The budget is for a step in ``with brevact.backward_quant(model):``: the loss packs, too, at its own width, and its
+    bytes and noise count.
 
     ``fit`` measures the noise of each layer that packs tensors, and spends bytes where they lower noise most
     (:func:`brevact.bit_widths.allocation.allocate`); other tensors derive where they can. It measures the resulting
     policy, and corrects it until the bytes fit and the noise is within a factor of 1.5 of the prediction.
-    ``policy.report`` has the result. Noise and squared bias are in units of the noise between minibatches, and are
-    added.
+    ``policy.report`` has the result. Noise and squared bias are added, in units of the noise between minibatches.
 
     The peak of a step is the most bytes that PyTorch allocates above the step's start, on the device of the batch, as
-    :func:`brevact.step_report` measures it. ``fit`` measures the peak of each choice of widths, and takes the peak's
-    excess over the kept bytes (gradients, decoded tensors, workspaces) off the bytes of the next choice, until the peak
-    fits.
+    in :func:`brevact.step_report`. ``fit`` measures the peak of each choice of widths, and takes the peak's excess over
+    the saved bytes (gradients, decoded tensors, workspaces) off the bytes of the next choice, until the peak fits.
 
-    Layers are recomputed (``recompute=``) where the bytes or the noise need that, and with a budget of bytes alone
-    until noise is below 0.01: ``fit`` tries one level after the other, up to 4096 multiplications an element. With
-    ``time`` it takes the highest level whose steps take no longer.
+    Layers are recomputed (``recompute=``) if the bytes or the noise need that, and with a budget of bytes alone until
+    noise is below 0.01: ``fit`` tries increasing levels, up to 4096 multiplications per element. With ``time`` it takes
+    the highest level whose steps take no longer.
 
-    Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
-    for each layer that is to have 1 or 2 bits, 10 for each of at most 3 policies that are measured, 4 for the peaks at
-    full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this
-    once for each level of recomputation.
+    Cost with B batches and G layers that pack tensors (24 in EfficientNetV2 nano): B + 1 + 2 (G + 1) passes, two more
+    per layer that gets 1 or 2 bits, 10 per measured policy (at most 3), 4 for the peaks at full precision and at
+    1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this once per level of
+    recomputation.
 
-    Passes at full precision take the memory of packed ones: what autograd saves waits in a temporary file (in
-    ``TMPDIR``), but for those whose time is measured, with a budget of ``time``.
+    Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
+    ``TMPDIR``), except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
-    all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
-    batches. Without ``time`` it tries two levels of recomputation at most: the first one at which 4 bits are within the
-    budget, and the last one where noise would be above 0.1, or the budget cannot be met otherwise. Bytes and peaks are
-    measured on whole batches all the same.
+    ``quick`` measures the layers' noise on an eighth of the first batch (more, if that would pack fewer tensors; the
+    whole batch, if its tensors differ in their first size), in G + 2 passes of it, and at most 2 policies on two
+    batches. Without ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the
+    budget, and the last one if noise would be above 0.1 or the budget cannot be met otherwise. Bytes and peaks are
+    still measured on whole batches.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
-    tensors count as one; the budget is one of bytes.
+    tensors count as one; the budget is in bytes.
 
     >>> import torch, torch.nn.functional as F, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
@@ -114,31 +112,30 @@ def fit(
     >>> model = brevact.quantize_backward(model, policy)
 
     Args:
-        model: module without a policy; layers with ``act_quant=`` keep theirs. It is as before afterwards.
-        batches: at least 2, of the size of training; more batches give a more exact unit. Noise is measured on the
-            first 4.
+        model: module without a policy, restored afterwards; layers with ``act_quant=`` keep theirs.
+        batches: at least 2, of training size; more batches give a more exact unit. Noise is measured on the first 4.
         loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
-        ratio: how many times fewer bytes to store than plain PyTorch.
-        saved_bytes: most bytes to store for a batch like the first.
-        peak_bytes: highest peak of a step with a batch like the first, in bytes; alone or beside another budget.
-        noise: highest sum of noise and squared bias, in units of minibatch noise; alone or beside a budget of bytes.
-        time: longest step, as a multiple of a plain step; beside another budget.
+        ratio: how many times fewer bytes to save than plain PyTorch.
+        saved_bytes: most bytes to save for a batch like the first.
+        peak_bytes: highest peak of a step with a batch like the first, in bytes; alone or with another budget.
+        noise: highest sum of noise and squared bias, in units of minibatch noise; alone or with a budget of bytes.
+        time: longest step, as a multiple of a plain step; with another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
-            allows.
-        quick: whether the noise of layers is measured on a part of a batch, and of the policy on two batches.
-        progress: whether a bar appears after some seconds, where tqdm is installed.
+            supports.
+        quick: whether to measure the layers' noise on a part of a batch, and the policy's on two batches.
+        progress: whether to show a progress bar after some seconds, if tqdm is installed.
 
     Returns:
-        A policy for this model; ``policy.save`` writes it, ``policy.report`` has the bytes and the noise reached.
+        A policy for this model; ``policy.save`` writes it, ``policy.report`` has its bytes and noise.
 
     Warns:
-        UserWarning: noise and squared bias are above 1, and ``noise`` does not accept them.
+        UserWarning: noise and squared bias are above 1, and ``noise`` is not given.
 
     Raises:
-        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` or ``quick`` no
-            bool, or the loss no tensor.
+        TypeError: ``model`` is not a module, ``batches`` not a list, a budget not a number, ``double_backward`` or
+            ``quick`` not a bool, or the loss not a tensor.
         ValueError: there is no budget, or only ``time``, or it is impossible (the error names the nearest possible
-            one); there are fewer than two batches; the loss is no scalar, or differs between two runs; no parameter
+            one); there are fewer than two batches; the loss is not a scalar, or differs between two runs; no parameter
             trains; or the model has a policy.
     """
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
@@ -172,7 +169,7 @@ def fit(
                 options = {"double_backward": double_backward, "recompute": recompute}
                 return _Fit(model, batches, loss, budget, exact, memory, plain_peak, on_pass, options, quick).policy()
 
-            if double_backward and time is None:  # the graph of a gradient needs what would be recomputed
+            if double_backward and time is None:  # a gradient's graph needs the tensors to recompute
                 policy = fit_at(0)
             else:
                 quiet = _QUICK_QUIET if quick else QUIET
@@ -184,7 +181,7 @@ def fit(
 
 
 def _warn_of_noise(report: FitReport) -> None:
-    """Warn of a policy whose gradients quantization changes more than the choice of a minibatch does."""
+    """Warn if quantization changes gradients more than the choice of a minibatch does."""
     if not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
@@ -194,7 +191,7 @@ def _warn_of_noise(report: FitReport) -> None:
 
 
 def _agree(report: FitReport) -> bool:
-    """Whether measured and predicted noise do not differ by much."""
+    """Whether measured and predicted noise differ by at most a factor of `_AGREE`."""
     return report.predicted <= _AGREE * report.harm and report.harm <= _AGREE * report.predicted
 
 
@@ -224,20 +221,19 @@ class _Fit:
             self._known = noise_on_part(model, self._groups, batches[0], loss, exact, self._count)
         else:
             self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, exact, self._count)
-        #: Measured bytes beyond those that add up, and measured noise for what adds up.
+        #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
         self._plain_peak = plain_peak
         least = dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))
         self._least_bytes, self._least_peak = self._groups.saved_bytes(least), self._peak(least)
-        #: Measured peak of a step beyond the bytes that are kept.
+        #: Measured peak of a step minus its saved bytes.
         self._above = self._least_peak - self._least_bytes
-        #: Bytes that may be stored, so that all else that is alive at the peak has room.
+        #: Byte limit that leaves room for everything else at the peak.
         self._limit = self._budget.bytes_of(self._groups.plain_bytes)
         if self._budget.peak_bytes is not None:
             self._limit = min(self._limit, self._budget.peak_bytes - self._above)
 
     def policy(self) -> Policy:
-        """Return the best policy that was found."""
         groups, budget = self._groups, self._budget
         budget.check_bytes(groups.plain_bytes, self._least_bytes)
         budget.check_peak(self._plain_peak, self._least_peak)
@@ -254,7 +250,7 @@ class _Fit:
         return self._best(found)
 
     def _within_peak(self) -> dict[str, int]:
-        """Return the best widths by the known noise, whose measured bytes and peak are within the budget."""
+        """Return the best widths by known noise whose measured bytes and peak are within the budget."""
         allowed = self._budget.peak_bytes
         if allowed is None or self._budget.noise is not None:
             return self._within_bytes()
@@ -273,7 +269,7 @@ class _Fit:
         return found[self._limit]
 
     def _within_bytes(self) -> dict[str, int]:
-        """Return the best widths by the known noise, whose measured bytes are within the limit, and hardly less."""
+        """Return the best widths by known noise whose measured bytes are within the limit, but hardly below it."""
         groups, limit = self._groups, self._limit
         for _ in range(TRIES):
             widths = self._chosen()
@@ -286,7 +282,7 @@ class _Fit:
         return widths
 
     def _chosen(self) -> dict[str, int]:
-        """Return the best widths by the known noise; that of chosen small widths is measured first."""
+        """Return the best widths by known noise, after measuring unknown noise of chosen small widths."""
         groups, known = self._groups, self._known
         while True:
             items = [known.options(source) for source in groups.costs]
@@ -300,7 +296,6 @@ class _Fit:
                 return widths
 
     def _measured(self, widths: Mapping[str, int]) -> FitReport:
-        """Measure the policy of these widths, and return the report."""
         predicted_peak = self._groups.saved_bytes(widths) + self._more_bytes + self._above
         peak = self._peak(widths)
         with without_policy(self._model):
@@ -341,7 +336,7 @@ class _Fit:
         return report
 
     def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
-        """Return whether the noise is as predicted, and within the budget; if not, take note of the difference."""
+        """Return whether the noise is as predicted and within the budget; if not, correct the prediction."""
         known = self._known
         if not _agree(report) and self._budget.noise is None:
             known.measure_within(widths)
@@ -352,7 +347,7 @@ class _Fit:
         return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
 
     def _best(self, found: Sequence[FitReport]) -> Policy:
-        """Return the policy of least noise, or of least bytes, of those within the budget; it says if there is none."""
+        """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
         budget, plain = self._budget, self._groups.plain_bytes
         met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm, each.peak)]
         is_by_noise = (budget.noise is None) == bool(met)
@@ -368,7 +363,6 @@ class _Fit:
         return replace(policy, layers=layers_of(self._model), report=report)
 
     def _peak(self, widths: Mapping[str, int]) -> int:
-        """Return the peak of a step under the policy of these widths."""
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             peak = peak_of_step(self._model, self._batches[0], self._loss, packs=True)

@@ -1,9 +1,9 @@
-"""Groups of layers that have one bit width in `fit`: a layer that packs tensors, with the layers that derive from it.
+"""Groups of layers with one bit width in `fit`: a layer that packs tensors, and the layers that derive from it.
 
-Everything that can derive from a packed tensor does, at any width (``derive_min_bits=1``): which tensors are packed
-then hardly depends on the widths, so that bytes add up over the layers that pack. A layer that derives from several
-has the width of the coarsest, and all others, which pass tensors on or keep masks, the smallest of all: with more bits
-than the tensors that it reads, a layer would pack one of its own.
+All tensors derive from packed ones if they can, at any width (``derive_min_bits=1``): the set of packed tensors then
+hardly depends on the widths, so that bytes add up over the layers that pack. A layer that derives from several sources
+has the smallest of their widths, and all others, which pass tensors on or save masks, the smallest of all: with more
+bits than its source, a layer would pack its own tensor.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from brevact.policy.rules import POLICY
 from brevact.reports.chains import Chain, chains_of
 from brevact.reports.memory_table import MemoryReport
 
-#: Bits of codes, and what stands for full precision beside them.
+#: Bits of codes, and the marker of full precision.
 BIT_WIDTHS = tuple(range(1, 9))
 FULL_PRECISION = 32
 _MOST = max(BIT_WIDTHS)
-#: Bits of query and key of attention beyond those of the layer, since they are exponentiated.
+#: Additional bits of attention's query and key, since they are exponentiated.
 _MORE_SCORE_BITS = 2
 _LEAST_SCORE_BITS = 2
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All that a model stores: chains, each of which has a width, and the rest.
+    """All saved tensors of a model: chains, each with one width, and the rest.
 
     Args:
         chains: in the order of the forward pass.
-        costs: bytes of each chain, by its source and its width; a layer that derives from several counts in the first.
-        fixed_bytes: bytes that no width changes: masks, statistics, small tensors.
-        plain_bytes: bytes that are stored at full precision.
-        small: layers that keep tensors as they are, for they are small.
+        costs: bytes of each chain, by source and width; a layer that derives from several chains counts in the first.
+        fixed_bytes: bytes independent of widths: masks, statistics, small tensors.
+        plain_bytes: bytes saved at full precision.
+        small: layers that save only small tensors, unpacked.
         attending: layers that compute attention.
-        names: of the modules that may have a rule, one each, behind the module around it.
-        shared: those of modules that have several names, and may run inside of several modules.
+        names: one name per module that may have a rule, parents first.
+        shared: names of modules that have several names, and may run inside several modules.
         double_backward: whether gradients may be differentiated again.
-        recompute: multiplications and additions that an element of a layer may cost to be recomputed.
+        recompute: most multiplications and additions per element that recomputing a layer may cost.
     """
 
     chains: tuple[Chain, ...]
@@ -68,7 +68,7 @@ class Groups:
 
     @functools.cached_property
     def sources_of(self) -> dict[str, list[str]]:
-        """Names of the layers from which each of the others derives."""
+        """Sources of each layer that derives."""
         found: dict[str, list[str]] = {}
         for chain in self.chains:
             for reader in chain.readers:
@@ -76,11 +76,11 @@ class Groups:
         return found
 
     def saved_bytes(self, widths: Mapping[str, int]) -> int:
-        """Return the bytes that the chains, whose sources have these widths, and all else store, by adding them up."""
+        """Return the sum of bytes for these widths by source."""
         return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
 
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bit widths of modules that differ from those around them, of attention, and of the model."""
+        """Return the widths of modules that differ from their parents, of attention, shared modules and the model."""
         lowest = min(widths.values(), default=_MOST)
         found: dict[str, int] = {}
         effective: dict[str, int] = {}
@@ -98,7 +98,7 @@ class Groups:
         return found
 
     def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
-        """Return the backward quantizers of these modules, None for full precision, by the bit width of each source."""
+        """Return backward quantizers by module, None for full precision, for these widths by source."""
         found = self.widths_of_modules(widths)
         return {
             name: quantizer_of(
@@ -111,17 +111,16 @@ class Groups:
         }
 
     def policy(self, widths: Mapping[str, int]) -> Policy:
-        """Return the rules that give each source its bit width."""
         found = self.quantizers(widths)
         inner_first = sorted(found, key=_depth, reverse=True)
-        inner_first.sort(key=lambda name: name not in self.shared)  # rules of containers match its other names
+        inner_first.sort(key=lambda name: name not in self.shared)  # rules of containers match their other names
         return Policy({_pattern(name): found[name] for name in inner_first})
 
 
 def groups_of(
     model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
 ) -> Groups:
-    """Return the groups of a model without a policy, from its reports with a width of 1 to 8 bits everywhere."""
+    """Return the groups of a model without a policy, from its reports with 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
     owner = {chain.source: chain.source for chain in chains}
@@ -129,7 +128,7 @@ def groups_of(
         for reader in chain.readers:
             owner.setdefault(reader, chain.source)
     costs = {chain.source: dict.fromkeys((*BIT_WIDTHS, FULL_PRECISION), 0) for chain in chains}
-    for op in finest.ops:  # what several layers share without a policy counts for each of them: too much at most
+    for op in finest.ops:  # tensors that layers share without a policy count for each: an upper bound
         if op.layer in owner and op.how in (PACKED, DERIVED):
             costs[owner[op.layer]][FULL_PRECISION] += op.tensor_bytes
     for width, report in reports.items():
@@ -155,7 +154,7 @@ def groups_of(
 
 @functools.cache
 def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False, recompute: int = 0) -> Any:
-    """Return the backward quantizer of a bit width, None for full precision; query and key of attention have more."""
+    """Return the backward quantizer of a width, None for full precision; attention's query and key get more bits."""
     if bit_width == FULL_PRECISION:
         return None
     settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
@@ -166,7 +165,7 @@ def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False
 
 @contextmanager
 def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
-    """Give modules of a model without a policy backward quantizers, None for full precision, for a block of code."""
+    """Attach backward quantizers (None: full precision) to a model without a policy, for a block."""
     modules, attachment = dict(model.named_modules(remove_duplicate=False)), Attachment()
     with without_policy(model):
         for name, source in quantizers.items():
@@ -179,7 +178,7 @@ def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator
 
 @contextmanager
 def without_policy(model: nn.Module) -> Iterator[None]:
-    """Take away, after a block of code, the policy that the model got in it."""
+    """Remove, after a block, the policy that the model got in it."""
     try:
         yield
     finally:
@@ -188,10 +187,10 @@ def without_policy(model: nn.Module) -> Iterator[None]:
 
 
 def _depth(name: str) -> int:
-    """Return how many modules a module of this name is inside of."""
+    """Return a module's nesting depth from its name."""
     return len(name.split(".")) if name else 0
 
 
 def _pattern(name: str) -> str:
-    """Return the pattern of a rule that matches this name alone, and names inside of it."""
+    """Escape a name, so that the rule matches only it and its children."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

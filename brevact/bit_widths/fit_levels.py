@@ -1,4 +1,4 @@
-"""How much may be recomputed: levels of `recompute`, of which `fit` takes the one that its budget asks for."""
+"""Levels of `recompute`, from which `fit` chooses by its budget."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from brevact.reports.gradient_passes import Loss, as_it_was, gradients
 from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
 
-#: Multiplications and additions that an element of a layer may cost, from none on.
+#: Most multiplications and additions per element, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
-#: The last one that is tried where nobody says what a step may take.
+#: The last level that is tried without a budget of time.
 _MOST_WITHOUT_TIME = 4096
-#: Noise and squared bias, in units of minibatch noise, below which nothing is recomputed to lower them.
+#: Noise and squared bias, in units of minibatch noise, that need no further recomputation.
 QUIET = 0.01
-#: Bits at which levels are measured: time hardly depends on them.
+#: Bits at which levels are measured: time hardly depends on bits.
 _BIT_WIDTH = 6
-#: Bits that a quick fit is to leave: a level whose bytes at these are above the budget would be fitted in vain.
+#: Bits at which a level's bytes must be within the budget for a quick fit to try the level.
 _QUICK_BIT_WIDTH = 4
-#: Part of the bytes that a level must save to be one.
+#: Least relative saving of bytes of each level over those before.
 _LEAST_SAVING = 0.02
-#: Steps of each kind whose time is measured, in turns, after one that is not.
+#: Timed steps of each kind, alternating, after one warm-up step.
 _ROUNDS = 3
 
 
@@ -39,13 +39,13 @@ class Levels:
     """The levels of a model that differ in bytes.
 
     Args:
-        model: module without a policy; it stays as it was.
-        batch: what the loss takes.
+        model: module without a policy, restored afterwards.
+        batch: passed to the loss.
         loss: takes the model and a batch, and returns a scalar.
         memory: measures the loss of this batch.
-        on_pass: is told of each pass whose time is measured.
-        quiet: noise and squared bias below which nothing is recomputed to lower them.
-        is_quick: whether two levels are fitted at most where time has no budget.
+        on_pass: called after each timed pass.
+        quiet: noise and squared bias that need no further recomputation.
+        is_quick: whether to fit at most two levels without a budget of time.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Levels:
         self._quiet, self._is_quick = quiet, is_quick
 
     def policy(self, fit_at: Callable[[int], Policy], budget: Budget) -> Policy:
-        """Return the policy that is fitted at one of the levels: the first that meets the budget, without much noise.
+        """Return the policy of the first level that meets the budget without much noise.
 
-        With a budget of time, the last one whose steps do not take longer.
+        With a budget of time, levels are tried from the last one whose steps do not take longer.
         """
         found: list[Policy] = []
         refusals: list[BudgetRefusal] = []
@@ -77,7 +77,7 @@ class Levels:
                 refusals.append(error)
                 continue
             policy = replace(policy, report=replace(_report(policy), recompute=recompute))
-            if budget.time is not None:  # by steps at full precision, which need their memory
+            if budget.time is not None:  # against plain steps, in their full memory
                 policy = self._timed(policy, recompute, predicted)
             found.append(policy)
             if is_enough(policy, budget, self._quiet):
@@ -88,7 +88,7 @@ class Levels:
         return min(met or found, key=lambda each: _report(each).harm)
 
     def _in_order(self, budget: Budget) -> Iterable[tuple[int, float]]:
-        """Return the levels to try, with the time that a step is to take; 0 where that was not measured."""
+        """Return the levels to try, each with the relative time of a step, or 0 if not measured."""
         if budget.time is None:
             found = self._quickly(budget) if self._is_quick else self._that_differ(_MOST_WITHOUT_TIME)
             return ((recompute, 0.0) for recompute in found)
@@ -113,10 +113,7 @@ class Levels:
                 yield recompute
 
     def _quickly(self, budget: Budget) -> Iterator[int]:
-        """Yield the first level that leaves some bits, and the last one, whose layers may all be recomputed.
-
-        Where the budget allows much noise, the first one is that without recomputation.
-        """
+        """Yield the first level that leaves 4 bits (or level 0, if the budget allows much noise), then the last."""
         needs_bits = budget.noise is None or budget.noise <= self._quiet
         levels = [each for each in _LEVELS if each <= _MOST_WITHOUT_TIME]
         for recompute in levels[:-1]:
@@ -131,7 +128,7 @@ class Levels:
             return self._memory.measured()
 
     def _timed(self, policy: Policy, recompute: int, predicted: float) -> Policy:
-        """Return the policy with the time of a step in its report."""
+        """Add the time of a step to the policy's report."""
         (measured,) = times_of(self._model, [_everywhere(recompute)], self._batch, self._loss, self._on_pass)
         report = replace(_report(policy), time=measured, predicted_time=predicted)
         return replace(policy, report=report)
@@ -142,14 +139,14 @@ def _report(policy: Policy) -> Any:
 
 
 def is_met(policy: Policy, budget: Budget) -> bool:
-    """Return whether the measured figures of a fitted policy are within a budget."""
+    """Return whether a fitted policy's measurements are within a budget."""
     report = _report(policy)
     is_quick = budget.time is None or report.time <= budget.time
     return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
 
 
 def is_enough(policy: Policy, budget: Budget, quiet: float) -> bool:
-    """Return whether the measured figures are within a budget, and noise, where it has none, is at most ``quiet``."""
+    """Return whether a policy is within a budget, and without a noise budget its noise is at most ``quiet``."""
     return is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= quiet)
 
 
@@ -164,10 +161,7 @@ def times_of(
     loss: Loss,
     on_pass: Callable[[], object],
 ) -> list[float]:
-    """Return the time of a step with each of these quantizers of modules, over that of a step without them.
-
-    Steps run in turns, and the result is the median of the ratios of each round.
-    """
+    """Return each setting's median ratio of step times with and without its quantizers; steps alternate."""
     ratios: list[list[float]] = [[] for _ in quantizers]
     with as_it_was(model):
         for turn in range(_ROUNDS + 1):

@@ -1,8 +1,7 @@
-"""Noise of each layer's tensors alone, by bit width, by which `fit` allocates bits.
+"""Noise of each chain alone, by bit width, from which `fit` allocates bits.
 
-Of a chain at b bits, all others at 8, two passes tell E |h - g|^2 - the same with all at 8 bits, in units of
-minibatch noise: variance and squared bias together. It follows c / (2^b - 1)^2 from 3 bits on; where fewer bits are
-in question, they are measured, too.
+Two passes with a chain at b bits and all others at 8 measure E |h - g|^2, minus the same with all at 8 bits, in units
+of minibatch noise: variance plus squared bias. It follows c / (2^b - 1)^2 from 3 bits on; fewer bits are measured, too.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Groups, wi
 from brevact.reports.gradient_noise import ExactGradients
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_norm
 
-#: Bits at which each group is measured first, and from which on its noise follows the law.
+#: Bits at which each group is measured first; from here on its noise follows the law.
 FIRST_WIDTH = 3
 _FINE = max(BIT_WIDTHS)
 _LEAST_NOISE = 1e-15
 
 
 class ChainNoise:
-    """Measures noise of chains alone, each at a width at most once, by one draw a batch.
+    """Measures each chain's own noise, at most once per width, with one draw per batch, on a model without a policy.
 
-    Regions are attached to the model, which has no policy. The exact gradients are those of the batches, or of more.
+    `exact` has the gradients of these batches, and maybe of more.
     """
 
     def __init__(
@@ -52,15 +51,12 @@ class ChainNoise:
         return self._error({})
 
     def measure(self, source: str, bit_width: int) -> None:
-        """Measure a chain alone, unless it is known at this width."""
+        """Measure a chain alone, unless it was measured at this width."""
         if bit_width not in self._measured[source]:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
     def measure_within(self, widths: Mapping[str, int]) -> None:
-        """Measure each chain beside the others at their widths: the noise less that with this chain at 8 bits.
-
-        The noise of the chain alone is forgotten.
-        """
+        """Replace each chain's noise by its share at these widths: the total minus the total with it at 8 bits."""
         whole = self._error(widths)
         for source, width in widths.items():
             if width < _FINE:
@@ -68,7 +64,7 @@ class ChainNoise:
                 self._measured[source] = {width: max(whole - without, _LEAST_NOISE)}
 
     def noise(self, source: str, bit_width: int) -> float:
-        """Return the noise of a chain at a width, by the nearest one that is known."""
+        """Return a chain's noise at a width, from the nearest measured width."""
         if bit_width == FULL_PRECISION:
             return 0.0
         known = self._measured[source]
@@ -83,15 +79,15 @@ class ChainNoise:
         return max(0.0, self._floor - sum(self.noise(source, _FINE) for source in self._measured))
 
     def is_known(self, source: str, bit_width: int) -> bool:
-        """Return whether the noise of a chain at a width is measured, or follows the law from one that is."""
+        """Return whether a chain's noise at a width is measured, or follows the law from a measured one."""
         return bit_width >= min(FIRST_WIDTH, *self._measured[source])
 
     def options(self, source: str) -> list[Option]:
-        """Return the bytes of a chain, and its noise, at each width."""
+        """Return a chain's bytes and noise at each width."""
         return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
 
     def _error(self, widths: Mapping[str, int]) -> float:
-        """Return the mean squared error of the gradients in units of minibatch noise, other chains at 8 bits."""
+        """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
         quantizers = self._groups.quantizers({**self._fine, **widths})
         errors = []
         with as_it_was(self._model), with_quantizers(self._model, quantizers):

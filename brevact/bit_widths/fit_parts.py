@@ -1,8 +1,7 @@
-"""Noise of layers on a part of a batch, by which `fit(quick=True)` allocates bits.
+"""Noise of layers on a part of a batch, from which `fit(quick=True)` allocates bits.
 
-Which layer adds how much noise hardly depends on the size of a batch: gradients of a mean over n samples have 1 / n of
-the variance, that of minibatches and that of quantization alike. The noise of each chain is measured as always, on the
-first samples of one batch.
+Relative noise hardly depends on the batch size: the gradient of a mean over n samples has 1 / n of the variance, from
+minibatches and quantization alike. Each chain's noise is measured as usual, on the first samples of one batch.
 """
 
 from __future__ import annotations
@@ -22,35 +21,27 @@ from brevact.reports.gradient_passes import Loss, as_it_was
 from brevact.reports.memory import memory_of
 from brevact.user_lines import warn
 
-#: Parts of a batch that are tried, the smallest first.
+#: Divisors of the batch size to try, smallest part first.
 _PARTS = (8, 4, 2)
-#: Samples of a part, at least: statistics of batch norms need some.
+#: Least samples of a part, for batch norm statistics.
 _LEAST_SAMPLES = 2
 
 
 def samples_of(batch: Any) -> int:
-    """Return the number of samples of a batch, along which all of its tensors can be cut; 1 where there is none.
+    """Return the first size that all of a batch's tensors share, or 1 if they differ.
 
     >>> import torch
     >>> samples_of((torch.randn(8, 3), torch.randint(5, (8,))))
     8
     >>> samples_of({"x": torch.randn(8, 3), "edges": torch.randn(2, 30)})
     1
-
-    Args:
-        batch: tensors in containers.
     """
     sizes = {x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()}
     return sizes.pop() if len(sizes) == 1 else 1
 
 
 def part_of(batch: Any, count: int) -> Any:
-    """Return the first samples of a batch, in containers like its own.
-
-    Args:
-        batch: tensors in containers.
-        count: of the samples.
-    """
+    """Return the first `count` samples of a batch, in the same containers."""
     leaves, spec = tree_flatten(batch)
     return tree_unflatten([x[:count] if isinstance(x, Tensor) and x.dim() else x for x in leaves], spec)
 
@@ -58,15 +49,9 @@ def part_of(batch: Any, count: int) -> Any:
 def noise_on_part(
     model: nn.Module, groups: Groups, batch: Any, loss: Loss, exact: ExactGradients, on_pass: Callable[[], object]
 ) -> ChainNoise:
-    """Return the noise of chains alone, to be measured on the smallest part of a batch that packs the same tensors.
+    """Return a ChainNoise on the smallest part of a batch that packs the same tensors.
 
-    Args:
-        model: module without a policy; it stays as it was.
-        groups: those of the whole batch.
-        batch: the first of those of the exact gradients.
-        loss: takes the model and a batch, and returns a scalar.
-        exact: gradients of whole batches, whose unit is that of the noise.
-        on_pass: is told of each pass.
+    `groups` and `exact`, whose unit the noise has, are of whole batches; `batch` is the first one of `exact`.
     """
     samples = samples_of(batch)
     for parts in _PARTS:
@@ -79,7 +64,7 @@ def noise_on_part(
                 continue
             with as_it_was(model):
                 found = plain_gradients(model, part, loss, exact.seed)
-        except Exception as error:  # of any type: the code that takes whole batches alone is the caller's
+        except Exception as error:  # of any type: the caller's code may only accept whole batches
             warn(
                 f"fit(quick=True): on {count} of the {samples} samples of a batch the loss raised "
                 f"{type(error).__name__}: {error}\nThe noise of layers is measured on the whole batch, which takes "
@@ -93,7 +78,7 @@ def noise_on_part(
 
 
 def _packed(model: nn.Module, groups: Groups, batch: Any, loss: Loss) -> set[str]:
-    """Return the layers that pack tensors of a batch: small ones are kept as they are."""
+    """Return the layers that pack tensors of a batch; small tensors stay unpacked."""
     with with_quantizers(model, groups.quantizers(dict.fromkeys(groups.costs, FIRST_WIDTH))):
         report = memory_of(model, lambda measured: loss(measured, batch), batch)
     return {chain.source for chain in chains_of(report)}

@@ -1,4 +1,4 @@
-"""Peaks of steps that `fit` measures, and the bytes whose peak is within a budget."""
+"""Measure peaks of steps for `fit`, and search the most saved bytes whose peak is within a budget."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from brevact.reports.gradient_passes import Loss
 from brevact.reports.in_place import in_place
 from brevact.reports.step import device_of, peak_of, plain_peak_of, step_of
 
-#: How often bytes are tried.
+#: Most measurements in a search.
 TRIES = 8
-#: Part of the bytes that may be left unused.
+#: Fraction of the bytes that may stay unused.
 SLACK = 0.01
 
 
 def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    """Return the peak of a step of a model in training mode, with its policy or, in as little memory, without."""
+    """Return the peak of a step in training mode, with the model's policy, or without it in as little memory."""
     with in_place(model):
         if not model.training:
             model.train()
@@ -28,10 +28,10 @@ def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> in
 
 
 class ByteLimit:
-    """The most kept bytes whose peak is within a budget, by measurements of some.
+    """Searches the most saved bytes whose peak is within a budget.
 
-    Kept bytes are not all that is alive at the peak, and the peak may be where few of them are. So the limit moves by
-    what a peak is away from the budget, between bytes whose peak was within it and bytes whose peak was not.
+    Other tensors are alive at the peak, too, and the peak may be where few saved bytes are left. So the limit moves by
+    the distance of the peak from the budget, between bytes whose peak fitted and bytes whose peak did not.
 
     >>> limit = ByteLimit(allowed=100, value=60, fits=10, exceeds=90)
     >>> limit.moves(peak=120), limit.value  # 20 too much
@@ -40,20 +40,20 @@ class ByteLimit:
     (True, 50)
 
     Args:
-        allowed: most bytes of the peak.
-        value: kept bytes to begin with.
-        fits: kept bytes whose peak is within the budget.
-        exceeds: kept bytes beyond which nothing is tried.
+        allowed: highest peak in bytes.
+        value: initial saved bytes.
+        fits: saved bytes whose peak is within the budget.
+        exceeds: most saved bytes to try.
     """
 
     def __init__(self, allowed: float, value: float, fits: float, exceeds: float) -> None:
         self._allowed, self._exceeds = allowed, exceeds
-        #: The most of the tried bytes whose peak is within the budget.
+        #: Most bytes so far whose peak is within the budget.
         self.fits = fits
         self.value = max(fits, min(exceeds, value))
 
     def moves(self, peak: int) -> bool:
-        """Take note of the peak at the limit, and move it; return whether another measurement is worth its time."""
+        """Move the limit by the peak measured at it; return whether another measurement is worth its time."""
         is_within = peak <= self._allowed
         if is_within:
             self.fits = max(self.fits, self.value)
@@ -68,7 +68,6 @@ class ByteLimit:
         return is_worth and self._exceeds - self.fits > SLACK * self.fits
 
     def search(self, peak_with: Callable[[float], int]) -> float:
-        """Measure the peak with bytes, and with others that follow from it; return the most whose peak fits."""
         for _ in range(TRIES):
             if not self.moves(peak_with(self.value)):
                 break

@@ -1,4 +1,4 @@
-"""Bit widths of a model's layers: which ones must be equal, what they cost, and how they are set."""
+"""Bit widths of a model's layers: which must be equal, their costs, and how to set them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory
 
 BIT_WIDTHS = range(1, 9)
-_SHIFT = 0x9FB21C651E98DF25  # what the seeds of another draw are moved by
+_SHIFT = 0x9FB21C651E98DF25  # shifts seeds for another draw
 
 
 class _Redrawn:
-    """A quantizer that rounds with other random bits than its plain kind does for the same seed, and is like it."""
+    """A quantizer that differs from its plain kind only in the random bits for the same seed."""
 
     plain: type
 
@@ -47,7 +47,7 @@ class _RedrawnSample(_Redrawn, SampleQuantizer):
 
 
 def has_width(settings: BackwardSettings | None) -> bool:
-    """Whether the bit width of settings may change: they round without bias to evenly spaced levels."""
+    """Whether the bit width of settings may change: unbiased rounding to evenly spaced levels."""
     if settings is None or type(settings.quantizer) not in (UniformQuantizer, SampleQuantizer):
         return False
     quantizer = settings.quantizer
@@ -55,11 +55,11 @@ def has_width(settings: BackwardSettings | None) -> bool:
 
 
 class LayerWidths:
-    """The regions of a model's policy whose widths may change, by the names of their modules.
+    """The regions of a model's policy whose widths may change, by module name.
 
-    Each module gets a region of its own, with the settings of the one that it runs in otherwise. Settings of one kind
-    and width are one object, so that a run makes no more of them than there are widths. Where weights are given,
-    quantizers in buckets have a width a sample, with these factors.
+    Each module gets its own region, with the settings of the region around it. Settings of one kind and width are one
+    object, so that a run makes no more of them than there are widths. With `weights`, bucketed quantizers have a width
+    per sample, with these factors.
     """
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
@@ -72,10 +72,7 @@ class LayerWidths:
                 self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
-        """Give layers, by the names of their modules, their widths; others keep theirs.
-
-        Those which are redrawn round with other random bits.
-        """
+        """Set widths by module name; other layers keep theirs. `redrawn` ones round with other random bits."""
         for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
                 key = self.base[name], widths[name], name in redrawn
@@ -84,7 +81,7 @@ class LayerWidths:
                 hook.settings = self._settings[key]
 
     def stored(self, run: Callable[[nn.Module], Any], bit_width: int) -> tuple[OpMemory, ...]:
-        """Measure how each op stores its tensors where all layers have one width."""
+        """Measure how each op saves its tensors if all layers have one width."""
         with in_place(self.model):
             self.set(dict.fromkeys(self.base, bit_width))
             return stored_ops(self.model, run)
@@ -92,7 +89,7 @@ class LayerWidths:
 
 @contextmanager
 def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Give a model back the policy that it had, or none, where a block of code that changes it fails."""
+    """Restore a model's policy, or its absence, if the block fails."""
     before = {hook: hook.settings for hook in _regions(model).values()}
     try:
         yield
@@ -102,14 +99,14 @@ def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
                 hook.settings = before[hook]
             else:
                 detach_region(model.get_submodule(name), POLICY)
-        inherit_policy(model)  # modules that had a region of their own meanwhile
+        inherit_policy(model)  # modules that had their own region meanwhile
         raise
 
 
 class Group(NamedTuple):
-    """Layers that have one width: those that pack the same tensors, or of which some derive from each other's.
+    """Layers with one width, since they pack the same tensors or derive from each other's.
 
-    The costs are the bytes of these tensors, by the widths at which layers store as they do at the largest one.
+    `costs` are their packed bytes, by the widths at which ops save their tensors the same way as at the largest width.
     """
 
     sources: tuple[str, ...]
@@ -117,15 +114,14 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Layers, groups and bytes from which widths are chosen.
+    """Layers, groups and bytes from which to choose widths.
 
     Args:
-        layers: whose widths they are.
-        groups: layers of one width each.
-        groups_of: for each layer the numbers of groups, of whose widths it has the least: its own; of a layer that
-            packs nothing, those that it derives from, or all. With more, these would not be good enough, and the
-            layer would pack a tensor of its own.
-        uniform_bytes: bytes of all, by the width that all layers have.
+        layers: layers to set.
+        groups: groups of layers with one width.
+        groups_of: indices of the groups whose least width a layer gets: its own group, or for a layer that packs
+            nothing, the groups from which it derives, or all. With more bits, it would pack its own tensor.
+        uniform_bytes: total bytes, by the width of all layers.
     """
 
     layers: LayerWidths
@@ -134,26 +130,26 @@ class Plan(NamedTuple):
     uniform_bytes: Mapping[int, int]
 
     def of_layers(self, widths: Sequence[int]) -> dict[str, int]:
-        """The widths of layers for those of groups."""
+        """Return the layers' widths for these widths of groups."""
         return {name: min(widths[number] for number in numbers) for name, numbers in self.groups_of.items()}
 
     def set(self, widths: Sequence[int], redrawn: Collection[str] = ()) -> None:
-        """Give layers their widths for those of groups; those which are redrawn round with other random bits."""
+        """Set the layers' widths for these widths of groups; `redrawn` layers round with other random bits."""
         self.layers.set(self.of_layers(widths), redrawn)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that do not depend on the widths."""
+        """Bytes that are independent of the widths."""
         last = BIT_WIDTHS[-1]
         return self.uniform_bytes[last] - sum(group.costs[last] for group in self.groups)
 
     def bytes_of(self, widths: Sequence[int]) -> int:
-        """Bytes of a training step with these widths of groups."""
+        """Return the bytes of a training step with these widths of groups."""
         return self.fixed_bytes + sum(group.costs[w] for group, w in zip(self.groups, widths, strict=True))
 
 
 def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
-    """Measure the bytes of widths, by a forward pass, which ``run`` calls on a batch, for each of the eight."""
+    """Measure the bytes at each of the eight widths, by one forward pass each, which ``run`` makes."""
     stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
     widest = stored[BIT_WIDTHS[-1]]
     group_of, read = _grouped(widest, layers.base)
@@ -174,7 +170,7 @@ def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
 
 
 def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """For layers that pack, one of those that must have the same width; for others, those that they derive from."""
+    """Return a representative of the group for each layer that packs, and the sources of each other layer."""
     group_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
     read: dict[str, list[str]] = {}
     for row in ops:
@@ -188,7 +184,7 @@ def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str,
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
-    """Return how often each op of some layers stores a tensor in which way."""
+    """Count how often each op of these layers saves a tensor in each way."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 
@@ -202,9 +198,9 @@ def _regions(model: nn.Module) -> dict[str, Any]:
 
 
 def _attach_to_all(model: nn.Module) -> None:
-    """Attach a region to each module that has none, with the settings and the label of the module around it."""
+    """Attach a region to each module without one, with its parent's settings and label."""
     names = names_of(model)
-    found: dict[str, Any] = {}  # also under the other names of modules that have several
+    found: dict[str, Any] = {}  # under all names of a module
     for name, module in modules_without_own_region(model):
         around = found.get(name.rpartition(".")[0]) if name else None
         if module in names and around is not None and not has_region(module, POLICY):
@@ -231,6 +227,6 @@ def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) ->
 
 
 def _like(quantizer: Any, kind: Any, **changes: Any) -> Any:
-    """A quantizer of another class with the settings of one."""
+    """Return a quantizer of another class with the same settings."""
     values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
     return kind(**values | changes)

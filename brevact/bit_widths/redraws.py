@@ -1,4 +1,4 @@
-"""Sensitivities of groups of layers: how far two gradients are apart that differ in the random bits of one group."""
+"""Sensitivities of layer groups, from the distance of gradients that differ in one group's random bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_
 
 
 def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
-    """Measure the sensitivity of each group, on all ranks alike: half a squared distance, times (2^b - 1)^2.
+    """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2.
 
-    They are in squared units of the gradient. Seeds follow from the training step. The model stays as it is, and the
-    widths of its layers as the plan says.
+    In squared units of the gradient; the training step gives the seeds. The model is unchanged, with `widths` set.
     """
     model, found = plan.layers.model, []
     try:
@@ -39,12 +38,11 @@ def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, ste
 
 
 def expected_noise(sensitivity: float, bit_width: int) -> float:
-    """Return the noise of a group at a width."""
     return sensitivity / (2**bit_width - 1) ** 2
 
 
 def agreed(count: int) -> int:
-    """Return the least of the numbers that the ranks have."""
+    """Return the minimum of `count` over ranks."""
     if not is_distributed():
         return count
     is_on_gpu = distributed.get_backend() == "nccl"
@@ -54,12 +52,12 @@ def agreed(count: int) -> int:
 
 
 def is_distributed() -> bool:
-    """Return whether there are other processes to agree with."""
+    """Return whether a process group is initialized."""
     return distributed.is_available() and distributed.is_initialized()
 
 
 def check_groups(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError for a state of other groups, or of other numbers of samples."""
+    """Raise a TypeError or a ValueError if a state has other groups or another number of samples."""
     check_state(state, own)
     if state["layers"] != own["layers"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How large the gradients of a data set's samples are, remembered from one epoch to the next."""
+"""Gradient norms of a data set's samples, remembered from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, distributed, nn
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import tensors_of
 
-#: Share of a sample's last norm in what is remembered of it. Source: ActNN, its published code.
+#: Weight of a sample's last norm in its running mean. Source: ActNN, its published code.
 _NEW_SHARE = 0.5
-#: Forward passes that may wait for their backward pass.
+#: Most forward passes that may wait for their backward pass.
 _MOST_BATCHES = 64
 
 
 class BatchNorms:
-    """Squared norms of the gradients that reach layers, for each sample of a batch: (N,) int64 indices."""
+    """Squared norms of the gradients at layers' outputs, per sample of a batch; (N,) int64 indices."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
@@ -28,7 +28,7 @@ class BatchNorms:
         self._rows: set[int] = set()
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: take the gradients of outputs that have a row for each sample."""
+        """Forward hook: collect gradients of outputs with one row per sample."""
         for x in tensors_of(output):
             if x.requires_grad and x.dim():
                 self._rows.add(len(x))
@@ -36,7 +36,7 @@ class BatchNorms:
                     x.register_hook(self._add)
 
     def check_rows(self) -> None:
-        """Raise where layers had outputs with gradients, and none of them a row for each sample."""
+        """Raise a ValueError if outputs had gradients, but none has one row per sample."""
         if self._rows and len(self.indices) not in self._rows:
             raise ValueError(
                 f"indices: got {len(self.indices)}, and the outputs of layers have {sorted(self._rows)} rows; accepted "
@@ -44,9 +44,9 @@ class BatchNorms:
             )
 
     def mean(self) -> Tensor | None:
-        """The mean over layers, each in units of its mean over the batch: (N,) float32; None before backward.
+        """Return the (N,) float32 mean over layers, each relative to its mean over the batch; None before backward.
 
-        Layers whose gradients are all 0, as behind weights that are 0, tell nothing and do not count.
+        Layers whose gradients are all 0, as behind zero weights, do not count.
         """
         return None if self._total is None else (self._total / self._layers).cpu()
 
@@ -60,10 +60,10 @@ class BatchNorms:
 
 
 class SampleNorms:
-    """A number for each sample of a data set, 1 in the mean over a batch; 0 for samples that have not been seen.
+    """Relative squared gradient norm per sample of a data set, with mean 1 over a batch; 0 for unseen samples.
 
-    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number a sample
-    for all layers, the mean of the squared norms that reach them; ActNN's is one a layer.
+    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number per sample
+    for all layers, the mean of their squared norms; ActNN has one per layer.
 
     >>> norms = SampleNorms(4)
     >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
@@ -76,13 +76,13 @@ class SampleNorms:
         self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
 
     def of(self, indices: Tensor) -> Tensor:
-        """The (N,) float32 squared norms of samples; the mean of the known ones for others, 1 where none is known."""
+        """Return (N,) float32 squared norms; unseen samples get the mean of the known ones, or 1 if none is known."""
         known = self.values > 0
         mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
         return torch.where(known[indices], self.values[indices], mean)
 
     def begin(self, indices: Tensor) -> BatchNorms:
-        """Return the object that collects the norms of a batch, which count once its backward pass has run."""
+        """Return a collector of a batch's norms, which count once its backward pass has run."""
         self._batches.append(BatchNorms(indices))
         return self._batches[-1]
 
@@ -95,23 +95,22 @@ class SampleNorms:
                 self._batches.remove(batch)
 
     def remember(self, indices: Tensor, squares: Tensor) -> None:
-        """Mix new (N,) squared norms into those of before, apart from norms that are not finite, or 0."""
+        """Update running means with new (N,) squared norms; skips norms that are 0 or not finite."""
         old = self.values[indices]
         new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
         self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
 
     def reduce(self, device: torch.device) -> None:
-        """Give all ranks of a distributed run the mean norm of a sample over the ranks that have seen it."""
+        """Average each sample's norm over the ranks that have seen it."""
         parts = torch.stack((self.values, (self.values > 0).float())).to(device)
         distributed.all_reduce(parts)
         total, count = parts.cpu()
         self.values = total / count.clamp(min=1)
 
     def checked(self, indices: Any) -> Tensor:
-        """Indices of samples, a tensor, an array or a sequence, as an int64 tensor on the CPU.
+        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU.
 
-        A TypeError says that they are no integers, a ValueError that they are none, not of one dimension, or out of
-        range.
+        Raises a TypeError unless they are integers, a ValueError if they are empty, not 1-D, or out of range.
         """
         accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
         if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):

@@ -1,4 +1,4 @@
-"""Policies as text, as a command line or a configuration file holds them: `parse_policy`."""
+"""Policies as text, for command lines and configuration files: `parse_policy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class PolicySpec(PolicyText):
-    """A policy as text: the policy, or the budget that it is to be fitted to.
+    """A policy from text: the policy itself, or a budget to fit it to.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
@@ -33,13 +33,13 @@ class PolicySpec(PolicyText):
 
     Args:
         text: the text itself.
-        source: policy for ``brevact.quantize_backward``; None if a budget is to be fitted.
-        budget: keyword arguments of ``brevact.fit``; empty if nothing is to be fitted.
+        source: policy for ``brevact.quantize_backward``; None for a budget.
+        budget: keyword arguments of ``brevact.fit``; empty for a policy.
     """
 
     @property
     def needs_fit(self) -> bool:
-        """Whether batches and a loss are needed to make the policy."""
+        """Whether the policy must be fitted, with batches and a loss."""
         return bool(self.budget)
 
     def policy_for(
@@ -51,18 +51,18 @@ class PolicySpec(PolicyText):
         quick: bool = False,
         progress: bool = False,
     ) -> Any:
-        """Return the policy for ``brevact.quantize_backward`` of a model; a budget is fitted, as ``brevact.fit`` does.
+        """Return the policy for ``brevact.quantize_backward``; fits a budget by ``brevact.fit``.
 
         Args:
-            model: module without a policy; it stays as it is.
+            model: module without a policy, unchanged.
             batches: at least 2, for a budget.
             loss: takes the model and a batch, and returns a scalar; for a budget.
-            quick: as of ``brevact.fit``.
-            progress: whether a bar appears where it takes long.
+            quick: as in ``brevact.fit``.
+            progress: whether to show a progress bar after some seconds.
 
         Raises:
-            TypeError: batches, loss or ``quick`` are of another type.
-            ValueError: there are no batches or no loss, and a budget needs them; or the budget is impossible.
+            TypeError: ``batches``, ``loss`` or ``quick`` has the wrong type.
+            ValueError: a budget lacks batches or a loss, or is impossible.
         """
         if not self.needs_fit:
             return self.source
@@ -74,12 +74,12 @@ class PolicySpec(PolicyText):
         return fit(model, batches, loss, **self.budget, quick=quick, progress=progress)  # type: ignore[arg-type]
 
     def attach(self, model: M, batches: Sequence[Any] = (), loss: Loss | None = None) -> M:
-        """Give a model the policy, in place, and return it; arguments and errors are those of :meth:`policy_for`."""
+        """Attach the policy to the model, in place, and return it; arguments and errors as in :meth:`policy_for`."""
         return quantize_backward(model, self.policy_for(model, batches, loss))
 
 
 def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
-    """Return the policy, or the budget, that a text names; neither the text nor a file that it names can run code.
+    """Parse the text of a policy or a budget; neither the text nor a file that it names can run code.
 
     >>> import brevact
     >>> brevact.parse_policy("default").source is brevact.DEFAULT
@@ -95,13 +95,12 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
 
             - A policy: "default", "recompute", "conv_net", "transformer", or "none" for full precision.
             - A backward quantizer by name, with settings after a colon.
-            - A budget: "24x" (times fewer bytes than full precision), "512MiB" (B, KiB, MiB, GiB), "peak=2GiB" (of a
-              step), "noise=0.05" (in units of the noise between minibatches), or several of these and the time of a
-              step, "60x noise=0.002 time=1.15".
+            - A budget: "24x" (times fewer bytes), "512MiB" (B, KiB, MiB, GiB), "peak=2GiB" (of a step), "noise=0.05"
+              (in minibatch noise), or several of these and the time of a step, "60x noise=0.002 time=1.15".
             - The path of a file that ``Policy.save`` wrote, ending in ".json".
 
     Returns:
-        The policy, or the budget that a policy is to be fitted to.
+        The policy, or the budget to fit it to.
 
     Raises:
         OSError: the file cannot be read.

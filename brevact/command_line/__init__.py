@@ -1,1 +1,1 @@
-"""What ``python -m brevact`` does."""
+"""The commands of ``python -m brevact``."""

@@ -1,4 +1,4 @@
-"""Kernels against the references in plain torch: the same bytes for the same seed."""
+"""Kernels against the plain torch references: the same bytes for the same seed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernels_of(device: torch.device) -> str | None:
-    """Return the name of the compiler whose kernels run on a device; None where plain torch runs."""
+    """Return the name of the kernels' compiler on a device; None if plain torch runs."""
     if kernels_for((torch.zeros(64, device=device),)) is None:
         return None
     return "Numba" if device.type == "cpu" else "Triton"
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:
-    """Return the cases in which kernels and references differ in bytes or values, and how many were tried."""
+    """Return the cases in which kernels and references differ in bytes or values, and the number of cases."""
     wrong, count = [], 0
     for name in _NAMES:
         for dtype in _DTYPES:

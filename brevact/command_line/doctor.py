@@ -1,4 +1,4 @@
-"""``python -m brevact doctor``: whether everything that brevact needs works here, and what to do where it does not."""
+"""``python -m brevact doctor``: whether all that brevact needs works here, and fixes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from brevact.reports.memory import memory_report
 from brevact.version import __version__
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
-#: What to do where torchvision does not import.
+#: Fix if torchvision does not import.
 TORCHVISION = "install the torchvision of this torch: https://pytorch.org/get-started/locally"
-#: Libraries that are used where they are installed, and what for.
+#: Optional libraries, and their uses.
 _OPTIONAL = {
     "matplotlib": "plots of reports",
     "tqdm": "progress bars",
@@ -36,7 +36,7 @@ _OPTIONAL = {
 
 
 class Finding(NamedTuple):
-    """Result of a check: `OK`, `NOTE` where something works less well, or `WRONG`; finding; and fix, "" for none."""
+    """Result of a check: `OK`, `NOTE` if something works less well, or `WRONG`; finding; and fix, "" for none."""
 
     state: str
     text: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print the checks, and return 1 where something is wrong, 0 otherwise."""
+    """Print the checks; return 1 if something is wrong, else 0."""
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _kernels, _step, _compiler, _caches, _memory, _optional]
     is_wrong = False
     for check in checks:
@@ -83,7 +83,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Run kernels of each kind, and compare their results with the references in plain torch, byte by byte."""
+    """Run kernels of each kind, and compare their results with the plain torch references, byte by byte."""
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         where = device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
         name = kernels_of(torch.device(device))
@@ -105,7 +105,6 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _step() -> Iterator[Finding]:
-    """Take a training step."""
     model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256))
     x = torch.randn(64, 256)
     exact = model(x)

@@ -1,7 +1,7 @@
-"""``python -m brevact run SCRIPT ...``: a program in a process whose freed memory serves again.
+"""``python -m brevact run SCRIPT ...``: a program in a process whose freed memory is reused.
 
 PyTorch's tensors leave gaps in glibc's heap that the next ones do not fit into (`brevact.heap`); other allocators have
-none. They must be there when a process starts. As `torch.backends.xeon.run_cpu` does, this sets the environment and
+none, but must be loaded when a process starts. Like `torch.backends.xeon.run_cpu`, this sets the environment and
 becomes the program: arguments, signals and exit status are the program's own.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from brevact.heap import is_left_alone
 
-#: Libraries by the names that a command line gives them, the best one first.
+#: Libraries by their command-line names, best first.
 ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
 _FIX = (
     "pip install '.[run]' in a checkout of brevact, which has mimalloc for Linux, or the system's package, such as "
@@ -29,9 +29,9 @@ def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
     """Become a Python program.
 
     Args:
-        program: path of a script, or the name of a module, and its arguments.
-        is_module: whether it is the name of a module, as behind `python -m`.
-        allocator: key of `ALLOCATORS`, path of a shared library, "auto" for the first one that is found, or "none".
+        program: path of a script, or name of a module, and its arguments.
+        is_module: whether it is a module's name, as in `python -m`.
+        allocator: key of `ALLOCATORS`, path of a shared library, "auto" for the first one found, or "none".
 
     Raises:
         OSError: there is no such script.
@@ -49,11 +49,11 @@ def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
 
 
 def restart_with_mimalloc() -> None:
-    """Become the program of this process again, with mimalloc, where that is installed; otherwise return.
+    """Restart this process's program with mimalloc, if that is installed; otherwise return.
 
-    It returns, too, where the process has another allocator than glibc's own, or where the environment says how memory
-    is to be had: LD_PRELOAD, also an empty one, MALLOC_TRIM_THRESHOLD_ and the like, GLIBC_TUNABLES. Programs call it
-    before they allocate tensors.
+    It also returns if the process has another allocator than glibc's own, or if the environment configures one:
+    LD_PRELOAD, also an empty one, MALLOC_TRIM_THRESHOLD_ and the like, GLIBC_TUNABLES. Programs call it before they
+    allocate tensors.
     """
     is_decided = "LD_PRELOAD" in os.environ or is_left_alone(os.environ) or bool(allocator_in_use())
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or is_decided:
@@ -68,19 +68,16 @@ def restart_with_mimalloc() -> None:
 
 
 def _options_of_python() -> list[str]:
-    """Return the options of the interpreter that runs ``python -O -X dev -m brevact``, which are the program's, too."""
+    """Return the interpreter options of ``python -O -X dev -m brevact``, which also apply to the program."""
     place = next((i for i, each in enumerate(sys.orig_argv) if each == "-m"), 0)
     return sys.orig_argv[1:place] if sys.orig_argv[place + 1 : place + 2] == ["brevact"] else []
 
 
 def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which a process starts with an allocator, before libraries loaded there already.
-
-    A ValueError says that the allocator is not here, or where it is cannot be said.
-    """
+    """Return an environment that preloads an allocator first; a ValueError if it is missing, or its path unusable."""
     found = {**environment, "THP_MEM_ALLOC_ENABLE": environment.get("THP_MEM_ALLOC_ENABLE", "1")}
     if allocator == "none":
-        return {"LD_PRELOAD": "", **found}  # which tells programs that start themselves again to stay as they are
+        return {"LD_PRELOAD": "", **found}  # keeps self-restarting programs from restarting
     if sys.platform != "linux":
         raise ValueError(f"--allocator {allocator}: known on Linux only, not on {sys.platform}; accepted is none")
     library = _first_library() if allocator == "auto" else library_of(allocator)
@@ -100,7 +97,7 @@ def _first_library() -> str | None:
 
 
 def library_of(allocator: str) -> str | None:
-    """Return the shared library of an allocator, as LD_PRELOAD takes it; None if there is none here."""
+    """Return an allocator's shared library for LD_PRELOAD; None if there is none here."""
     if allocator not in ALLOCATORS:
         return str(Path(allocator).resolve()) if Path(allocator).is_file() else None
     if allocator == "mimalloc":
@@ -115,7 +112,7 @@ def library_of(allocator: str) -> str | None:
 
 
 def allocator_in_use() -> str:
-    """Return the name of the allocator that this process was started with; "" for the C library's own."""
+    """Return the name of this process's preloaded allocator; "" for the C library's own."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -21,10 +21,7 @@ _MODEL = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, and return the exit status: 0, 1 for failures, 2 for those that the user can mend.
-
-    Without arguments it is the one of this process.
-    """
+    """Run a command line, by default this process's; return the exit status: 0, 1 for failures, 2 for user errors."""
     options = _parser().parse_args(arguments)
     if options.verbose:
         logging.basicConfig(format="%(name)s: %(message)s")

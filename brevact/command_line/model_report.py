@@ -1,4 +1,4 @@
-"""``python -m brevact report MODEL``: what a training step of a model stores."""
+"""``python -m brevact report MODEL``: the tensors that a model's training step saves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from brevact.command_line.doctor import TORCHVISION
 from brevact.reports.batches import tensors_of
 from brevact.reports.memory import memory_report
 
-#: Batches of random numbers on which the policy of a budget is fitted.
+#: Random batches on which a budget's policy is fitted.
 _BATCHES = 4
 
 
 def report(options: argparse.Namespace) -> str:
-    """Return the report of a command line, and write its files.
+    """Return a command line's report, and write its files.
 
-    An ImportError, OSError, TypeError or ValueError says that there is no such module or file, that MODEL makes no
-    module or takes no such batch, or that an argument is not possible.
+    Raises an ImportError, OSError, TypeError or ValueError if there is no such module or file, if MODEL makes no module
+    or rejects such a batch, or if an argument is impossible.
     """
     spec = parse_policy(options.policy)
     shape = _shape(options.shape)
@@ -41,7 +41,7 @@ def report(options: argparse.Namespace) -> str:
         batches = [_batch(model, shape, dtype, options.ids) for _ in range(_BATCHES if spec.needs_fit else 1)]
         spec.attach(model, batches, _loss)
         found = memory_report(model, batches[0])
-    except (RuntimeError, LookupError, AssertionError, AttributeError) as error:  # of a model that the batch is not for
+    except (RuntimeError, LookupError, AssertionError, AttributeError) as error:  # the batch does not fit the model
         raise ValueError(
             f"--shape {options.shape}: {type(model).__name__} does not run on such a batch: {error}"
         ) from error
@@ -74,10 +74,10 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _short_errors(words: str) -> Iterator[None]:
-    """Raise the errors of a module that is imported, or makes a model, as an ImportError of one line, with a fix."""
+    """Turn errors of a module that is imported, or makes a model, into a one-line ImportError with a fix."""
     try:
         yield
-    except Exception as error:  # of whoever wrote the module
+    except Exception as error:  # the module may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         is_of_torchvision = any("torchvision" in Path(frame.filename).parts for frame in frames)
         if isinstance(error, ImportError | OSError | TypeError | ValueError) and not is_of_torchvision:
@@ -90,7 +90,6 @@ def _short_errors(words: str) -> Iterator[None]:
 
 
 def _made(words: str) -> nn.Module:
-    """Import a callable, and return the model that it makes."""
     module, _, name = words.partition(":")
     if not (module and name):
         raise ValueError(
@@ -111,7 +110,7 @@ def _made(words: str) -> nn.Module:
 
 
 def _from_folder(folder: Path) -> nn.Module:
-    """Return a model of Hugging Face with random weights; no code of the folder runs."""
+    """Return a Hugging Face model with random weights; no code of the folder runs."""
     try:
         import transformers
     except ImportError as error:
@@ -131,7 +130,7 @@ def _from_folder(folder: Path) -> nn.Module:
 
 
 def _dtype(model: nn.Module, name: str | None) -> torch.dtype:
-    """Return the dtype of a batch; that of the model's parameters, or of token ids, where there is no name."""
+    """Return a batch's dtype; without a name the model parameters' one, or that of token ids."""
     if name is None:
         if getattr(model, "main_input_name", None) == "input_ids":
             return torch.int64
@@ -143,7 +142,7 @@ def _dtype(model: nn.Module, name: str | None) -> torch.dtype:
 
 
 def _batch(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ids: int | None) -> Any:
-    """Return random numbers as a model's arguments; labels, too, of a language model, for its loss."""
+    """Return random numbers as a model's arguments; with labels for a language model's loss."""
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
     if ids is not None and ids < 1:

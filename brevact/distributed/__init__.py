@@ -1,4 +1,4 @@
-"""Gradients between processes, packed: for DistributedDataParallel and for FSDP2."""
+"""Packed gradient communication for DistributedDataParallel and FSDP2."""
 
 from brevact.distributed.hook import QuantizedHook, quantized_hook
 from brevact.distributed.reduce_scatter import QuantizedReduceScatter, quantized_reduce_scatter

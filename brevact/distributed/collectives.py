@@ -1,4 +1,4 @@
-"""What follows a collective that another thread waits for."""
+"""Run a function after a collective, without a callback on the process group's thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 
 
 def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
-    """Return the future of a function's result once a collective is done.
+    """Run `finish`, without gradients, once a collective is done, and return the future of its result.
 
-    On a device, the function runs on the stream that waits for the collective. On the CPU, a thread of its own waits
-    and runs it. A callback on a thread of the process group (Gloo) would be a Python object that this thread lets go,
-    for which it waits for the interpreter; a thread that destroys the group at that time holds the interpreter, and
-    waits for the group's threads.
+    On a device, it runs on the stream that waits for the collective. On the CPU, a separate thread waits and runs it:
+    a callback on a thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the
+    Python object, while a thread that destroys the group holds the GIL and waits for the group's threads.
 
     >>> from torch import distributed
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -29,16 +28,16 @@ def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.future
     >>> distributed.destroy_process_group()
 
     Args:
-        work: what a collective returned with ``async_op=True``.
+        work: result of a collective with ``async_op=True``.
         finish: runs without gradients.
-        is_cpu: whether the collective is one of tensors in host memory.
+        is_cpu: whether the collective's tensors are in host memory.
 
     Returns:
-        The future. Where the collective or the function raises, so does its `wait`: a RuntimeError that tells why.
+        The future. If the collective or the function raises, its `wait` raises a RuntimeError with the cause.
     """
 
     def finished(done: torch.futures.Future[Any]) -> Tensor:
-        found = done.value()  # on a device, raises what the collective raised; on the CPU, an error or None
+        found = done.value()  # on a device, raises the collective's error; on the CPU, an error or None
         if isinstance(found, Exception):
             raise found
         with torch.no_grad():
@@ -63,14 +62,14 @@ def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.future
     return result
 
 
-#: Seconds for which a process that ends waits for collectives whose function is still to run.
+#: Seconds that a process waits at exit for collectives with a pending function.
 PATIENCE = 1.0
 _waiting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _finish() -> None:
-    """Let functions end that run now: a thread that comes back to an interpreter which has ended aborts the process."""
+    """Wait for running functions: a thread that returns to a finalized interpreter aborts the process."""
     deadline = time.monotonic() + PATIENCE
     for thread in list(_waiting):
         thread.join(max(0.0, deadline - time.monotonic()))

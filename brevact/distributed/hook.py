@@ -1,4 +1,4 @@
-"""A communication hook of DistributedDataParallel that packs gradients with any quantizer of the package."""
+"""A DistributedDataParallel communication hook that packs gradients with any of the package's quantizers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def quantized_hook(
 ) -> QuantizedHook:
     """Return a communication hook for ``DistributedDataParallel`` that sends gradients as packed codes.
 
-    Each rank packs the gradient of each parameter, all of a bucket's codes are gathered as bytes by one collective, and
-    each rank decodes those of all ranks, in the order of ranks, and averages them: the result is the same on all ranks,
-    bit for bit. With quantizers that round at random it is unbiased.
+    Each rank packs each parameter's gradient, one collective gathers a bucket's codes as bytes, and each rank decodes
+    and averages them in the order of ranks: the result is the same on all ranks, bit for bit. It is unbiased with
+    quantizers that round at random.
 
     Source: TinyScript (Fu et al., ICML 2020), section 3.3: buckets of 4096, no small tensors. Differs: any quantizer,
     error feedback for biased ones, no central server.
@@ -57,18 +57,18 @@ def quantized_hook(
     >>> distributed.destroy_process_group()
 
     Args:
-        quantizer: backward quantizer, such as ``WeibullBackward4bit``; one for all of the gradients.
-        error_feedback: whether each rank adds to a gradient what rounding took away from those before (float32, as
-            much memory as the gradients). None: for quantizers that are biased, since their errors do not average out.
-        min_numel: gradients with fewer elements are sent as they are; a bucket of them alone is all-reduced.
-        seed: of random rounding, the same on all ranks; each rank, step and parameter has random bits of its own.
+        quantizer: backward quantizer for all gradients, such as ``WeibullBackward4bit``.
+        error_feedback: whether each rank adds the rounding errors of earlier gradients to the next one (float32, as
+            much memory as the gradients). None: for biased quantizers, since their errors do not average out.
+        min_numel: gradients with fewer elements are sent unpacked; a bucket of only such gradients is all-reduced.
+        seed: of random rounding, the same on all ranks; random bits differ per rank, step and parameter.
         **overrides: settings that replace those of ``quantizer``.
 
     Returns:
         The hook. ``register_comm_hook(group, hook)`` takes the process group, None for the default one.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
     packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
@@ -76,21 +76,21 @@ def quantized_hook(
 
 
 class QuantizedHook:
-    """Packs, gathers, decodes and averages gradients; see :func:`quantized_hook`, which makes it.
+    """Packs, gathers, decodes and averages gradients; made by :func:`quantized_hook`.
 
-    Rounding errors that are fed back belong to parameters, not to buckets, which DistributedDataParallel forms anew
-    after the first step. A parameter keeps its errors for a later step if its gradient is zero throughout, as when the
-    loss does not reach it, or if its averaged gradient holds NaN or an infinity (most formats make NaN of both on all
-    ranks, and a ``GradScaler`` skips the step). Under a ``GradScaler``, gradients and errors are in units of its scale.
+    Error feedback is kept per parameter, not per bucket, since DistributedDataParallel rebuilds its buckets after the
+    first step. A parameter keeps its errors for a later step if its gradient is all zeros, as when the loss does not
+    reach it, or if its averaged gradient holds NaN or an infinity (most formats turn both into NaN on all ranks, and a
+    ``GradScaler`` skips the step). Under a ``GradScaler``, gradients and errors are multiplied by its scale.
 
     Args:
         quantizer: packs gradients.
-        error_feedback: whether to add what rounding took from gradients before; None: if the quantizer is biased.
-        min_numel: fewest elements that are packed.
+        error_feedback: whether to add rounding errors of earlier gradients; None: if the quantizer is biased.
+        min_numel: least number of elements to pack.
         seed: of random rounding.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: ``min_numel`` is negative.
     """
 
@@ -107,7 +107,7 @@ class QuantizedHook:
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
         check_count("min_numel", min_numel, at_least=0)
         check_seed(seed)
-        self.__name__ = self.__qualname__ = "quantized_hook"  # which DistributedDataParallel logs
+        self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
         self.quantizer = quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
         if isinstance(quantizer, BrevitasQuantizer):
@@ -117,8 +117,8 @@ class QuantizedHook:
         self.min_numel = min_numel
         self.seed = seed
         self.step = 0
-        self.sent_bytes = 0  # of this rank's messages so far, each of which goes to every other rank
-        self.plain_bytes = 0  # of the same gradients as they were
+        self.sent_bytes = 0  # of this rank's messages so far; each goes to every other rank
+        self.plain_bytes = 0  # of the same gradients unpacked
         self.states = ParameterStates()
         self._agreement = Agreement()
         self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
@@ -127,7 +127,7 @@ class QuantizedHook:
         """Average a bucket's gradients over the ranks.
 
         Args:
-            state: process group, None for the default one; what ``register_comm_hook`` was given first.
+            state: process group, None for the default one; the first argument of ``register_comm_hook``.
             bucket: ``torch.distributed.GradBucket``.
 
         Returns:
@@ -170,41 +170,40 @@ class QuantizedHook:
         return after(gathered, average, buffer.is_cpu)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the hook's state of this rank: to be saved by each rank for itself.
+        """Return the hook's state on this rank; each rank saves its own.
 
         Args:
-            model: the one whose gradients it averages, in its ``DistributedDataParallel`` or without.
+            model: the one whose gradients the hook averages, with or without its ``DistributedDataParallel``.
 
         Returns:
             Numbers, names and tensors, which ``torch.load(..., weights_only=True)`` reads.
 
         Raises:
-            TypeError: ``model`` is no module.
-            ValueError: it has none of the parameters whose gradients the hook has averaged.
+            TypeError: ``model`` is not a module.
+            ValueError: ``model`` has none of the parameters whose gradients the hook has averaged.
         """
         return {"step": self.step, "seed": self.seed, **self.states.state_dict(model)}
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on where :meth:`state_dict` was taken: with the same gradients, the same bits.
+        """Resume from :meth:`state_dict`: the same gradients give the same bits.
 
         Args:
-            state: what the hook of the same rank returned.
-            model: the model, in its ``DistributedDataParallel`` or without.
+            state: returned by the hook of the same rank.
+            model: the model, with or without its ``DistributedDataParallel``.
 
         Raises:
-            TypeError: ``model`` is no module.
-            ValueError: the state names parameters that the model lacks, or of other shapes, or is no state of a hook.
+            TypeError: ``model`` is not a module.
+            ValueError: ``state`` is not a hook's state, or has parameters that the model lacks or of other shapes.
         """
         check_state(state)
         self.states.load_state_dict(state, model)
         self.step, self.seed = state["step"], state["seed"]
 
     def __repr__(self) -> str:
-        """One line."""
         return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"
 
     def _sent(self, entry: ParameterState, gradient: Tensor) -> Tensor:
-        """The tensor to pack: the gradient, with the rounding errors owed from before."""
+        """Return the tensor to pack: the gradient plus earlier rounding errors."""
         if not self.error_feedback or gradient.numel() < self.min_numel:
             return gradient
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -213,7 +212,7 @@ class QuantizedHook:
         return wide + torch.where(gradient.any(), entry.residual, 0)
 
     def _check(self, messages: Tensor, step: int) -> None:
-        """Compare the ranks' marks; those on a device in the next step, so that nothing waits for it."""
+        """Compare the ranks' marks; on a device in the next step, to avoid a synchronization."""
         if messages.is_cpu:
             check_marks(marks_of(messages))
         else:
@@ -225,7 +224,7 @@ class QuantizedHook:
     def _receive(
         self, entry: ParameterState, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int
     ) -> None:
-        """Write the average over all ranks, and keep the rounding error of this one."""
+        """Write the average over all ranks, and keep this rank's rounding error."""
         decoded = received[0].dequantize()
         own = decoded
         total = decoded.to(torch.promote_types(decoded.dtype, torch.float32), copy=True)
@@ -241,6 +240,6 @@ class QuantizedHook:
 
 
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """What DistributedDataParallel does without a hook."""
+    """All-reduce the bucket, as DistributedDataParallel does without a hook."""
     buffer.div_(group.size())
     return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)

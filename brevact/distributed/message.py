@@ -1,8 +1,8 @@
-"""Packed gradients as one run of bytes, the way one process sends them to the others.
+"""Byte messages of packed gradients, which processes exchange.
 
-A message is a mark of 16 bytes, then the buffers of packed tensors, each from a multiple of 16 bytes on. The mark is a
-digest of what the bytes mean: processes whose marks differ would decode something else than was sent. Since backends
-crash or hang where messages differ in length, processes compare marks of their settings before the first message.
+A message is a mark of 16 bytes, then the buffers of packed tensors, each at a multiple of 16 bytes. The mark is a
+digest of the format: processes with different marks would decode other values than were sent. Since backends crash or
+hang if messages differ in length, processes compare marks of their settings before the first message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 
 
 def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
-    """Join tensors that are packed on one device to one message, (nbytes,) uint8; its mark depends on the step."""
+    """Join packed tensors on one device into one message, (nbytes,) uint8; its mark depends on the step."""
     specs = [pack.spec for pack in packs]
     message = packs[0].buffer.new_zeros(_starts(specs)[-1])
     message[:_ALIGNMENT] = _mark(specs, step).to(message.device)
@@ -33,7 +33,7 @@ def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
 
 
 def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedActivation]:
-    """Take a message of whatever process apart into packed tensors of these specs, which share its memory."""
+    """Split any process's message into packed tensors of these specs, which share its memory."""
     starts = _starts(specs)
     return [
         PackedActivation(spec, message[start : start + spec.nbytes]) for spec, start in zip(specs, starts, strict=False)
@@ -46,7 +46,7 @@ def marks_of(messages: Tensor) -> Tensor:
 
 
 def check_marks(marks: Tensor) -> None:
-    """Raise a ValueError where processes do not mean the same by their messages; waits for the device of the marks."""
+    """Raise a ValueError if the marks of processes differ; synchronizes with the marks' device."""
     different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
     if different:
         raise ValueError(
@@ -56,23 +56,22 @@ def check_marks(marks: Tensor) -> None:
 
 
 def keep_for_this_stream(*tensors: Tensor) -> None:
-    """Keep the memory of tensors of another stream until the work of this one is done."""
+    """Keep the memory of another stream's tensors until this stream's work is done."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Agreement:
-    """Settings that processes of a group compare once, before they exchange messages whose length follows from them."""
+    """Compares settings once per group, before its processes exchange messages whose length depends on them."""
 
     def __init__(self) -> None:
         self._groups: set[str] = set()
 
     def reach(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings, from which lengths and meaning of messages follow, unless these processes have done so.
+        """Compare settings between the group's processes, which all call this, unless already done.
 
-        All processes of the group call this, and wait for each other; a ValueError is raised on all of them if they
-        differ. The device is one that the group's backend takes.
+        Raises a ValueError on all processes if settings differ. `device` must suit the group's backend.
         """
         if not isinstance(group, distributed.ProcessGroup):
             raise TypeError(
@@ -89,7 +88,7 @@ class Agreement:
 
 
 def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
-    """Where each buffer starts, and at last where the message ends."""
+    """Return the start of each buffer, and the end of the message."""
     starts = [_ALIGNMENT]
     for spec in specs:
         starts.append(starts[-1] + -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -111,5 +110,5 @@ def _text(spec: PackedSpec[Any]) -> str:
 
 
 def _name(setting: object) -> str:
-    """What a setting is, without where it lies: quantizers of others may have no ``__repr__`` of their own."""
+    """Return a setting's text without addresses: users' quantizers may lack a ``__repr__``."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(setting))

@@ -1,4 +1,4 @@
-"""How a gradient is packed for other processes: with bytes whose number, and whose meaning, all of them know."""
+"""Pack gradients for other processes, in a size and format that all processes know."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from brevact.quantizers import (
 from brevact.quantizers.brief import brief
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
-#: Packs a tensor into its own bytes.
+#: Packs a tensor losslessly into its own bytes.
 AS_IT_IS = UniformQuantizer(bit_width=32)
 
-#: Of gradients that quantizers take.
+#: Gradient dtypes that quantizers accept.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _ALL_RANKS = -1
@@ -31,9 +31,9 @@ _UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQ
 
 
 def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int], rank: int) -> PackedActivation:
-    """Pack a gradient, with random bits of this rank, and with sizes that are those of all ranks.
+    """Pack a gradient with this rank's random bits, and in the size that all ranks use.
 
-    The place is seed of the run, step and number of the parameter, the same on all ranks.
+    `place` is the run's seed, the step and the parameter's number, the same on all ranks.
     """
     if isinstance(quantizer, MixingQuantizer):
         quantizer = quantizer.with_drawn_size(x.numel(), _seed(*place, _ALL_RANKS))
@@ -41,10 +41,9 @@ def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int],
 
 
 def is_unbiased(quantizer: ActivationQuantizer) -> bool:
-    """Return whether a quantizer is unbiased, as far as the package knows.
+    """Return whether a quantizer is lossless or rounds at random between levels that span a bucket.
 
-    That is so for what is lossless, and for random rounding between levels that span a bucket; not for nearest
-    rounding, grids that clip, and quantizers of others.
+    Others count as biased: nearest rounding, grids that clip, and users' quantizers.
     """
     if isinstance(quantizer, MixingQuantizer):
         return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
@@ -54,7 +53,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
 
 
 def check_feedback(quantizer: ActivationQuantizer) -> None:
-    """Raise a ValueError if a quantizer's errors are larger than its input, measured on 4096 normal values."""
+    """Raise a ValueError if a quantizer's error is not smaller than its input, measured on 4096 normal values."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
     if (pack(quantizer, x, (0, 0, 0), 0).dequantize() - x).norm() >= x.norm():
         raise ValueError(
@@ -64,7 +63,7 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
 
 
 def check_count(name: str, value: object, at_least: int | None = None) -> None:
-    """Raise a TypeError unless it is an int, and a ValueError for one that is too small."""
+    """Raise a TypeError unless the value is an int, and a ValueError if it is too small."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
     if at_least is not None and value < at_least:
@@ -72,14 +71,14 @@ def check_count(name: str, value: object, at_least: int | None = None) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raise a TypeError unless it is an int, and a ValueError for one of more than 64 bits."""
+    """Raise a TypeError unless the seed is an int, and a ValueError if it exceeds 64 bits."""
     check_count("seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed: got {seed}; accepted is an int from -2**63 to 2**63 - 1")
 
 
 def check_quantizer(quantizer: object) -> None:
-    """Raise a TypeError unless it is an activation quantizer; an injector is none."""
+    """Raise a TypeError unless this is an activation quantizer; an injector is not."""
     if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
         raise TypeError(
             f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
@@ -88,6 +87,6 @@ def check_quantizer(quantizer: object) -> None:
 
 
 def _seed(*parts: int) -> int:
-    """A signed 64-bit integer of its own for each list of numbers."""
+    """Hash integers to a signed 64-bit seed."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

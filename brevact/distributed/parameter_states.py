@@ -1,4 +1,4 @@
-"""What a communication hook remembers of each parameter, whatever buckets its gradient comes in."""
+"""State of a communication hook per parameter, independent of buckets."""
 
 from __future__ import annotations
 
@@ -15,31 +15,28 @@ from brevact.quantizers.brief import brief
 
 @dataclass
 class ParameterState:
-    """State of one parameter: its place among those seen, and the rounding errors of its gradients, None for none."""
+    """State of one parameter: its number in the order first seen, and the rounding errors to feed back, or None."""
 
     number: int
     residual: Tensor | None = None
 
 
 class ParameterStates:
-    """States of all parameters of a model. Parameters are told apart by identity, in files by name."""
+    """States of a model's parameters, by identity in memory and by name in files."""
 
     def __init__(self) -> None:
         self._states: dict[Tensor, ParameterState] = {}
         self._next = 0
 
     def of(self, parameter: Tensor) -> ParameterState:
-        """Return the state of a parameter, a new one if it is seen for the first time."""
+        """Return a parameter's state, a new one on first use."""
         if parameter not in self._states:
             self._states[parameter] = ParameterState(self._next)
             self._next += 1
         return self._states[parameter]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return "numbers" and "residuals" by name; the tensors are copies.
-
-        A ValueError says that parameters have states, and the model has none of them.
-        """
+        """Return "numbers" and copied "residuals" by name; raises a ValueError if the model has no known parameter."""
         known = {name: self._states[p] for name, p in _named(model).items() if p in self._states}
         if self._states and not known:
             raise ValueError(
@@ -52,10 +49,7 @@ class ParameterStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Replace the states of a model's parameters by those that :meth:`state_dict` returned.
-
-        A ValueError says that the model lacks parameters of it, or has others of other shapes.
-        """
+        """Replace a model's states; raises a ValueError if it lacks parameters of the state, or shapes differ."""
         named = _named(model)
         states: dict[Tensor, ParameterState] = {}
         for name, number in state["numbers"].items():
@@ -78,7 +72,7 @@ class ParameterStates:
 
 
 def check_state(state: Any) -> None:
-    """Raise a ValueError unless it is the state of a hook."""
+    """Raise a ValueError unless this is a hook's state."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
     if missing := {"step", "seed", "numbers", "residuals"} - set(state):

@@ -1,4 +1,4 @@
-"""Packed gradients for FSDP2: each rank gets, of all others, the codes of the part whose weights it holds."""
+"""Packed gradients for FSDP2: each rank receives the codes of its own shard from all ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def quantized_reduce_scatter(
 ) -> QuantizedReduceScatter:
     """Return a communication for ``FSDPModule.set_custom_reduce_scatter`` that sends gradients as packed codes.
 
-    FSDP2 hands over the gradients of a block as one flat tensor, a part for each rank. Each part is packed and sent to
-    the rank that holds its weights, which decodes what all ranks sent, in their order, and averages it. Gradients of
-    norms and biases share buckets with those of weights: no part of them is sent as it is, and nothing is fed back, so
-    that the quantizer has to be unbiased.
+    FSDP2 passes a block's gradients as one flat tensor with one part per rank. Each part is packed and sent to the rank
+    that holds its weights, which decodes all ranks' parts, in their order, and averages them. Norms and biases share
+    buckets with weights, so all gradients are packed; there is no error feedback: the quantizer must be unbiased.
 
     >>> import brevact
     >>> comm = brevact.distributed.quantized_reduce_scatter(brevact.StochBackward4bit)
@@ -33,15 +32,15 @@ def quantized_reduce_scatter(
 
     Args:
         quantizer: backward quantizer that rounds at random, such as ``WeibullBackward4bit``.
-        min_numel: parts with fewer elements are reduced as they are.
+        min_numel: parts with fewer elements are reduced unpacked.
         seed: of random rounding, the same on all ranks.
         **overrides: settings that replace those of ``quantizer``.
 
     Returns:
-        The communication, for one module or for several.
+        The communication, for one or more modules.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: the quantizer is biased, or an argument is out of range.
     """
     packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
@@ -49,15 +48,15 @@ def quantized_reduce_scatter(
 
 
 class QuantizedReduceScatter:
-    """Packs, exchanges, decodes and averages; see :func:`quantized_reduce_scatter`, which makes it.
+    """Packs, exchanges, decodes and averages gradients; made by :func:`quantized_reduce_scatter`.
 
     Args:
         quantizer: packs parts of gradients.
-        min_numel: fewest elements that are packed.
+        min_numel: least number of elements to pack.
         seed: of random rounding.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: the quantizer is biased, or ``min_numel`` is negative.
     """
 
@@ -74,30 +73,30 @@ class QuantizedReduceScatter:
         self.min_numel = min_numel
         self.seed = seed
         self.calls = 0
-        self.sent_bytes = 0  # to all ranks, this one among them
-        self.plain_bytes = 0  # of the same gradients as they were
+        self.sent_bytes = 0  # to all ranks, including this one
+        self.plain_bytes = 0  # of the same gradients unpacked
         self._agreement = Agreement()
         self._unchecked: Tensor | None = None  # marks on a device, until the next call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the reduction, as FSDP2 asks for it."""
+        """Allocate the reduction's buffers; FSDP2 calls this."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Write the sum or the average of this rank's part over all ranks.
+        """Write the sum or average of this rank's part over all ranks.
 
         Args:
             output_tensor: (n,) tensor to write to.
             input_tensor: (ranks n,) gradients.
             group: process group.
             op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
-            async_op: taken where nothing is packed; otherwise the result is there on return.
+            async_op: used only if nothing is packed; packed reductions are complete on return.
 
         Returns:
-            What PyTorch's own returns where nothing is packed, None otherwise.
+            The result of PyTorch's reduce-scatter if nothing is packed, None otherwise.
 
         Raises:
-            ValueError: ``op`` is another one, or the ranks pack in different ways.
+            ValueError: ``op`` is not supported, or the ranks pack in different ways.
         """
         settings = self.quantizer, self.min_numel, self.seed, self.calls
         self._agreement.reach(group, input_tensor.device, *settings)
@@ -113,7 +112,7 @@ class QuantizedReduceScatter:
                 f"op: got {op}; accepted are SUM and AVG; call set_force_sum_reduction_for_comms(True) on the module"
             )
         with torch.no_grad():
-            first = distributed.get_rank() * ranks  # of all processes: replicas of these parts round apart
+            first = distributed.get_rank() * ranks  # global rank: replicas round with different random bits
             parts = enumerate(input_tensor.view(ranks, -1))
             packs = [pack(self.quantizer, part, (self.seed, step, 0), first + number) for number, part in parts]
             messages = torch.stack([message_of([packed], step) for packed in packs])
@@ -129,17 +128,17 @@ class QuantizedReduceScatter:
         return None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the root of the seeds, the same on all ranks."""
+        """Return the numbers from which seeds derive, the same on all ranks."""
         return {"calls": self.calls, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Resume from :meth:`state_dict`.
 
         Args:
-            state: what it returned.
+            state: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: it is no such state.
+            ValueError: ``state`` is not such a result.
         """
         if not isinstance(state, Mapping) or set(state) != {"calls", "seed"}:
             raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")

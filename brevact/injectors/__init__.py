@@ -1,11 +1,10 @@
 """Backward quantizers in Brevitas' dialect: injector classes for the activation slots of a layer.
 
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
-it. ``backward_settings_from`` resolves one into what a region takes, an activation injector of Brevitas itself as well
-(``BrevitasQuantizer``). Importing this package makes every Brevitas injector picklable
-(``brevact.injectors.pickling``) and gives Brevitas' own layers ``act_quant=`` (``brevact.injectors.stock_layers``); the
-first region that packs lets Brevitas' forward quantizers store few bits inside of regions
-(``brevact.injectors.forward_quantizers``).
+it. ``backward_settings_from`` resolves it, or a Brevitas activation injector (``BrevitasQuantizer``), into a region's
+settings. Importing this package makes every Brevitas injector picklable (``brevact.injectors.pickling``) and gives
+Brevitas' own layers ``act_quant=`` (``brevact.injectors.stock_layers``); the first packing region makes Brevitas'
+forward quantizers save few bits inside of regions (``brevact.injectors.forward_quantizers``).
 """
 
 import types
@@ -33,7 +32,7 @@ from brevact.quantizers.formats.sign_magnitude.injectors import SignMagnitudeBuc
 from brevact.quantizers.formats.uniform.injectors import UniformBuckets as UniformBuckets
 from brevact.quantizers.formats.weibull.injectors import WeibullLevels as WeibullLevels
 
-if not typing.TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
+if not typing.TYPE_CHECKING:  # without a list, type checkers treat names imported by `*` as exported
     __all__ = [
         name for name, each in globals().items() if not name.startswith("_") and not isinstance(each, types.ModuleType)
     ]

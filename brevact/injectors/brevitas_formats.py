@@ -1,7 +1,7 @@
-"""The computation of each kind of Brevitas tensor quantizer: scale and zero point, then the values of its codes.
+"""How each kind of Brevitas tensor quantizer computes: scale and zero point, then the code values.
 
-A format runs the parts of a tensor quantizer in the order of its own ``forward``, and stops before it multiplies by
-the scale. Bit widths are read when the format is made, so that nothing waits for a GPU later.
+A format runs a tensor quantizer's parts in the order of its own ``forward``, and stops before the multiplication by the
+scale. Bit widths are read when the format is made, so that nothing waits for a GPU later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SMALLEST_SCALE = 2.0**-65  # with it, a byte has room for flags: every fourth p
 
 
 class Format(ABC):
-    """What the codes of a tensor quantizer of one kind stand for; here without a zero point."""
+    """Codes, scale and zero point of one kind of tensor quantizer; the base class has no zero point."""
 
     codes: IntegerCodes | MinifloatCodes
 
@@ -56,12 +56,12 @@ class Format(ABC):
         _refuse_delay(getattr(tensor_quant, "int_quant", tensor_quant))
 
     def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point, None for zero, and let the tensor quantizer update its statistics."""
+        """Return scale and zero point, None for zero; updates the tensor quantizer's statistics."""
         return self.tensor_quant.scaling_impl(x), None
 
     @abstractmethod
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Return the values of the codes, grouped if the quantizer has groups."""
+        """Return the code values, grouped if the quantizer has groups."""
 
     def stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Floats, Floats | None]:
         """Return how scale and zero point are stored."""
@@ -167,7 +167,7 @@ class MinifloatFormat(Format):
 
     @staticmethod
     def _limits(quant: nn.Module) -> tuple[Tensor, ...]:
-        """Width of the exponent, largest mantissa and bias: of what clamps, and of what the scale is measured by."""
+        """Exponent width, largest mantissa and bias: arguments of the clamp and of the scale's threshold."""
         largest = quant.compute_max_mantissa(quant.mantissa_bit_width_impl())
         return quant.exponent_bit_width_impl(), largest, quant.exponent_bias_impl()
 
@@ -182,10 +182,9 @@ _FORMATS: dict[type, Callable[[Any], Format]] = {
 
 
 def format_of(tensor_quant: Any, name: str) -> Format:
-    """Return the format of the ``tensor_quant`` of an injector; the name is for errors.
+    """Return the format of an injector's ``tensor_quant``; the name is for errors.
 
-    A TypeError says that there is none for its kind, or that a bit width is learned, a ValueError that one is out of
-    range.
+    Raises a TypeError if the kind has no format or a bit width is learned, a ValueError if one is out of range.
     """
     refuse_without(BACKWARD)
     for kind, form in _FORMATS.items():
@@ -203,7 +202,7 @@ def is_kind(module: Any, kind: type) -> bool:
 
 
 def _constant(module: nn.Module, name: str, kind: type | None = None) -> int:
-    """The number that a module without state returns."""
+    """Integer returned by a module without state."""
     if kind is not None and not is_kind(module, kind):
         raise TypeError(
             f"{name} comes from a {type(module).__name__}, which may change while codes are stored; accepted is a "
@@ -216,7 +215,7 @@ def _constant(module: nn.Module, name: str, kind: type | None = None) -> int:
 
 
 def _refuse_delay(quant: nn.Module) -> None:
-    wrapper = getattr(quant, "delay_wrapper", None)  # that of minifloats has none
+    wrapper = getattr(quant, "delay_wrapper", None)  # minifloats have none
     if wrapper is not None and not is_kind(wrapper.delay_impl, _NoDelay):
         raise ValueError(
             f"quant_delay_steps={wrapper.delay_impl.quant_delay_steps} lets a quantizer return the tensor as it is for "
@@ -240,7 +239,7 @@ def _group_of(view: nn.Module | None) -> tuple[int, int] | None:
 
 
 def _bound_of_powers(scaling: nn.Module, threshold: Tensor | None) -> tuple[float, float] | None:
-    """Bound and threshold of scales that are powers of two divided by a threshold that is one; None for others."""
+    """Bound and threshold of power-of-two scales that are divided by a power-of-two threshold; None for others."""
     if threshold is None or not is_kind(scaling, RuntimeDynamicGroupStatsScaling):
         return None
     restricted = is_kind(scaling.restrict_clamp_scaling.restrict_value_impl, PowerOfTwoRestrictValue)

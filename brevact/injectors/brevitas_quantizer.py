@@ -1,4 +1,4 @@
-"""Any Brevitas activation quantizer as a backward quantizer: stored tensors are quantized, the forward pass is not."""
+"""Any Brevitas activation quantizer as a backward quantizer: saved tensors are quantized, the forward pass is not."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from brevact.private_names.of_brevitas import StochasticRoundSte
 from brevact.quantizers import PackedActivation, UniformQuantizer
 
 _STORED_AS_IT_IS = UniformQuantizer(bit_width=32)
-#: Tensors of one forward pass that collect statistics; those behind them are quantized each by its own.
+#: Tensors per forward pass that collect statistics; later ones each use their own.
 _PLACES = 64
 
 
 class BrevitasQuantizer(nn.Module):
-    """Activation quantizer that stores the values a Brevitas activation injector would hand to the forward pass.
+    """Activation quantizer that saves the values that a Brevitas activation injector would compute in the forward pass.
 
-    Codes take their true width, scales and zero points their exact value; decoding gives Brevitas' dequantized value,
+    Codes take their true width, scales and zero points their exact value; decoding returns Brevitas' dequantized value,
     but for the sign of a zero. Differs: a scale that float16 rounds to zero, by which Brevitas divides, decodes to
-    zero; and what is not finite decodes to NaN, with statistics of the tensor that has zeros in its place. Its code is
-    one that stands for no number: that of NaN or -0 in minifloats, the last one of a narrow range or of three values.
-    Where there is none, what shares a scale with it gives up its first code (its last one where no integer is
-    negative), hence is off by a step more at that end, and of two values their middle is left. The group's scale says
-    so by its sign, at no more bytes; if it is a power of two in a byte, it is rounded up to one of every second (above
-    8 bits, up to every fourth). A scale that has either sign (``SIGNED_MAX``) cannot: all that shares it is NaN.
+    zero; and non-finite elements decode to NaN, with statistics of the tensor with zeros in their place. Their code is
+    one that is no number: that of NaN or -0 in minifloats, the last one of a narrow range or of three values. If there
+    is none, the elements that share the scale give up their first code (the last one if no integer is negative), which
+    costs at most one more step of error at that end; of two values, only their middle is left. The sign of the group's
+    scale flags this at no extra bytes; a power-of-two scale in a byte is rounded up to every second power (above 8
+    bits, up to every fourth). A scale that may have either sign (``SIGNED_MAX``) cannot be flagged: its whole group is
+    NaN.
 
-    Statistics follow Brevitas' rules: a scale from runtime statistics is that of the tensor at hand for
+    Statistics follow Brevitas' rules: a scale from runtime statistics is the current tensor's for
     ``collect_stats_steps`` tensors and then the parameter collected from them, running averages move in training only,
-    and the module's state is saved and moved with the layer it sits in. No gradient reaches a learned scale, which
-    decides over nothing in the forward pass: its parameters are frozen at what was collected. A layer that stores
-    several tensors in a forward pass collects for each of them, told apart by their order.
+    and the module's state is saved and moved with its layer. Learned scales get no gradient, since they do not affect
+    the forward pass: their parameters are frozen at the collected values. A layer that saves several tensors per
+    forward pass collects for each of them, distinguished by their order.
 
-    Tensors that are quantized again while a checkpoint recomputes them do not count twice; neither do they with
-    ``SaveMode.QUANTIZE_ON_BACKWARD``, where statistics are taken in the forward pass and codes when backward starts.
+    Tensors that are quantized again while a checkpoint recomputes them do not count twice; nor do they with
+    ``SaveMode.QUANTIZE_ON_BACKWARD``, which takes statistics in the forward pass and codes when backward starts.
 
     >>> import torch, brevact
     >>> from brevitas.quant import Int8ActPerTensorFloat
@@ -50,7 +51,7 @@ class BrevitasQuantizer(nn.Module):
     >>> packed.nbytes, packed.dequantize().unique()
     (68, tensor([-1.0000, -0.5000,  0.0000,  0.5000]))
 
-    It compares by identity: two with the same settings collect different statistics.
+    Compares by identity: two quantizers with the same settings collect different statistics.
 
     Args:
         source: injector class of a Brevitas activation quantizer.
@@ -59,7 +60,7 @@ class BrevitasQuantizer(nn.Module):
         is_lazy: whether Brevitas' modules are built with the first tensor.
 
     Raises:
-        TypeError: the injector lacks a value, or quantizes in a way that has no codes of constant width.
+        TypeError: the injector lacks a value, or its quantization has no codes of constant width.
         ValueError: a value is out of range.
     """
 
@@ -84,19 +85,19 @@ class BrevitasQuantizer(nn.Module):
 
     @property
     def format(self) -> Format:
-        """What the codes are."""
+        """Format of the codes."""
         return self._statistics_of("0").format
 
     @property
     def has_state(self) -> bool:
-        """Whether a tensor's values may depend on the tensors before it."""
+        """Whether a tensor's values may depend on earlier tensors."""
         return self._statistics_of("0").has_state
 
     def for_module(self, module: nn.Module) -> BrevitasQuantizer:
-        """Return a quantizer with these settings for the tensors of one module: a new one, if it collects statistics.
+        """Return a quantizer with these settings for one module's tensors: a new one, if it collects statistics.
 
-        A convolution's groups lie along dimension 1, other modules' along the last one. No tensor has been seen by it,
-        or such modules can share it.
+        A convolution's groups lie along dimension 1, other modules' along the last one. The new one has seen no tensor;
+        without statistics, such modules share one.
         """
         group_dim = group_dim_of(module)
         if self.has_state:
@@ -108,10 +109,7 @@ class BrevitasQuantizer(nn.Module):
         return self._like(self.group_dim, collects=False) if self.has_state else self
 
     def with_statistics_of(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
-        """Take the statistics of a tensor, and return its quantizer, which does not take them again.
-
-        The place says which of the tensors of a forward pass it is: each has statistics of its own.
-        """
+        """Take the statistics of a forward pass's tensor number ``place``; its quantizer does not take them again."""
         if x.numel() == 0:
             return _STORED_AS_IT_IS
         collects = self.collects and self.has_state
@@ -133,11 +131,11 @@ class BrevitasQuantizer(nn.Module):
         return ObservedQuantizer(self.name, statistics, scale, zero_point)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Take the statistics of a tensor, quantize and pack it.
+        """Take a tensor's statistics, quantize and pack it.
 
         Args:
             x: floating-point tensor of any shape and strides.
-            seed: key of the random bits of stochastic rounding; unused for other roundings.
+            seed: key of stochastic rounding's random bits; unused for other roundings.
 
         Returns:
             The packed activation, on the device of ``x``.
@@ -145,15 +143,15 @@ class BrevitasQuantizer(nn.Module):
         return self.with_statistics_of(x).quantize(x, seed)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> BrevitasQuantizer:
-        """Apply ``fn`` to nothing: Brevitas' calibration ends the collection of all quantizers that it reaches so."""
+        """Do nothing: with ``apply``, Brevitas' calibration would end the collection of all quantizers in reach."""
         return self
 
     def extra_repr(self) -> str:
-        """Return the injector's name and the width of codes."""
+        """Return the injector's name and the code width."""
         return f"{self.name}, bit_width={self.format.codes.bit_width}"
 
     def __repr__(self) -> str:
-        """One line: Brevitas' modules are many."""
+        """One line: Brevitas has many modules."""
         return f"BrevitasQuantizer({self.extra_repr()})"
 
     def _like(self, group_dim: int, collects: bool = True) -> BrevitasQuantizer:
@@ -162,7 +160,7 @@ class BrevitasQuantizer(nn.Module):
         return twin
 
     def _statistics_of(self, place: str) -> TensorStatistics:
-        """Return the statistics of one of the tensors of a forward pass, built when they are first asked for."""
+        """Return the statistics of one tensor of a forward pass, built on first use."""
         if place not in self.tensors:
             injector = with_group_dim(self.source, self.group_dim)
             tensor_quant, self.asked = build_tensor_quant(injector)
@@ -182,7 +180,7 @@ class BrevitasQuantizer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle by settings and state: Brevitas' modules may hold functions that cannot be."""
+        """Copy and pickle by settings and state: Brevitas' modules may hold functions that cannot be pickled."""
         states = {place: statistics.state() for place, statistics in self.tensors.items()}
         return _restored, (self.source, self.group_dim, self.collects, self.is_stochastic, self.training, states)
 
@@ -196,7 +194,7 @@ def _check_group(group: tuple[int, int] | None, x: Tensor, name: str) -> None:
 
 
 def _forgive_missing(module: BrevitasQuantizer, keys: Any) -> None:
-    """Let a state dict without statistics, that of the plain layer, load: they are then collected anew."""
+    """Let a state dict without statistics load, such as the plain layer's: they are then collected anew."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(module._prefix)]
 
 

@@ -1,4 +1,4 @@
-"""Brevitas' own activation injectors: their classes, the names they ask for, and the modules they build."""
+"""Brevitas' own activation injectors: their classes, the names that they resolve, and the modules that they build."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _OVER_CHANNELS = (
 
 
 def is_act_quantizer(source: Any) -> bool:
-    """Whether this is an injector class with which Brevitas quantizes activations."""
+    """Whether this is an injector class by which Brevitas quantizes activations."""
     return _has_proxy(source, ActQuantProxyFromInjectorBase)
 
 
 def quantizes_parameters(source: Any) -> bool:
-    """Whether this is an injector class with which Brevitas quantizes weights or biases."""
+    """Whether this is an injector class by which Brevitas quantizes weights or biases."""
     return _has_proxy(source, (WeightQuantProxyFromInjectorBase, BiasQuantProxyFromInjectorBase))
 
 
 def group_dim_of(module: nn.Module | None) -> int:
-    """The dimension along which groups of a module's activations lie, where nothing else is said.
+    """The default dimension along which the groups of a module's activations lie.
 
     Brevitas' rule: 1, the channels, for a convolution, and the last one for a linear layer. Differs: where Brevitas
-    asks for ``group_dim``, batch normalization has 1 and all else has the last one.
+    requires ``group_dim``, batch and instance normalization have 1 and everything else the last one.
     """
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 
 def with_group_dim(injector: InjectorClass, group_dim: int) -> InjectorClass:
-    """Return an injector of groups with the dimension that they lie along, unless it states its own."""
+    """Return a grouped injector with this dimension, unless it states its own; others unchanged."""
     rule = SolveActScalingShape.__dependencies__["group_dim"]
     if "group_size" in injector and injector.__dependencies__.get("group_dim") is rule:
         return injector.let(group_dim=group_dim)
@@ -53,10 +53,10 @@ def with_group_dim(injector: InjectorClass, group_dim: int) -> InjectorClass:
 
 
 def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:
-    """Build the ``tensor_quant`` of an activation quantizer, without the proxy that would put it into a forward pass.
+    """Build an activation quantizer's ``tensor_quant``, without the proxy that would put it into a forward pass.
 
-    Beside it stands every name that was asked for on the way, optional ones included. A TypeError says that the
-    injector lacks a value, or quantizes nothing, a ValueError that Brevitas refuses a value.
+    Also returns every name that was looked up on the way, optional ones included. Raises a TypeError if the injector
+    lacks a value or quantizes nothing, a ValueError if Brevitas refuses a value.
     """
     probe = injector.let(proxy_module=nn.Identity())
     asked = _Asked(probe.__dependencies__)
@@ -79,7 +79,7 @@ def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[st
 
 
 class _Asked(dict[str, Any]):
-    """Dependencies of an injector that note which names its resolution looks up."""
+    """An injector's dependencies, recording the names that its resolution looks up."""
 
     def __init__(self, dependencies: dict[str, Any]) -> None:
         super().__init__(dependencies)

@@ -1,8 +1,8 @@
 """The protocol of injector classes towards Python, editors and notebooks.
 
 Brevitas' injectors resolve every attribute as a dependency and raise ``DependencyError`` for the rest, so that
-``hasattr`` and ``help`` fail on them; their length is 0, so that they are false. Importing this module lets
-them raise an error that is an ``AttributeError`` as well, because ``help`` of a class asks its bases, too.
+``hasattr`` and ``help`` fail on them; their length is 0, so that they are false. Importing this module makes that error
+an ``AttributeError`` as well, also for Brevitas' own injectors, because ``help`` of a class queries its bases, too.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ else:
     BrevitasInjectorType = type(ExtendedInjector)
 _stock: Any = type(ExtendedInjector)
 
-#: A class of injectors, for type checkers: its attributes are what it resolves.
+#: A class of injectors, for type checkers: its attributes are the dependencies that it resolves.
 InjectorClass: TypeAlias = Any
-#: Not settings that a user chooses: what a layer or the solver fills in.
+#: Filled in by a layer or the solver, not settings that a user chooses.
 STRUCTURE = ("act_impl", "backward_settings", "passthrough_act", "proxy_class", "quantizer")
 _OF_LAYERS = ("act_impl", "passthrough_act", "proxy_class")
 
 
 class InjectorAttributeError(DependencyError, AttributeError):
-    """A setting that cannot be resolved; a ``DependencyError``, too, as Brevitas raises."""
+    """A setting that cannot be resolved; also a ``DependencyError``, which Brevitas raises."""
 
 
 def _raise_attribute_errors(resolve: Callable[[type, str], Any]) -> Callable[[type, str], Any]:
@@ -53,7 +53,7 @@ _stock.__getattr__ = _raise_attribute_errors(_stock.__getattr__)
 
 
 class _Answer(property):
-    """A property of injector classes that their metaclass itself does not have."""
+    """A property of injector classes that their metaclass itself lacks."""
 
     def __get__(self, injector: Any, owner: Any = None) -> Any:
         if injector is None:
@@ -62,7 +62,7 @@ class _Answer(property):
 
 
 class InjectorType(BrevitasInjectorType):
-    """Metaclass of injector classes that are true, and raise ``AttributeError`` for what is no dependency."""
+    """Metaclass of injector classes that are true, and raise ``AttributeError`` for names that are no dependencies."""
 
     def __getattr__(cls, name: str) -> Any:
         if name not in cls.__dependencies__:
@@ -70,7 +70,7 @@ class InjectorType(BrevitasInjectorType):
         return _stock.__getattr__(cls, name)
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
-        """Raise: there are no objects of such a class."""
+        """Raise: such classes have no instances."""
         name = cls.__name__
         fix = f"pass the class itself: quantize_backward(model, {name})"
         if settings:
@@ -83,7 +83,7 @@ class InjectorType(BrevitasInjectorType):
         return True
 
     def __repr__(cls) -> str:
-        """Python's own form, and ``StochBackward2bit.let(bucket_size=128)`` for the result of ``.let()``."""
+        """Python's own form, and ``StochBackward2bit.let(bucket_size=128)`` for results of ``.let()``."""
         settings: dict[str, Any] = {}
         origin: Any = cls
         while _is_made_by_let(origin):
@@ -92,7 +92,7 @@ class InjectorType(BrevitasInjectorType):
         return f"{origin.__name__}.let({_listed(settings)})" if origin is not cls else type.__repr__(cls)
 
     def __dir__(cls) -> list[str]:
-        """Settings and ``let``. ``help`` asks Brevitas' metaclasses for each name, which know no others."""
+        """Settings and ``let``: `help` looks each name up in Brevitas' metaclasses, which know no others."""
         names = {name for name in cls.__dependencies__ if not name.startswith("__")}
         return sorted(names - set(_OF_LAYERS) | {"let"})
 
@@ -114,15 +114,15 @@ class Fragment(ExtendedInjector, metaclass=InjectorType):
 
 
 def _let(cls: InjectorClass, **settings: Any) -> InjectorClass:
-    """Return a quantizer that differs in some settings, of the same name and docstring.
+    """Return a quantizer with the same name and docstring that differs in some settings.
 
     >>> from brevact import StochBackward2bit
     >>> StochBackward2bit.let(bucket_size=128).bucket_size
     128
 
     Args:
-        cls: the quantizer that this one derives from.
-        **settings: what replaces the settings of this one.
+        cls: the quantizer to derive from.
+        **settings: replacements of its settings.
 
     Raises:
         TypeError: a name is not one of its settings.
@@ -136,7 +136,7 @@ type.__setattr__(Fragment, "let", classmethod(_let))  # in the class body Brevit
 
 
 def is_injector(source: Any) -> bool:
-    """Whether this is a class of injectors, of brevact, of Brevitas or of the library below it."""
+    """Whether this is an injector class of brevact, of Brevitas or of the library below it."""
     return inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector))
 
 
@@ -157,7 +157,7 @@ def _source(given: Any) -> str:
 
 
 def _is_made_by_let(cls: type) -> bool:
-    """Whether this is ``base.let(...)``: of the same name and module, and without a place in the source."""
+    """Whether this is ``base.let(...)``: same name and module as its base, and not nested in the source."""
     bases = cls.__bases__
     return (
         len(bases) == 1
@@ -167,7 +167,7 @@ def _is_made_by_let(cls: type) -> bool:
 
 
 def added_values(injector: InjectorClass) -> dict[str, Any]:
-    """Return the settings that an injector adds to its bases, as they were written."""
+    """Return the settings that an injector adds to its bases, as written."""
     inherited: dict[str, tuple] = {}
     for base in reversed(injector.__bases__):
         inherited.update(base.__dependencies__)
@@ -179,10 +179,7 @@ def added_values(injector: InjectorClass) -> dict[str, Any]:
 
 
 def written_value(spec: tuple) -> Any:
-    """Return a dependency as it was written in the class body or in ``.let()``, from its form in the injector.
-
-    One of a kind that cannot be written back raises a TypeError.
-    """
+    """Return a dependency as written in the source; raises a TypeError for kinds that cannot be written back."""
     marker, attribute, *_ = spec
     if inspect.isclass(attribute):
         return attribute
@@ -195,7 +192,7 @@ def written_value(spec: tuple) -> Any:
 
 
 def written_values(injector: InjectorClass) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an injector, inherited ones included, as they were written."""
+    """Yield the names and values of an injector as written, inherited ones included."""
     for name, spec in injector.__dependencies__.items():
         if not name.startswith("__"):
             yield name, written_value(spec)

@@ -1,12 +1,11 @@
 """Brevitas' forward quantizers inside a region, whose tensors for backward are exact and small.
 
-The first region that packs makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask
-for a region; until then Brevitas is as it was. Inside a region that packs, they compute by
-``brevact.autograd.ops.fake_quantization`` what they compute everywhere else by their own ops. No instance changes, so
-that copies, pickles, loaded state dicts, rebuilt quantizers and those of shared proxies are all the same. Scripted ones
-(``BREVITAS_JIT=1``) and those in traced graphs stay as they are, as does what has no fixed integers: learned rounding,
-quantizers with a delay, learned bit widths, whose ops store what they need at full precision; and what somebody changed
-(a subclass with integers of its own) or watches by hooks.
+The first packing region patches the ``brevitas.core`` classes that quantize or take statistics to look for a region;
+until then Brevitas is unchanged. Inside a packing region, they compute by ``brevact.autograd.ops.fake_quantization``
+the results that their own ops compute everywhere else. Instances do not change, so copies, pickles, loaded state dicts,
+rebuilt quantizers and shared proxies keep working. Unchanged are: scripted quantizers (``BREVITAS_JIT=1``) and those in
+traced graphs; those without fixed integers (learned rounding, a delay, learned bit widths), whose ops save their
+tensors in full precision; and those that somebody changed (a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def _decoupled_int_quant(
 
 
 def _learning(bit_width: Tensor) -> AbstractContextManager[Any]:
-    """Store the tensors that stock ops need for the gradient of a bit width, as they are.
+    """Save the stock ops' tensors for the gradient of a bit width in full precision.
 
-    It is a difference of large sums, of the scale's share and that of the bounds: noise in their terms would hide it.
+    It is a difference of large sums, the scale's share and the bounds' share: noise in their terms would hide it.
     """
     region = packing_region()
     return nullcontext() if region is None or not bit_width.requires_grad else region.hooks.suspended
@@ -122,7 +121,7 @@ def _ternary(threshold: float, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
-    """``BinaryQuant``, ``ClampedBinaryQuant`` and ``TernaryQuant``, which ask for their scales themselves."""
+    """``BinaryQuant``, ``ClampedBinaryQuant`` and ``TernaryQuant``, which compute their scales themselves."""
     region = packing_region()
     if region is None or delays(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
@@ -161,7 +160,7 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
     kind.forward = forward
 
 
-#: Classes of Brevitas, and what their forward is inside a region.
+#: Classes of Brevitas, and their forward inside a region.
 COUNTERPARTS: dict[type[nn.Module], Callable] = {
     IntQuant: _int_quant,
     DecoupledIntQuant: _decoupled_int_quant,

@@ -1,4 +1,4 @@
-"""The forward side of a slot that holds a backward quantizer: ``forward_quant``, or the layer's activation alone."""
+"""The forward side of a slot that holds a backward quantizer: ``forward_quant``, or only the layer's activation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from brevact.private_names.of_brevitas import ActQuantProxyFromInjector
 from brevact.quantizers.brief import brief
 from brevact.user_lines import warn
 
-#: What layers and proxies fill in.
+#: Filled in by layers and proxies.
 _NOT_OF_USERS = {FORWARD_PREFIX + name for name in (*FROM_LAYER, "proxy_class", "proxy_module", "tensor_quant")}
 
 
@@ -40,25 +40,25 @@ class PlainActivation(nn.Module):
 class NoForwardQuantProxy(ActQuantProxyFromInjector):
     """Brevitas' proxy for no quantizer, with the layer's activation as plain PyTorch.
 
-    Under ``BREVITAS_JIT=1`` Brevitas scripts the activation even where nothing quantizes it. A region cannot see into
-    a script, and would pack a ReLU's output where one bit an element is enough and exact.
+    Under ``BREVITAS_JIT=1`` Brevitas scripts the activation even if nothing quantizes it. A region cannot see into a
+    script, and would pack a ReLU's output where one exact bit per element is enough.
     """
 
     def init_tensor_quant(self) -> None:
-        """Set ``fused_activation_quant_proxy``, the activation, or None for none."""
+        """Set ``fused_activation_quant_proxy`` to the activation, or to None."""
         self.is_quant_enabled = False
         activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
         self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
 
     def extra_repr(self) -> str:
-        """Say that the forward pass is not quantized, and which keyword quantizes it."""
+        """State that the forward pass is not quantized, and the keyword that quantizes it."""
         return "forward in full precision; forward_quant= quantizes it"
 
 
 class NoForwardQuant(NoneActQuant):
     """The forward side of a slot without ``forward_quant``.
 
-    It states the bounds of ``torch.nn.Hardtanh``, for which Brevitas' solver asks the quantizer: there,
+    It states the bounds of ``torch.nn.Hardtanh``, which Brevitas' solver reads from the quantizer: without them
     ``QuantHardTanh(act_quant=None)`` raises.
     """
 
@@ -68,10 +68,7 @@ class NoForwardQuant(NoneActQuant):
 
 
 class Slot:
-    """The slot of a Brevitas layer that is being built: its argument, the prefix of its keywords, and its default.
-
-    Brevitas' mixin knows the names, in a frame below this call; no argument of anything has them.
-    """
+    """A slot of a Brevitas layer under construction, read from locals of Brevitas' mixin in a caller's frame."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer, self.argument, self.prefix = layer, "act_quant", ""
@@ -85,7 +82,7 @@ class Slot:
 
     @property
     def default(self) -> InjectorClass:
-        """The forward quantizer that the slot has where none is passed, or None."""
+        """The slot's default forward quantizer, or None."""
         kinds: list[Any] = [kind for kind in type(self.layer).__mro__ if "__init__" in vars(kind)]
         found = [inspect.signature(kind.__init__).parameters.get(self.argument) for kind in kinds]
         default = next((parameter.default for parameter in found if parameter is not None), None)
@@ -93,11 +90,11 @@ class Slot:
 
 
 def backward_injector_of(injector: BackwardInjectorType, layer: nn.Module) -> BackwardInjectorType:
-    """Return the backward side of a slot, with the keywords of the layer that are meant for it.
+    """Return the backward side of a slot, with the layer's keywords for it.
 
-    They may have the prefix ``act_``, and need it where the forward quantizer has a setting of the same name. Without a
-    ``forward_quant``, which may be None, that is the quantizer that the slot has by default: a warning says that it is
-    replaced.
+    They may have the prefix ``act_``, and need it where the forward quantizer (``forward_quant``, or else the slot's
+    default) has a setting of the same name. Without a stated ``forward_quant`` (None counts), a warning says that the
+    default is replaced.
     """
     slot, quant = Slot(layer), dict(written_values(injector))["forward_quant"]
     replaced = None if _states_forward_quant(injector) else slot.default
@@ -133,7 +130,7 @@ def backward_injector_of(injector: BackwardInjectorType, layer: nn.Module) -> Ba
 
 
 def _states_forward_quant(injector: BackwardInjectorType) -> bool:
-    """Whether the quantizer, or a keyword of the layer, says what quantizes the forward pass, which may be nothing."""
+    """Whether the quantizer, or a keyword of the layer, states ``forward_quant``, possibly as None."""
     name = "forward_quant"
     *_, solver = [
         vars(kind)["__dependencies__"] for kind in injector.__mro__ if name in vars(kind).get("__dependencies__", ())
@@ -142,7 +139,7 @@ def _states_forward_quant(injector: BackwardInjectorType) -> bool:
 
 
 def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
-    """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords meant for it."""
+    """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords for it."""
     written = dict(written_values(injector))
     quant = written.pop("forward_quant")
     from_layer = (*FROM_LAYER, *act_impl_arguments(injector))
@@ -166,7 +163,7 @@ def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
 
 
 def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """Raise for a setting of the forward quantizer that it does not ask for, which Brevitas would ignore."""
+    """Raise for a forward quantizer's setting that it never looks up, which Brevitas would ignore."""
     unknown = [name for name in prefixed if name.removeprefix(FORWARD_PREFIX) not in quant]
     asked = build_tensor_quant(quant.let(**overrides))[1] if unknown else frozenset()
     for name in unknown:

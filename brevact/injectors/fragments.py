@@ -5,8 +5,8 @@ A backward quantizer is a class of data in Brevitas' dialect, the solver last::
     class StochBackward2bit(StochasticRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):
         bit_width = 2
 
-``UniformBuckets`` is a fragment of the format, which its folder in ``brevact/quantizers/formats`` has. A new format is
-such a fragment with a ``quantizer`` of its own; the names that this ``@value`` function takes are its settings.
+``UniformBuckets`` is the format's fragment, in the format's folder in ``brevact/quantizers/formats``. To add a format,
+write such a fragment with a ``quantizer`` of its own; the argument names of this ``@value`` function are its settings.
 Where names follow a pattern, ``leaf`` makes the classes in a loop, and ``brevact/quant.pyi`` declares them.
 """
 
@@ -43,19 +43,19 @@ class StochasticRounding(Fragment):
 
 
 class DitheredRounding(Fragment):
-    """Round to the nearest code of a grid that is shifted at random: unbiased, with half of stochastic's variance."""
+    """Round to the nearest code of a randomly shifted grid: unbiased, with half of stochastic rounding's variance."""
 
     rounding = Rounding.DITHERED
 
 
 class SaveQuantized(Fragment):
-    """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are.
+    """Save packed codes from the forward pass on; tensors below ``min_numel`` elements stay unpacked.
 
-    Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits. Tensors
-    that are smooth functions of one that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives
-    nothing. Query and key of attention take at least ``score_bit_width`` bits. With ``double_backward`` gradients may
-    be differentiated again (``create_graph=True``). Layers of which an element costs at most ``recompute``
-    multiplications and additions are recomputed in place of storing their output.
+    The rounding residual of a forward quantizer with a learned scale is saved in ``residual_bit_width`` bits. Smooth
+    functions of a tensor that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives nothing.
+    Query and key of attention take at least ``score_bit_width`` bits. With ``double_backward`` gradients may be
+    differentiated again (``create_graph=True``). Layers that cost at most ``recompute`` multiplications and additions
+    per element are recomputed instead of saving their output.
     """
 
     save_mode = SaveMode.SAVE_QUANTIZED
@@ -68,10 +68,10 @@ class SaveQuantized(Fragment):
 
 
 class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
-    """Resolves a backward quantizer into ``backward_settings``; the last of the classes it inherits from.
+    """Resolves a backward quantizer into ``backward_settings``; the last of its bases.
 
-    ``proxy_class`` is what Brevitas calls to fill a layer's activation slot. ``forward_quant`` puts a forward
-    activation quantizer into the same slot; its own settings take the prefix ``forward_``.
+    Brevitas calls ``proxy_class`` to fill a layer's activation slot. ``forward_quant`` puts a forward activation
+    quantizer into the same slot; its own settings take the prefix ``forward_``.
     """
 
     proxy_class = build_slot_proxy
@@ -93,13 +93,5 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
 
 
 def leaf(module: str, name: str, bases: tuple[InjectorClass, ...], doc: str, **settings: Any) -> InjectorClass:
-    """Return the backward quantizer that a class statement makes in a module.
-
-    Args:
-        module: ``__name__`` of the module, which binds the class to its name: pickle looks it up there.
-        name: name of the class.
-        bases: fragments, the solver last; or a leaf.
-        doc: docstring.
-        **settings: the body of the class.
-    """
+    """Return the backward quantizer that a class statement in ``module`` would make; pickle looks its name up there."""
     return BackwardInjectorType(name, bases, {"__module__": module, "__qualname__": name, "__doc__": doc, **settings})

@@ -1,4 +1,4 @@
-"""A ReLU and Brevitas' quantizer behind it as one, inside a region, and the statistics that scales come from."""
+"""A ReLU fused with Brevitas' quantizer behind it, inside a region, and the statistics that scales come from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from brevact.private_names.of_brevitas import (
 class _Rectified(threading.local):
     """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input.
 
-    If the output ``waits``, nobody reads its elements but the quantization itself, and it is an alias of the input.
+    If the output ``waits``, only the quantization itself reads its elements, and it is an alias of the input.
     """
 
     output: Tensor | None = None
@@ -50,7 +50,7 @@ rectified = _Rectified()
 
 
 def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
-    """Statistics for a scale: those of a weight are recomputed, a percentile is one element of an activation."""
+    """Statistics for a scale: a weight's are recomputed, a percentile is one element of an activation."""
     region = packing_region()
     if region is None or type(input) not in (Tensor, nn.Parameter):
         return NotImplemented
@@ -74,7 +74,7 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
 
 
 def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
-    """A ReLU and the quantizer behind it, which stores one mask for both: the gradient goes to the ReLU's input."""
+    """A ReLU and the quantizer behind it, with one mask for both: the gradient goes to the ReLU's input."""
     region = packing_region() if type(x) is Tensor else None
     if region is None:
         return NotImplemented
@@ -103,7 +103,7 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
 
 
 def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) -> Any:
-    """A quantizer of integers by itself: of a weight, or of an activation whose scale is collected or is its own."""
+    """A stand-alone integer quantizer, of a weight or of an activation with a constant, learned or collected scale."""
     if type(quant) is not RescalingIntQuant or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     region = packing_region()
@@ -114,7 +114,7 @@ def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) ->
 
 
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:
-    """Whether somebody's hooks see, or change, a tensor between the ReLU's input and the quantizer's output."""
+    """Whether foreign hooks see, or change, a tensor between the ReLU's input and the quantizer's output."""
     return not Tree.of(fused).is_untouched()
 
 
@@ -124,7 +124,7 @@ def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
         return False
     if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
         return False
-    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # no mask of its own: nothing is saved
+    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # without a mask of its own: nothing is saved
         return False
     scaling = quant.scaling_impl
     if type(scaling) is not ParameterFromRuntimeStatsScaling:

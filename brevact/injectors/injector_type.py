@@ -1,8 +1,8 @@
-"""The metaclass of backward quantizers, and how an injector's values are read back as they were written.
+"""The metaclass of backward quantizers, and how an injector's values are read back as written.
 
-Brevitas ignores a keyword that nothing asks for: ``grop_size=64`` leaves the default in place. Here a name must be
-something that ``backward_settings`` depends on, directly or through other values, so that a new format brings its own
-settings by the arguments of its ``@value`` functions alone.
+Brevitas ignores a keyword that nothing looks up: ``grop_size=64`` leaves the default in place. Here
+``backward_settings`` must depend on each name, directly or through other values, so that a new format adds settings by
+the arguments of its ``@value`` functions alone.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from typing import Any
 from brevact.injectors.class_protocol import STRUCTURE, InjectorClass, InjectorType, written_values
 from brevact.quantizers.brief import brief, did_you_mean
 
-#: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
+#: Names that a region, a Brevitas layer or the slot's proxy looks up in a backward quantizer.
 ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
-#: Prefixes of settings in a slot of Brevitas: those of the forward quantizer, and of the backward one, which may do
-#: without.
+#: Prefixes of settings in a slot of Brevitas: the forward quantizer's, and the backward one's, which is optional.
 FORWARD_PREFIX, ACT_PREFIX = "forward_", "act_"
-#: Brevitas layers pass these to whatever sits in an activation slot; they belong to the forward side.
+#: Passed by Brevitas layers to every activation slot; they belong to the forward side.
 FROM_LAYER = ("act_impl", "passthrough_act")
 
 
 class BackwardInjectorType(InjectorType):
     """Metaclass of backward quantizers: a name that nothing depends on raises instead of doing nothing.
 
-    It checks what a class statement, ``.let()`` or ``&`` adds, when it is added; ``.let()`` keeps the docstring.
+    It checks additions by a class statement, ``.let()`` or ``&`` at once; ``.let()`` keeps the docstring.
 
     Raises:
-        TypeError: a name is not a setting of the quantizer, where the message names the nearest one and all of them;
-            a name in the class body is annotated; or ``proxy_class``, ``act_impl`` or ``backward_settings`` is of a
-            type that they cannot have.
+        TypeError: a name is not a setting of the quantizer (the message names the nearest one and all of them); a name
+            in the class body is annotated; or ``proxy_class``, ``act_impl`` or ``backward_settings`` has an impossible
+            type.
     """
 
     def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> BackwardInjectorType:
@@ -53,7 +52,7 @@ class BackwardInjectorType(InjectorType):
 
 
 def known_names(injector: InjectorClass) -> set[str]:
-    """Return the names that resolving a backward quantizer asks for, directly or through other values."""
+    """Return the names that resolving a backward quantizer looks up, directly or through other values."""
     known: set[str] = set()
     open_names = list(ASKED_FOR)
     while open_names:
@@ -65,7 +64,7 @@ def known_names(injector: InjectorClass) -> set[str]:
 
 
 def derived(solver: InjectorClass) -> Iterator[InjectorClass]:
-    """Yield a class of injectors and every class derived from it that exists."""
+    """Yield an injector class and all existing classes derived from it."""
     classes = [solver]
     while classes:
         injector = classes.pop()
@@ -100,7 +99,7 @@ def _check_names(injector: InjectorClass, written: dict[str, Any]) -> None:
 
 
 def _check_structure(injector: InjectorClass, written: dict[str, Any]) -> None:
-    """Raise for values that Brevitas would call or build a layer from, and that are no such thing."""
+    """Raise for values that Brevitas would call or build a layer from, but cannot."""
     accepted = {
         "proxy_class": "a class or function of (layer, injector), as BackwardQuantSolver has it",
         "act_impl": "a torch.nn.Module class, which the layer states itself, or None",
@@ -114,7 +113,7 @@ def _check_structure(injector: InjectorClass, written: dict[str, Any]) -> None:
 
 
 def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
-    """Raise for ``bucket_size: int = 128``, which Brevitas takes for a magic method."""
+    """Raise for ``bucket_size: int = 128``, which Brevitas mistakes for a magic method."""
     annotations = namespace.get("__annotations__", ())
     annotate = namespace.get("__annotate_func__") or namespace.get("__annotate__")
     if annotate is not None:  # Python 3.14 puts a function there in place of the dictionary
@@ -128,7 +127,7 @@ def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
 
 
 def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) -> TypeError:
-    """Return the error for a setting that ``owner`` does not have; it names the nearest one and all of them."""
+    """Return the error for a setting that ``owner`` lacks; it names the nearest one and all of them."""
     accepted = sorted(accepted)
     hint = did_you_mean("bit_width" if name == "bits" else name, accepted)
     forward = (

@@ -1,4 +1,4 @@
-"""What Brevitas' integer quantizers round to, read from their modules."""
+"""The integers that Brevitas' integer quantizers round to, read from their modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROUNDINGS = {
     RoundToZeroSte: IntegerRounding.TO_ZERO,
     DPURoundSte: IntegerRounding.DPU,
 }
-#: What rounding takes away, x - round(x), by the kind of rounding.
+#: Range of the rounding residual, x - round(x), by the kind of rounding.
 _RESIDUALS = {
     RoundSte: (-0.5, 0.5),
     DPURoundSte: (-0.5, 0.5),
@@ -48,12 +48,12 @@ _widths = weakref.WeakKeyDictionary()
 
 
 def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
-    """Return the integers of an ``IntQuant`` or ``DecoupledIntQuant``; None for those that have no fixed ones."""
+    """Return the integers of an ``IntQuant`` or ``DecoupledIntQuant``; None if they are not fixed."""
     residual = _RESIDUALS.get(type(quant.float_to_int_impl))
     clamp = type(quant.tensor_clamp_impl)
     if residual is None or clamp not in CLAMPS or delays(quant):
         return None
-    if type(quant).to_int not in (IntQuant.to_int, DecoupledIntQuant.to_int):  # somebody's own way to the integers
+    if type(quant).to_int not in (IntQuant.to_int, DecoupledIntQuant.to_int):  # overridden by a subclass
         return None
     if bit_width.requires_grad or bit_width.numel() != 1 or bit_width.is_meta:
         return None
@@ -84,7 +84,7 @@ def delays(quant: Any) -> bool:
 
 
 def _number(x: Tensor) -> float:
-    """The value of a constant, which is read once on a GPU: reading waits there."""
+    """A constant's value, read only once on a GPU, where reading waits."""
     if x.is_cpu:  # `x.data` is set without a new version
         return float(x.item())
     storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)

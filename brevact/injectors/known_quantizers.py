@@ -1,9 +1,9 @@
-"""Quantizers of Brevitas whose modules are known: inside a region one call stands for some thirty of them.
+"""Brevitas quantizers whose modules are known: inside a region one call replaces some thirty of them.
 
-Known are integers of a constant width, with the zero point 0 or one of Brevitas'; behind a ReLU also a scale and a zero
-point that do not depend on the activation: constant, learned, or collected already. Bit width, scale and zero point are
-asked of Brevitas' own modules, whose state and gradients so stay theirs; the ops that quantize are those of
-``fake_quantization``. Before each call the modules must be those that were read, with nobody's hooks on them.
+Known are integers of a constant width, with zero point 0 or one of Brevitas'; behind a ReLU also a scale and a zero
+point that do not depend on the activation: constant, learned, or already collected. Brevitas' own modules compute bit
+width, scale and zero point, and keep their state and gradients; the quantizing ops are those of ``fake_quantization``.
+Before each call the modules must be unchanged, without foreign hooks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pr
 
 
 def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
-    """Return statistics of a weight, whose gradient recomputes them, or goes to the largest elements."""
+    """Return a weight's statistics, whose gradient recomputes them, or goes to the largest elements."""
     if type(impl) is AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
         return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
     return weight_statistics(region, impl, weight)
@@ -103,7 +103,7 @@ _children_in = operator.itemgetter("_modules")
 
 
 class Tree(NamedTuple):
-    """The modules below one, depth first: the attributes of each, how many children it has, and all of these."""
+    """A module and all modules inside, depth first: the attributes of each, its number of children, all children."""
 
     attributes: tuple[dict[str, Any], ...]
     counts: tuple[int, ...]
@@ -111,7 +111,6 @@ class Tree(NamedTuple):
 
     @staticmethod
     def of(module: nn.Module) -> Tree:
-        """Read the modules below one."""
         modules = (module, *(each for child in module.children() for each in child.modules()))
         children = tuple(tuple(each._modules.values()) for each in modules)
         return Tree(
@@ -119,9 +118,9 @@ class Tree(NamedTuple):
         )
 
     def is_untouched(self) -> bool:
-        """Return whether the modules are those that were read, and run as their classes say, seen by no hooks.
+        """Return whether the modules are still those that were read, without own forwards or hooks.
 
-        This is asked in every call: the loops are those of C.
+        Every call checks this, so the loops run in C.
         """
         attributes = self.attributes
         if any(itertools.chain.from_iterable(map(_hooks_in, attributes))):
@@ -134,16 +133,16 @@ class Tree(NamedTuple):
         return not self._is_overridden()
 
     def _is_overridden(self) -> bool:
-        """Return whether a module has a forward of its own, or somebody watches all modules by hooks."""
+        """Return whether a module has its own forward, or foreign hooks watch all modules."""
         if any(map(dict.__contains__, self.attributes, itertools.repeat("forward"))):
             return True
         return any(_EVERYWHERE) and not are_own(_EVERYWHERE)
 
 
 class Tables(NamedTuple):
-    """The tables of hooks and children that the modules of a tree have, and how many handles of hooks there have been.
+    """The tables of hooks and children of a tree's modules, and the number of hook handles made so far.
 
-    Tables change in place unless somebody assigns others, and each hook that is registered then makes a handle.
+    Tables change in place unless somebody assigns others, and registering a hook then makes a handle.
     """
 
     handles: int
@@ -152,14 +151,14 @@ class Tables(NamedTuple):
 
     @staticmethod
     def of(tree: Tree) -> Tables:
-        """Read the tables of a tree that is untouched."""
+        """Read the tables of an untouched tree."""
         children = tuple(map(_children_in, tree.attributes))
         hooks = itertools.chain.from_iterable(map(_hooks_in, tree.attributes))
         empty = tuple(each for each in itertools.chain(hooks, children) if not each)
         return Tables(RemovableHandle.next_id, empty, tuple(each.values() for each in children if each))
 
     def are_untouched(self, tree: Tree) -> bool:
-        """Return whether a tree is untouched still, in a third of the time that `is_untouched` takes."""
+        """Return whether the tree is still untouched, in a third of the time of `Tree.is_untouched`."""
         if self.handles != RemovableHandle.next_id or any(self.empty):
             return False
         if tuple(itertools.chain.from_iterable(self.children)) != tree.children:
@@ -168,19 +167,18 @@ class Tables(NamedTuple):
 
 
 def are_own(hooks: tuple[Any, ...]) -> bool:
-    """Return whether hooks on all modules are this package's."""
+    """Return whether all global module hooks are this package's."""
     return all(getattr(hook, "__module__", "").startswith("brevact.") for each in hooks for hook in each.values())
 
 
 class _Learned(NamedTuple):
-    """The modules of a learned scale, whose ops are those of ``learned_scale``, and of its smallest magnitude."""
+    """The modules of a learned scale and of its smallest magnitude; ``learned_scale`` does their ops."""
 
     scaling: Any
     clamp: Any
 
     @staticmethod
     def of(scaling: Any) -> _Learned | None:
-        """Read the modules; None for others."""
         if type(scaling) is ParameterFromRuntimeStatsScaling:
             clamp = scaling.clamp_scaling.clamp_min_ste
             parts = scaling.restrict_scaling, scaling.restrict_threshold, scaling.restrict_scale_threshold
@@ -202,7 +200,7 @@ class _Learned(NamedTuple):
         return _Learned(scaling, clamp) if type(clamp) is ScalarSignedClampMinSte else None
 
     def scale(self, threshold: Tensor) -> Tensor | None:
-        """Return the scale; None where it is not learned yet, or computed otherwise."""
+        """Return the scale; None if it is not learned yet, or computed otherwise."""
         scaling = self.scaling
         if type(scaling) is ParameterFromRuntimeStatsScaling and (
             not scaling.training or scaling.counter <= scaling.collect_stats_steps
@@ -215,9 +213,9 @@ class _Learned(NamedTuple):
 
 
 class _OfStatistics(NamedTuple):
-    """The modules that clamp magnitudes between statistics of a weight and its scale; the others change none.
+    """The modules that clamp magnitudes between a weight's statistics and its scale; the others change none.
 
-    Statistics are magnitudes if none can be negative.
+    Statistics are magnitudes if they cannot be negative.
     """
 
     clamps: tuple[Any, ...]
@@ -225,7 +223,6 @@ class _OfStatistics(NamedTuple):
 
     @staticmethod
     def of(scaling: Any) -> _OfStatistics | None:
-        """Read the modules; None for others."""
         if type(scaling) is not StatsFromParameterScaling:
             return None
         impl = scaling.stats_scaling_impl
@@ -247,9 +244,9 @@ class _OfStatistics(NamedTuple):
         return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not Identity), are_magnitudes)
 
     def scale(self, stats: Tensor, threshold: Tensor) -> Tensor | None:
-        """Return the scale of magnitudes, or of statistics that are larger than all bounds; None for others.
+        """Return the scale of magnitudes, or of statistics above all bounds, with its usual gradient; None for others.
 
-        Its gradient is that of the modules. Nothing waits for a GPU, where the statistics are not read.
+        Nothing waits for a GPU, where the statistics are not read.
         """
         if type(stats) is not Tensor or not stats.numel() or threshold.dim() or threshold.requires_grad:
             return None
@@ -263,13 +260,13 @@ class _OfStatistics(NamedTuple):
 
 
 class KnownQuantizer:
-    """A known fused activation, or known quantizer by itself, and the values computed for its bit width."""
+    """A known fused activation or stand-alone quantizer, and the values computed for its bit width."""
 
     def __init__(self, module: Any) -> None:
         self.tree = Tree.of(module)
         is_fused = type(module) is FusedActivationQuantProxy
         quant: Any = module.tensor_quant if is_fused else module
-        self._quant = weakref.ref(quant)  # the table of all that are known must not keep them, and their weights, alive
+        self._quant = weakref.ref(quant)  # `_known` must not keep quantizers and their weights alive
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
         self.is_known = _is_known(quant) and (not is_fused or _is_known_before(module.activation_impl, quant))
         self.reads_weight = self.is_known and _reads_weight(quant.scaling_impl)
@@ -283,9 +280,10 @@ class KnownQuantizer:
         self._width: _Width | None = None
 
     def is_untouched(self, region: Any) -> bool:
-        """Return whether the modules are those that were read, seen by no hooks.
+        """Return whether the modules are still those that were read, without hooks.
 
-        A forward pass that calls the quantizer again, as a recurrent layer does at each time step, finds it by tables.
+        If a forward pass calls the quantizer again, as a recurrent layer does at each time step, tables speed up the
+        check.
         """
         seen = region.state.seen_quantizers
         tables = seen.get(self)
@@ -298,13 +296,13 @@ class KnownQuantizer:
 
     @property
     def quant(self) -> Any:
-        """The quantizer, which whoever asks for it holds."""
+        """The quantizer, kept alive by the caller."""
         return self._quant()
 
     def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
         """Return the modules' results: values, scale, zero point, bit width; NotImplemented for other modules.
 
-        A scale for which the modules of a quantizer by itself read elements of ``x`` is computed in the region.
+        If a stand-alone quantizer's modules read elements of ``x`` for the scale, the region computes it.
         """
         quant = self.quant
         if quant.observer_only or not self.is_untouched(region):
@@ -327,7 +325,7 @@ class KnownQuantizer:
         zero_is_lowest = self._zero is not None and integers.lowest == 0
         rectifier = Rectifier(None, zero_is_lowest) if self.rectifies else None
         out = fake_quantize(region, integers, x, scale, zero_point, scale, zero_point, rectifier)
-        if out is NotImplemented and x.numel() < region.settings.min_numel:  # autograd keeps small tensors as they are
+        if out is NotImplemented and x.numel() < region.settings.min_numel:  # small tensors stay unpacked
             with region.hooks.suspended, DisableTorchFunction():
                 out = quant.int_quant(scale, zero_point, bit_width, x.relu() if self.rectifies else x)
             region.mark(out, is_weight=region.is_weight(x))
@@ -336,7 +334,7 @@ class KnownQuantizer:
         return out, scale, zero_point, bit_width
 
     def _scale_of(self, region: Any, x: Tensor, threshold: Tensor) -> Tensor:
-        """Return a scale that is computed of ``x``: of statistics of a weight, which backward recomputes."""
+        """Return a scale that is computed from ``x``: from a weight's statistics, which backward recomputes."""
         scaling = self.scaling
         if not self.reads_weight or not region.is_weight(x):
             found: Tensor = scaling(x, threshold)
@@ -353,7 +351,7 @@ class KnownQuantizer:
         return self._scale_of_statistics(region, stats, threshold)
 
     def _scale_of_several(self, region: Any, threshold: Tensor) -> Tensor:
-        """Return a scale of statistics of several weights together, such as those of the gates of an LSTM."""
+        """Return a scale from the joint statistics of several weights, such as those of an LSTM's gates."""
         parts = self.scaling.parameter_list_stats
         first, others = parts.first_tracked_param, tuple(parts.extra_tracked_params_list)
         impl = parts.stats.stats_impl
@@ -376,7 +374,7 @@ class KnownQuantizer:
             return self.scaling.stats_scaling_impl(stats, threshold) if found is None else found
 
     def _zero_point_of(self, region: Any, x: Tensor, scale: Tensor, bit_width: Tensor) -> Tensor:
-        """Return a zero point that learns, or one of statistics, which are those of ``x`` in the region."""
+        """Return a zero point: learned, or from the statistics of ``x`` in the region."""
         module = self.zero_point
         if not is_own(module):
             found: Tensor = module(x, scale, bit_width)
@@ -386,13 +384,13 @@ class KnownQuantizer:
         return found
 
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
-        """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
+        """Return threshold and integers of a bit width, which is a buffer of the module."""
         known = self._width
         if known is None or not known.is_of(bit_width):
             with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
                 threshold = self.quant.int_scaling_impl(bit_width)
                 integers = integers_of(self.quant.int_quant, bit_width)
-                # what `bit_width.data` is set to leaves the version alone, and shows in the memory that NumPy reads
+                # setting `bit_width.data` leaves the version alone, and shows in the memory that NumPy reads
                 bits = bit_width.detach()
                 bits = bits.view(torch.int16) if bits.dtype is torch.bfloat16 else bits  # which NumPy does not know
                 view = bits.numpy() if bits.is_cpu else None
@@ -403,9 +401,9 @@ class KnownQuantizer:
 
 
 class _Width(NamedTuple):
-    """A bit width, its version, its value (or its bits) where the host can read it, and the values computed for them.
+    """A bit width, its version, its value (or bits) if the host can read it, and the values computed from them.
 
-    The tensor keeps others from its address. ``share_memory`` moves it, and frees the memory that the view shows.
+    The tensor keeps others from its address. ``share_memory`` moves it, and frees the view's memory.
     """
 
     bit_width: Tensor
@@ -417,7 +415,7 @@ class _Width(NamedTuple):
     integers: Integers | None
 
     def is_of(self, bit_width: Tensor) -> bool:
-        """Return whether this is the same tensor, and has not changed."""
+        """Return whether this is the same tensor, unchanged."""
         if self.address != bit_width.data_ptr() or self.version != bit_width._version:
             return False
         return self.view is None or float(self.view) == self.value
@@ -427,7 +425,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDi
 
 
 def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
-    """Return the record of a fused activation or a quantizer; None where its modules are not known."""
+    """Return the record of a fused activation or a quantizer; None if its modules are not known."""
     found = _known.get(module)
     if found is None or tuple(module._modules.values()) != found.tree.children[: found.tree.counts[0]]:
         found = _known[module] = KnownQuantizer(module)
@@ -435,9 +433,9 @@ def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
 
 
 def _buffer_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return which module has a constant as a buffer, and of which name: this one, or one below it of that name.
+    """Return the module with a constant as a buffer, and the buffer's name: this module, or its child of that name.
 
-    A lookup in the table of buffers takes a fraction of the time of a module's `__getattr__`.
+    A lookup in the buffer table takes a fraction of the time of a module's `__getattr__`.
     """
     child = module._modules.get(name)
     return (module, name) if child is None else (child, "value")
@@ -451,26 +449,26 @@ def takes_statistics(scaling: Any) -> bool:
 
 
 def is_independent(scaling: Any) -> bool:
-    """Return whether a scale depends on no activation or weight: constant, learned, or collected already."""
+    """Return whether a scale depends on no activation or weight: constant, learned, or already collected."""
     return type(scaling) in (ConstScaling, ParameterScaling) or (
         type(scaling) is ParameterFromRuntimeStatsScaling and not takes_statistics(scaling)
     )
 
 
 def is_own(zero_point: Any) -> bool:
-    """Return whether a zero point depends on no activation or weight: 0, learned, or collected already."""
+    """Return whether a zero point depends on no activation or weight: 0, learned, or already collected."""
     if type(zero_point) is ParameterFromRuntimeZeroPoint:
         return not (zero_point.training and zero_point.counter < zero_point.collect_stats_steps)
     return type(zero_point) in (ZeroZeroPoint, ParameterZeroPoint)
 
 
 def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
-    """Whether an activation in front of a known quantizer, whose scale does not read elements, is known."""
+    """Whether an activation before a known quantizer, whose scale does not read elements, is known."""
     if type(quant.scaling_impl) not in (ConstScaling, ParameterScaling, ParameterFromRuntimeStatsScaling):
         return False
     if type(relu) is not nn.ReLU:
         return type(relu) is nn.Identity
-    return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is TensorClamp  # whose mask serves both
+    return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is TensorClamp  # one mask for both
 
 
 def _reads_weight(scaling: Any) -> bool:
@@ -490,7 +488,7 @@ def _reads_weight(scaling: Any) -> bool:
 
 
 def _is_view_of_brevitas(module: nn.Module) -> bool:
-    """Whether a module arranges the elements of a weight as one of Brevitas' does, the same each time."""
+    """Whether a module is one of Brevitas' deterministic arrangements of a weight's elements."""
     return type(module).__module__.startswith("brevitas.core.function_wrapper.")
 
 

@@ -12,27 +12,19 @@ from brevact.injectors.resolve import backward_settings_from
 from brevact.injectors.slot import BackwardQuantProxy
 from brevact.quantizers.brief import brief, did_you_mean
 
-#: Keywords that Brevitas' mixins take although the layers do not name them.
+#: Keywords of Brevitas' mixins that the layers do not name.
 _OF_BREVITAS_MIXINS = ("cache_inference_bias",)
-#: Ends of the slots that a layer has for a layer inside of it, to which it hands on keywords of that one.
+#: Slot suffixes by which a layer forwards keywords to an inner layer.
 _OF_INNER_LAYERS = ("input_quant", "weight_quant", "bias_quant", "output_quant")
 
 
 def pop_settings(kwargs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Take the settings of ``act_quant`` out of a layer's keywords.
-
-    Args:
-        kwargs: keywords of the layer; changed in place.
-        names: parameters of the layer's own, which are no settings.
-
-    Returns:
-        The keywords with the prefix ``act_``.
-    """
+    """Remove and return a layer's keywords with the prefix ``act_``, except the layer's own parameters, ``names``."""
     return {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names}
 
 
 def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], act_quant: Any) -> None:
-    """Raise for a keyword that no slot of a Brevitas layer asks for, which Brevitas would ignore."""
+    """Raise for a keyword that no slot of a Brevitas layer looks up, which Brevitas would ignore."""
     slots = [name.removesuffix("quant") for name in names if name.endswith("_quant")]
     inner = {name.removesuffix(end) for name in names for end in _OF_INNER_LAYERS if name.endswith(end)}
     prefixes = (*slots, *sorted(inner - {""}))
@@ -55,8 +47,8 @@ def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
 
     Args:
         layer: initialized layer.
-        source: a backward quantizer, an activation quantizer of Brevitas, which then quantizes for backward alone, or
-            the ``act_quant`` of another layer, whose settings are shared.
+        source: a backward quantizer, a Brevitas activation quantizer, which then quantizes only for backward, or
+            another layer's ``act_quant``, whose settings are shared.
         overrides: settings that replace those of ``source``, with the prefix ``act_``.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Brevitas' minifloat quantizers inside a region: their input is kept, and all of their steps are recomputed.
+"""Brevitas' minifloat quantizers inside a region: their input is saved, and all of their steps are recomputed.
 
 Their steps divide by powers of two that depend on the element. A rounding error of a fraction of the range in one of
-them would be a multiple of the gradient, so that no quantizer packs them.
+them would be a multiple of the gradient, so no quantizer packs them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def float_quant(stock: Callable, quant: FloatQuant, x: Tensor) -> Any:
 
 
 def _is_fixed(quant: FloatQuant) -> bool:
-    """Whether the steps are those of Brevitas, the same at each time."""
     return (
         type(quant) is FloatQuant
         and not quant.observer_only

@@ -1,4 +1,4 @@
-"""Integers of a range, and minifloats, as codes of few bits: pure data, without state."""
+"""Integers of a range, and minifloats, as low-bit codes: pure data, without state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class IntegerCodes:
     """Integers in [minimum, minimum + step * (2^bit_width - 1)] as codes of ``bit_width`` bits.
 
     Args:
-        bit_width: bits a code, 1 to 32.
-        minimum: integer that code 0 stands for.
+        bit_width: bits per code, 1 to 32.
+        minimum: integer of code 0.
         step: distance of neighbours; 2 for the binary -1 and 1.
-        has_spare: whether the last code stands for no integer (a narrow range, three values in two bits), but for NaN.
+        has_spare: whether the last code is no integer (a narrow range, three values in two bits), but NaN.
     """
 
     bit_width: int
@@ -29,18 +29,15 @@ class IntegerCodes:
 
     @property
     def nan_code(self) -> int:
-        """What stands for NaN: the last code, or the first one where integers are signed, as in a narrow range."""
+        """NaN's code: the last one, or the first one if integers are signed and none is spare."""
         return 0 if self.minimum < 0 and not self.has_spare else 2**self.bit_width - 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of integers that are stored as floats, uint8 up to 8 bits.
-
-        What is out of range gets the nearest code.
-        """
+        """Return the codes of integers stored as floats, clamped to the range; uint8 up to 8 bits."""
         largest = self.minimum + self.step * (2**self.bit_width - 1 - self.has_spare)
         if self.bit_width <= 8:
             codes = values.to(torch.int16)
-        else:  # a bound may lie between the numbers of the type, or be infinity in it
+        else:  # a bound may be inexact or infinite in the dtype
             codes = values.double().clamp_(self.minimum, largest).to(torch.int64)
         codes = codes.clamp_(self.minimum, largest).sub_(self.minimum)
         if self.step != 1:
@@ -54,13 +51,13 @@ class IntegerCodes:
         return values.masked_fill_(codes == self.nan_code, math.nan) if self.has_spare else values
 
     def without_nan_code(self, codes: Tensor) -> Tensor:
-        """Return codes of which none is that of NaN: its elements get its neighbour."""
+        """Return codes with NaN's code replaced by its neighbour."""
         return codes.clamp_min(1) if self.nan_code == 0 else codes.clamp_max(self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return codes where one of them is NaN, from their values where none is.
+        """Return values where one code is NaN, from the values where none is.
 
-        Of one bit, the other is the middle of the two.
+        With one bit, the other code is the middle of the two.
         """
         if self.bit_width == 1:
             values = torch.full_like(values, self.minimum + self.step / 2)
@@ -69,10 +66,10 @@ class IntegerCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class MinifloatCodes:
-    """Minifloats: sign s, exponent field e, mantissa field m of M bits stand for (-1)^s * 2^(e - bias) * (1 + m / 2^M).
+    """Minifloats: sign s, exponent field e, mantissa field m of M bits encode (-1)^s * 2^(e - bias) * (1 + m / 2^M).
 
-    The field e = 0 is that of subnormals, 2^(1 - bias) * m / 2^M. A code is s, e, m from its highest bit down. Where no
-    mantissa field means NaN, the code of -0 does, as in the FNUZ formats, and zeros lose their sign.
+    The field e = 0 is that of subnormals, 2^(1 - bias) * m / 2^M. A code is s, e, m from its highest bit down. If no
+    mantissa field is NaN, the code of -0 is, as in the FNUZ formats, and zeros lose their sign.
 
     >>> e2m1 = MinifloatCodes(exponent_bit_width=2, mantissa_bit_width=1, exponent_bias=1)
     >>> e2m1.bit_width, [e2m1.decode(torch.tensor([code]), torch.float32).item() for code in (1, 2, 7, 15)]
@@ -84,10 +81,10 @@ class MinifloatCodes:
     Args:
         exponent_bit_width: bits of the exponent field, at least 1.
         mantissa_bit_width: bits of the mantissa field.
-        exponent_bias: what is subtracted from the exponent field.
+        exponent_bias: subtracted from the exponent field.
         signed: whether there is a sign bit.
-        infinity: mantissa field that means infinity under the highest exponent field, or None.
-        nan: mantissa fields that mean NaN there.
+        infinity: mantissa field of infinity under the highest exponent field, or None.
+        nan: mantissa fields of NaN there.
     """
 
     exponent_bit_width: int
@@ -99,17 +96,17 @@ class MinifloatCodes:
 
     @property
     def bit_width(self) -> int:
-        """Bits a code."""
+        """Bits per code."""
         return int(self.signed) + self.exponent_bit_width + self.mantissa_bit_width
 
     @property
     def has_spare(self) -> bool:
-        """Whether a code stands for NaN in every tensor."""
+        """Whether a code is NaN in every tensor."""
         return self.signed or bool(self.nan)
 
     @property
     def nan_code(self) -> int:
-        """What stands for NaN; of unsigned ones without a code for it, the largest finite number's."""
+        """NaN's code; unsigned minifloats without one use the largest finite number's."""
         if self.nan:
             return self._top + self.nan[0]
         return (
@@ -122,7 +119,7 @@ class MinifloatCodes:
         return (2**self.exponent_bit_width - 1) << self.mantissa_bit_width
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the int32 codes of minifloats; where a value is none, that of the nearest one."""
+        """Return the int32 codes of the nearest minifloats."""
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         magnitudes = values.abs().to(dtype).contiguous()
         codes = torch.bucketize(magnitudes, _boundaries(self, dtype, values.device), out_int32=True)
@@ -140,16 +137,16 @@ class MinifloatCodes:
         return _values(self, dtype, codes.device)[codes.to(torch.int32)]
 
     def without_nan_code(self, codes: Tensor) -> Tensor:
-        """Return codes of which none is that of NaN: its elements get the next smaller number's."""
+        """Return codes with NaN's code replaced by the next smaller number's."""
         return codes.masked_fill(codes == self.nan_code, self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return codes where one of them is NaN, from their values where none is."""
+        """Return values where one code is NaN, from the values where none is."""
         return values.masked_fill(codes == self.nan_code, math.nan)
 
 
 def _magnitudes(codes: MinifloatCodes) -> list[float]:
-    """What the codes without a sign stand for, in ascending order but for infinity and NaN."""
+    """Values of the codes without a sign, ascending but for infinity and NaN."""
     top = 2**codes.exponent_bit_width - 1
     found = []
     for field, mantissa in itertools.product(range(top + 1), range(2**codes.mantissa_bit_width)):
@@ -173,7 +170,7 @@ def _values(codes: MinifloatCodes, dtype: torch.dtype, device: torch.device) -> 
 
 @functools.lru_cache(maxsize=64)
 def _boundaries(codes: MinifloatCodes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Half-way between neighbouring finite magnitudes."""
+    """Midpoints of neighbouring finite magnitudes."""
     finite = [x for x in _magnitudes(codes) if math.isfinite(x)]
     halves = [(a + b) / 2 for a, b in itertools.pairwise(finite)]
     return torch.tensor(halves, dtype=torch.float64, device="cpu").to(device, dtype)

@@ -1,4 +1,4 @@
-"""A tensor with its scale, to be quantized in the forward pass or when backward starts."""
+"""A tensor's quantizer with its observed scale, to run in the forward pass or when backward starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brevact.quantizers.philox import seed_value
 
 @dataclass(frozen=True, eq=False)
 class ObservedQuantizer:
-    """Quantizes one tensor with the scale and the zero point, None for zero, that statistics have taken of it."""
+    """Quantizes one tensor with the scale and the zero point, None for zero, that statistics took from it."""
 
     name: str
     statistics: TensorStatistics
@@ -30,10 +30,10 @@ class ObservedQuantizer:
         return bool(self.statistics.roundings)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack the tensor that was observed, in whatever memory order; the seed is for random rounding."""
+        """Quantize and pack the observed tensor, in any memory order; the seed is for stochastic rounding."""
         form, zero_point = self.statistics.format, self.zero_point
         with as_it_is(x.device), _seeded(self.statistics.roundings, seed, x.device):
-            if self.scale.numel() > 1 and 0 in x.stride():  # repeats of an element may get different codes
+            if self.scale.numel() > 1 and 0 in x.stride():  # copies of an expanded element may get different codes
                 x = x.contiguous()
             missing = grouped(x.isfinite().logical_not_(), form.group)
             scale, flagged = self._flagged(missing)
@@ -53,7 +53,7 @@ class ObservedQuantizer:
             return decoder.pack(values, scale, zero_point, Layout.of(x), missing, flagged)
 
     def _flagged(self, missing: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scales, and which of them are flagged; None where a code is spare. No waiting for the device."""
+        """Scales, and a mask of the flagged ones, None if a code is spare; does not wait for the device."""
         form = self.statistics.format
         if form.codes.has_spare:
             return self.scale, None
@@ -63,13 +63,13 @@ class ObservedQuantizer:
 
 
 def without_missing(x: Tensor) -> Tensor:
-    """The tensor with zeros in place of elements that are not finite: of no effect on ranges that hold zero."""
+    """The tensor with zeros in place of non-finite elements: no effect on ranges that contain zero."""
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager
 def as_it_is(device: torch.device) -> Iterator[None]:
-    """Compute without gradients, and in the types at hand, whatever autocast does around."""
+    """Compute without gradients and without autocast."""
     with torch.no_grad():
         if torch.amp.is_autocast_available(device.type):
             with torch.autocast(device.type, enabled=False):
@@ -91,7 +91,7 @@ def _seeded(roundings: tuple[nn.Module, ...], seed: int | Tensor | None, device:
 
 
 def _any(missing: Tensor, scale: Tensor) -> Tensor:
-    """Which scales, whose shape broadcasts against that of the mask, scale a missing element."""
+    """Mask of the scales, whose shape broadcasts against the mask `missing`, that scale a missing element."""
     lead = missing.dim() - scale.dim()
     dims = [dim for dim in range(missing.dim()) if dim < lead or scale.shape[dim - lead] == 1]
     return (missing.any(dims, keepdim=True) if dims else missing).reshape(scale.shape)

@@ -1,8 +1,8 @@
-"""Pickles injector classes that ``.let()`` made, so that quantized layers can be pickled, copied and saved whole.
+"""Pickles injector classes made by ``.let()``, so that quantized layers can be pickled, copied and saved whole.
 
-Brevitas' layers keep such classes and cannot be pickled by themselves (``PicklingError``: a class made by ``.let()`` is
-found in no module). Importing brevact changes that for every Brevitas injector, because a layer with a backward
-quantizer has slots with other injectors too. An injector that can be imported is pickled by its name, as before.
+Brevitas' layers hold such classes and cannot be pickled by themselves (``PicklingError``: no module has a class made by
+``.let()``). Importing brevact changes that for every Brevitas injector, because a layer with a backward quantizer has
+slots with other injectors too. Importable injectors are pickled by name, as before.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from brevact.injectors.injector_type import BackwardInjectorType
 
 
 def reduce_injector(injector: InjectorClass) -> str | tuple:
-    """Return an injector's import name, or its bases and the settings it adds (``copyreg`` protocol).
-
-    What it adds is set after the class exists, because it may hold the layer that holds the injector.
-    """
+    """Return an import name, or bases and added settings, which are set later: they may hold the injector's layer."""
     if _is_importable(injector):
         return injector.__qualname__
     return _rebuild, (injector.__name__, injector.__bases__), added_values(injector), None, None, _add

@@ -10,7 +10,7 @@ from brevact.autograd import has_region
 from brevact.autograd.hooks import takes_hooks
 from brevact.private_names.of_brevitas import COMPILED_CELL, QuantProxyFromInjector, QuantRecurrentLayerMixin
 
-#: Packages of Brevitas that hold what quantizers are made of, and no layers.
+#: Packages of Brevitas that hold quantizers' parts, and no layers.
 _OF_QUANTIZERS = ("brevitas.core.", "brevitas.proxy.")
 
 
@@ -18,7 +18,7 @@ def is_quant_proxy(module: nn.Module) -> bool:
     """Return whether a module is a quantizer proxy of a Brevitas layer, or a part of one.
 
     Its insides run within the layer's forward, are rebuilt when a state dict is loaded, and may be shared by the
-    quantizers of different models. Recurrent layers, and lists of the user's, hold them without the proxy.
+    quantizers of different models. Recurrent layers, and users' lists, hold them without the proxy.
     """
     return isinstance(module, QuantProxyFromInjector) or any(
         kind.__module__.startswith(_OF_QUANTIZERS) for kind in type(module).__mro__
@@ -26,7 +26,7 @@ def is_quant_proxy(module: nn.Module) -> bool:
 
 
 def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
-    """Yield the activation functions that a quantizer proxy runs before it quantizes: the ReLU of a ``QuantReLU``."""
+    """Yield the activation functions that a quantizer proxy runs before it quantizes: a ``QuantReLU``'s ReLU."""
     for module in proxy.modules():
         activation = getattr(module, "activation_impl", None)
         if activation is not None:
@@ -34,12 +34,12 @@ def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
 
 
 def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' quantizers.
+    """Yield modules under each of their names, except layers with their own quantizer and Brevitas' quantizers.
 
-    Modules of ``torch.jit``, which take no hooks, are left out: they run in the region of the module around them.
-    What is inside a quantizer is left out under its other names, too, and so is the cell that a recurrent layer of
-    Brevitas makes in its first forward: a model has the same modules before and after. Attributes of classes, as the
-    activation function that all convolutions of a library have by default, run in the region of the module around them.
+    Skipped, and run in the region of the module around them: ``torch.jit`` modules, which take no hooks, and class
+    attributes, such as a library's default activation function of all convolutions. A quantizer's insides are skipped
+    under their other names, too, and so is the cell that a Brevitas recurrent layer makes in its first forward: a model
+    has the same modules before and after.
     """
     yield from _outside(module, "", _inside_quantizers(module) | _of_classes(module) - {module})
 
@@ -60,9 +60,9 @@ def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return one name for each module, by which reports, fits and widths know it: the first of those that it has.
+    """Return the first name of each module, used by reports, fits and widths.
 
-    The quantizers inside a Brevitas layer have none: they belong to the layer, also where it refers to their insides.
+    Quantizers inside a Brevitas layer have none: they belong to the layer, also where it refers to their insides.
 
     >>> act = nn.ReLU()
     >>> list(names_of(nn.Sequential(act, nn.Sequential(nn.Linear(8, 8), act))).values())
@@ -81,13 +81,12 @@ def _find_names(module: nn.Module, name: str, left_out: set[nn.Module], found: d
 
 
 def _of_classes(model: nn.Module) -> set[nn.Module]:
-    """Return the modules in a model that are attributes of its classes, which all models of these classes share."""
+    """Return a model's modules that are attributes of its classes, shared by all models of these classes."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     return {each for kind in kinds for each in vars(kind).values() if isinstance(each, nn.Module)}
 
 
 def _inside_quantizers(model: nn.Module) -> set[nn.Module]:
-    """Return the quantizers in a model, and the modules inside of them."""
     found: set[nn.Module] = set()
     for module in model.modules():
         if module not in found and is_quant_proxy(module):

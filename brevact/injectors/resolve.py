@@ -1,4 +1,4 @@
-"""Settings of a region from any form of a backward quantizer."""
+"""A region's settings from any form of a backward quantizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 
-#: What stands for a backward quantizer; a module is the proxy in another layer's slot.
+#: All forms of a backward quantizer; a module is the proxy in another layer's slot.
 BackwardQuantizer: TypeAlias = type[ExtendedInjector] | ActivationQuantizer | BackwardSettings | nn.Module
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
@@ -29,12 +29,12 @@ ACCEPTED = (
     "an activation quantizer object (quantize and is_stochastic: brevact.quantizers.ActivationQuantizer), or "
     "BackwardSettings"
 )
-#: Settings of a region, which may stand beside those of Brevitas' injectors.
+#: Settings of a region, accepted beside those of Brevitas' injectors.
 _OF_REGION = (
     *("save_mode", "min_numel", "residual_bit_width", "derive_min_bits", "score_bit_width", "recompute"),
     "double_backward",
 )
-#: Names that Brevitas' layers and proxies fill in.
+#: Filled in by Brevitas' layers and proxies.
 _FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")
 _OF_GROUPS = ("group_size", "group_dim")
 
@@ -42,22 +42,22 @@ _OF_GROUPS = ("group_size", "group_dim")
 def backward_settings_from(
     source: Any, layer: nn.Module | None = None, argument: str = "source", /, **overrides: Any
 ) -> BackwardSettings:
-    """Resolve a backward quantizer, with overrides, into the settings of a region.
+    """Resolve a backward quantizer, with overrides, into a region's settings.
 
     >>> from brevact.injectors import StochBackward2bit
     >>> backward_settings_from(StochBackward2bit, bucket_size=128).quantizer.bucket_size
     128
 
     Args:
-        source: a backward injector class; an activation injector of Brevitas, which then quantizes for backward alone;
-            an activation quantizer object; ``BackwardSettings``; or the proxy in the slot of another layer
+        source: a backward injector class; a Brevitas activation injector, which then quantizes only for backward; an
+            activation quantizer object; ``BackwardSettings``; or the proxy in another layer's slot
             (``layer.act_quant``), whose settings are taken.
-        layer: the layer that the quantizer is for, if it is for one: groups lie along its channels or features.
-        argument: what an error calls ``source``.
+        layer: the quantizer's layer, if any: groups lie along its channels or features.
+        argument: name of ``source`` in errors.
         **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
 
     Returns:
-        What ``brevact.autograd.region`` and ``attach_region`` take.
+        Settings for ``brevact.autograd.region`` and ``attach_region``.
 
     Raises:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
@@ -74,7 +74,7 @@ def backward_settings_from(
 
 
 def resolve(injector: BackwardInjectorType) -> BackwardSettings:
-    """Return ``injector.backward_settings``, or say which setting the injector does not state."""
+    """Return ``injector.backward_settings``; the error names a setting that the injector does not state."""
     try:
         settings = injector.backward_settings
     except DependencyError as error:
@@ -104,7 +104,7 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
 def _settings_of_brevitas(
     source: InjectorClass, layer: nn.Module | None, overrides: dict[str, Any]
 ) -> BackwardSettings:
-    """Build a quantizer from an activation injector of Brevitas; a name that it does not ask for raises."""
+    """Build a quantizer from a Brevitas activation injector; a name that it does not look up raises."""
     own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
     quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim=group_dim_of(layer))
     accepted = quantizer.asked - set(_FROM_BREVITAS)
@@ -151,7 +151,6 @@ def _description(source: Any) -> str:
 
 
 def _fix(source: Any) -> str:
-    """Return the fix to suggest for an argument that was passed by mistake."""
     if isinstance(source, str):
         return _fix_of_name(source)
     if inspect.isfunction(source):
@@ -205,19 +204,18 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
 
 
 def _settable(value: Any) -> set[str]:
-    """Return the names that ``dataclasses.replace`` takes; none for an object of another kind."""
     return (
         {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
     )
 
 
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
-    """Return settings for the tensors of one module out of many, whose statistics are collected apart."""
+    """Return settings for one of several modules, whose statistics are collected separately."""
     return with_quantizers(settings, lambda each: each.for_module(module) if _is_brevitas(each) else each)
 
 
 def settings_of_block(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings for a block of code, where no module tells tensors apart: each has statistics of its own."""
+    """Return settings for a block of code, where no module identifies tensors: each has its own statistics."""
     return with_quantizers(settings, lambda each: each.for_each_tensor() if _is_brevitas(each) else each)
 
 
@@ -226,7 +224,7 @@ def _is_brevitas(quantizer: Any) -> bool:
 
 
 def with_quantizers(settings: BackwardSettings | None, change: Callable[[Any], Any]) -> BackwardSettings | None:
-    """Return settings with their quantizer changed, and those of ops with a rule of their own, too."""
+    """Return settings with their quantizer changed, also those of ops with a rule of their own."""
     if settings is None:
         return None
     quantizer = change(settings.quantizer)

@@ -1,6 +1,6 @@
-"""Backward quantizers as plain values that JSON holds, and back: a name of a closed list, and settings.
+"""Backward quantizers as plain JSON values, and back: a name of a closed list, and settings.
 
-A name is a shipped quantizer (``StochBackward2bit``), an activation quantizer of Brevitas
+A name is a shipped quantizer (``StochBackward2bit``), a Brevitas activation quantizer
 (``brevitas.quant.Int8ActPerTensorFloat``), a class of quantizer objects (``UniformQuantizer``), or ``BackwardSettings``
 for full precision with other settings for some ops. Nothing else is looked up, and no name is imported.
 """
@@ -27,9 +27,9 @@ from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 from brevact.injectors.resolve import BackwardQuantizer, backward_settings_from
 from brevact.quantizers.brief import brief
 
-#: Prefix of the names of Brevitas' quantizers.
+#: Prefix of Brevitas' quantizer names.
 BREVITAS = "brevitas.quant."
-#: What stands for no quantizer, where some ops have settings of their own.
+#: Name of no quantizer, where some ops have settings of their own.
 NO_QUANTIZER = "BackwardSettings"
 #: The backward quantizers of this package.
 LEAVES: dict[str, InjectorClass] = {
@@ -50,15 +50,16 @@ _OF_OPS = "of_functions"
 
 @functools.cache
 def _of_brevitas_quant() -> dict[str, InjectorClass]:
-    """Brevitas' activation quantizers by name; looked up when a policy is saved or loaded, and not before."""
+    """Brevitas' activation quantizers by name; looked up only when a policy is saved or loaded."""
     return {f"{BREVITAS}{name}": each for name, each in vars(brevitas.quant).items() if is_act_quantizer(each)}
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
-    """Return a backward quantizer as its name and the settings that differ from those of the name.
+    """Return a backward quantizer as its name and the settings that differ from that name's.
 
-    Settings are numbers, strings, booleans, None, and lists of them, of which :func:`from_plain` makes equal ones; full
-    precision has the name None. A user's own class or object, or a setting that is no plain value, raises a TypeError.
+    Settings are numbers, strings, booleans, None, and lists of them, which :func:`from_plain` turns into equal ones;
+    full precision has the name None. A user's own class or object, or a setting that is no plain value, raises a
+    TypeError.
 
     >>> from brevact.injectors import StochBackward2bit
     >>> to_plain(StochBackward2bit.let(bucket_size=128))
@@ -81,8 +82,7 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 def from_plain(plain: Mapping[str, Any]) -> Any:
     """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
 
-    A setting that is not one of the quantizer's raises a TypeError; a name that is not known, or a value that is out of
-    range, a ValueError.
+    A setting that the quantizer lacks raises a TypeError; an unknown name, or a value out of range, a ValueError.
 
     >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}})
     StochBackward2bit.let(bucket_size=128)
@@ -102,12 +102,12 @@ def from_plain(plain: Mapping[str, Any]) -> Any:
         return backward_settings_from(built, **settings)
     if _OF_OPS in given:
         raise ValueError(f"settings: {_OF_OPS} goes with a class of quantizers ({', '.join(OBJECTS)}), not with {name}")
-    backward_settings_from(leaf, **settings)  # refuses what is no setting, or out of range
+    backward_settings_from(leaf, **settings)  # refuses unknown settings and values out of range
     return leaf.let(**settings) if settings else leaf
 
 
 def _known(name: Any) -> Any:
-    """Return the class of a name, of injectors or of quantizer objects, or None for no quantizer."""
+    """Return the injector class or quantizer-object class of a name, or None for no quantizer."""
     known = LEAVES | _of_brevitas_quant() | OBJECTS | {NO_QUANTIZER: None}
     if isinstance(name, str) and name in known:
         return known[name]
@@ -121,7 +121,7 @@ def _known(name: Any) -> Any:
 
 
 def _of_leaf(source: InjectorClass) -> dict[str, Any] | None:
-    """Return a quantizer that derives from a shipped one as this and the settings that differ, None for any other."""
+    """Return a quantizer derived from a shipped one as that one's name and the changed settings, None for any other."""
     origin = next((base for base in source.__mro__ if LEAVES.get(base.__name__) is base), None)
     if origin is None:
         return None
@@ -165,7 +165,6 @@ def _of_settings(settings: BackwardSettings) -> dict[str, Any]:
 
 
 def _changed(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(value) if field.init}
     own = {name: getattr(value, name) for name in fields if name not in ("quantizer", _OF_OPS)}
     return {name: each for name, each in own.items() if each != fields[name]}
@@ -185,7 +184,6 @@ def _plain(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(name: str, value: Any) -> Any:
-    """Return one setting as a plain value that :func:`_read` reads as it was."""
     kind = type(value)
     if isinstance(value, enum.Enum) and _ENUMS.get(kind.__name__) is kind:
         return f"{kind.__name__}.{value.name}"

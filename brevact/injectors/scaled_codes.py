@@ -1,4 +1,4 @@
-"""How codes of a Brevitas quantizer are stored and decoded: pure data, without the quantizer itself."""
+"""How a Brevitas quantizer's codes are stored and decoded: pure data, without the quantizer itself."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, pack_
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledCodes:
-    """Decoder of (code - zero_point) * scale, computed as Brevitas computes it: in the same types and order.
+    """Decoder of (code - zero_point) * scale, computed as in Brevitas: in the same types and order.
 
-    Bytes: codes in the block format of `PackedActivation`, in memory order, without the padding of the last group;
-    then scales and zero points, in the order of their shape. What is not finite has the code of NaN. Where every code
-    stands for a number, those that share a scale with it give one up, which their flag says: minus the scale, or one of
-    the powers of two that are left over.
+    Bytes: codes in the block format of `PackedActivation`, in memory order, without the padding of the last group; then
+    scales and zero points, in the order of their shape. Non-finite elements have NaN's code. If every code is a number,
+    the elements that share the scale give one up, flagged by their scale: negated, or one of the unused powers of two.
 
     Args:
-        codes: what the codes stand for.
-        dtype: type in which Brevitas holds code values.
+        codes: values of the codes.
+        dtype: Brevitas' type of code values.
         scale: how scales are stored.
-        zero_point: how zero points are stored; None where they are zero.
-        group: dimension and size of the groups along it that share a scale; None without groups.
+        zero_point: how zero points are stored; None if they are zero.
+        group: dimension, and size of the groups along it that share a scale; None without groups.
     """
 
     codes: IntegerCodes | MinifloatCodes
@@ -38,7 +37,7 @@ class ScaledCodes:
     group: tuple[int, int] | None = None
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor of this layout, codes first."""
+        """Parts stored for a tensor of this layout, codes first."""
         found = [Part("codes", torch.uint8, packed_bytes(layout.numel, self.codes.bit_width, DEFAULT_BLOCK))]
         for name, kind in (("scale", self.scale), ("zero_point", self.zero_point)):
             if kind is not None:
@@ -56,9 +55,9 @@ class ScaledCodes:
     ) -> PackedActivation:
         """Pack code values and their scales.
 
-        Values are those of the codes as Brevitas lays them out, grouped if there are groups, and so is the mask of what
-        is not finite. Scales are those of ``self.scale.of_flagged`` where a group gives up a code; nothing is flagged
-        where a code is spare.
+        Values, and the mask ``missing`` of non-finite elements, have Brevitas' layout, grouped if there are groups.
+        Scales of flagged groups, which give up a code, are those of ``self.scale.of_flagged``; ``flagged`` is None if a
+        code is spare.
         """
         codes = self.codes.encode(values)
         if flagged is not None:
@@ -75,7 +74,7 @@ class ScaledCodes:
         return PackedActivation(spec, buffer)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], target: Tensor) -> None:
-        """Decode stored bytes into memory that is dense in the layout's memory order, of its dtype."""
+        """Decode stored bytes into memory that is dense in the layout's memory order, in its dtype."""
         layout = spec.layout
         if not layout.numel:
             return
@@ -94,10 +93,7 @@ class ScaledCodes:
         target.as_strided((layout.numel,), (1,)).copy_(in_memory_order(values, layout))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply by another tensor and write to memory, which may be the same.
-
-        Both are dense in the layout's memory order.
-        """
+        """Decode, multiply by another tensor and write to memory, possibly the same; both dense in memory order."""
         decoded = torch.empty_like(target)
         self.decode(buffer, spec, decoded)
         flat = (spec.layout.numel,), (1,)
@@ -105,9 +101,9 @@ class ScaledCodes:
 
 
 def grouped(x: Tensor, group: tuple[int, int] | None) -> Tensor:
-    """Split a dimension into groups of a size, the last one filled up with zeros, as Brevitas does; None for no groups.
+    """Split a dimension into groups, the last one zero-padded, as Brevitas does; unchanged without groups.
 
-    A dimension of groups and one of their elements stand in its place; a scalar stands for a vector of one element.
+    The dimension becomes two, groups and their elements; a scalar counts as a vector of one element.
     """
     x = x if x.dim() else x.reshape(1)
     if group is None:
@@ -122,7 +118,7 @@ def grouped(x: Tensor, group: tuple[int, int] | None) -> Tensor:
 
 
 def ungrouped(x: Tensor, group: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `grouped`, for a tensor of this shape: drop the filling."""
+    """Inverse of `grouped`, for a tensor of this shape: drop the padding."""
     if group is None or not shape:
         return x.reshape(-1)[0] if not shape else x
     dim = group[0] % len(shape)
@@ -130,10 +126,7 @@ def ungrouped(x: Tensor, group: tuple[int, int] | None, shape: tuple[int, ...]) 
 
 
 def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
-    """The elements of a tensor of a layout's shape, in the layout's memory order, whatever its own strides.
-
-    Along expanded dimensions of the layout the first element counts.
-    """
+    """A tensor's elements in the layout's memory order, whatever its strides; of expanded dimensions the first one."""
     if not layout.numel:
         return x.reshape(-1)[:0]
     kept = sorted(layout.dims)

@@ -1,4 +1,4 @@
-"""Stochastic rounding inside a Brevitas quantizer, with the random numbers of a region's seed."""
+"""Stochastic rounding inside a Brevitas quantizer, with random numbers from a region's seed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from brevact.quantizers.philox import ROUNDS, philox4x32, seed_value
 
 _LOW_32 = 0xFFFFFFFF
-_ROUNDING_WORD = 2  # third word of the Philox counters; those of brevact.quantizers have 0 and 1 there
+_ROUNDING_WORD = 2  # third word of the Philox counters; brevact.quantizers uses 0 and 1
 
 
 class SeededStochasticRound(nn.Module):
-    """Rounds up with the probability of the remainder, with random numbers that a seed fixes; without one, to nearest.
+    """Rounds up with the probability of the remainder, by random numbers from the seed; without a seed, to nearest.
 
-    It stands for Brevitas' ``StochasticRoundSte``, which draws from a generator of its own: here ``torch.manual_seed``
-    fixes every code, and the same seed gives the same codes on whatever device.
+    Brevitas' ``StochasticRoundSte`` has its own generator; here ``torch.manual_seed`` fixes every code on every device.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What sits in a layer's slot: it lets the layer's forward run in a region, and shows with which settings."""
+"""The proxy in a layer's slot: it runs the layer's forward in a region, and shows the settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
 class BackwardQuantProxy(nn.Module):
     """The backward quantizer of one layer, or of several that share it.
 
-    It has no parameters and no state, unless the quantizer is a module that has: one of Brevitas' with its statistics,
-    which are then saved and moved with the layer, as its child ``quantizer``.
+    It has no parameters and no state unless the quantizer is a module that has: a Brevitas quantizer's statistics are
+    saved and moved with the layer, as the child ``quantizer``.
 
     Args:
-        settings: what the layers store for backward.
+        settings: how the layers save tensors for backward.
     """
 
-    #: What Brevitas asks of a quantizer in a layer's ``act_quant``: whether it quantizes the forward pass.
+    #: Read by Brevitas in a layer's ``act_quant``: whether it quantizes the forward pass.
     is_quant_enabled = False
 
     def __init__(self, settings: BackwardSettings) -> None:
@@ -40,7 +40,7 @@ class BackwardQuantProxy(nn.Module):
             self.quantizer = settings.quantizer
 
     def add_tracked_module(self, layer: nn.Module) -> None:
-        """Let the whole forward of a layer run in a region with these settings, unless another slot holds others."""
+        """Let a layer's whole forward run in a region with these settings, unless another slot holds others."""
         for name, child in layer.named_children():
             other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
             if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:
@@ -52,18 +52,18 @@ class BackwardQuantProxy(nn.Module):
         attach_region(layer, self.settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``: the forward pass is not quantized."""
+        """Return ``x`` unchanged."""
         return x
 
     def extra_repr(self) -> str:
-        """Return the quantizer's settings, and those of the region that are not the default."""
+        """Return the quantizer's settings, and the region's non-default ones."""
         return described(self.settings)
 
 
 def described(settings: BackwardSettings, *, brief: bool = False) -> str:
-    """Return the quantizer's settings as text, and those of the region that are not the default.
+    """Return the quantizer's settings as text, and the region's non-default ones.
 
-    In brief, settings of the quantizer that are the default are left out, too, apart from the first.
+    With ``brief``, the quantizer's default settings are left out, too, apart from the first.
     """
     quantizer = settings.quantizer
     defaults = _field_defaults(quantizer)
@@ -88,21 +88,20 @@ def _field_defaults(value: Any) -> dict[str, Any]:
 def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
     """Fill an activation slot of a Brevitas layer; Brevitas calls it as the injector's ``proxy_class``.
 
-    The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer at all, so that the
-    forward pass, the ``state_dict`` and the export of the layer are Brevitas' own. Beside it, ``proxy.backward_quant``
-    makes the whole forward of each layer that uses the proxy a region; which slot of the layer it sits in
-    (``input_quant``, ``act_quant``, ``output_quant``) makes no difference. Where it replaces the forward quantizer that
-    the slot has by default, a warning says so, unless ``forward_quant`` is stated; and so it does in a
-    ``QuantIdentity`` without one, which keeps nothing for backward by itself.
+    The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer, so that the layer's
+    forward pass, ``state_dict`` and export are Brevitas' own. In addition, ``proxy.backward_quant`` makes the whole
+    forward of each layer that uses the proxy a region, whichever slot of the layer it sits in (``input_quant``,
+    ``act_quant``, ``output_quant``). Without a stated ``forward_quant``, it warns if it replaces the slot's default
+    forward quantizer, or if the layer is a ``QuantIdentity``, which saves nothing for backward by itself.
 
     Args:
-        layer: the Brevitas layer that is being built.
+        layer: the Brevitas layer under construction.
         injector: backward quantizer, with the layer's keywords for this slot.
 
     Raises:
-        TypeError: the slot is one for weights or a bias, or belongs to a part of a recurrent layer or of an attention
-            whose operations it does not cover; ``forward_quant`` is no forward quantizer; or a keyword may be a setting
-            of either quantizer.
+        TypeError: the slot is for weights or a bias, or belongs to a part of a recurrent layer or an attention whose
+            operations it does not cover; ``forward_quant`` is no forward quantizer; or a keyword may be a setting of
+            either quantizer.
         ValueError: settings are out of range or contradict another slot.
     """
     refuse_without(LAYERS)
@@ -113,7 +112,7 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     proxy = forward_injector.proxy_class(layer, forward_injector)
     proxy.backward_quant = BackwardQuantProxy(settings)
     proxy.backward_quant.add_tracked_module(layer)
-    # On the instance: Brevitas' export looks its handlers up by the exact class of a proxy.
+    # On the instance: Brevitas' export looks up its handlers by a proxy's exact class.
     proxy.add_tracked_module = functools.partial(_add_tracked_module, proxy)
     return proxy
 
@@ -126,8 +125,8 @@ def _add_tracked_module(proxy: Any, layer: nn.Module) -> None:
 def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Module) -> None:
     """Raise for slots in which nothing would be packed.
 
-    Brevitas throws the layer around an inner slot of a recurrent layer away and runs the cell without it. Those of an
-    attention are identities: the products that follow them run outside of their forward.
+    Brevitas discards the layer around a recurrent layer's inner slot and runs the cell without it. An attention's slots
+    are identities: the products after them run outside of their forward.
     """
     written = dict(written_values(injector))
     if _is_built_by(QuantRecurrentLayerMixin):
@@ -149,7 +148,7 @@ def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Modul
 
 
 def _is_built_by(kind: type) -> bool:
-    """Whether a layer of this kind is being built around the slot; it is no argument of anything called here."""
+    """Whether a layer of this kind is being built around the slot; no argument carries it."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), kind):

@@ -1,10 +1,10 @@
-"""``act_quant=`` on Brevitas' own layers, where Brevitas drops the keyword without a word.
+"""``act_quant=`` on Brevitas' own layers, where Brevitas silently drops the keyword.
 
 Importing this module wraps the ``__init__`` of each layer in ``brevitas.nn`` that takes quantizers and has no slot of
-that name. With a backward quantizer in ``act_quant=``, the layer gets the slot that its namesake in ``brevact.nn`` has:
-its whole forward runs in a region, and keywords with the prefix ``act_`` are settings of the quantizer. With a backward
-quantizer in any slot, a keyword that none asks for raises. Else Brevitas' ``__init__`` runs with the arguments as they
-are.
+that name. With a backward quantizer in ``act_quant=``, the layer gets the slot of its namesake in ``brevact.nn``: its
+whole forward runs in a region, and keywords with the prefix ``act_`` are the quantizer's settings. With a backward
+quantizer in any slot, a keyword that no slot looks up raises. Otherwise Brevitas' ``__init__`` runs with unchanged
+arguments.
 
 >>> import brevitas.nn as qnn
 >>> from brevact.injectors import StochBackward2bit
@@ -30,7 +30,6 @@ from brevact.injectors.proxies import is_quant_proxy
 
 
 def _layers() -> Iterator[type[nn.Module]]:
-    """Yield the layers that take quantizers by keywords, and drop ``act_quant=``."""
     for kind in vars(qnn).values():
         if isinstance(kind, type) and issubclass(kind, nn.Module) and "__init__" in vars(kind):
             parameters = inspect.signature(kind).parameters
@@ -41,7 +40,7 @@ def _layers() -> Iterator[type[nn.Module]]:
 
 
 def _is_brevitas_own(source: Any) -> bool:
-    """Whether Brevitas knows this as a value of ``act_quant=``: None, or one of its forward quantizers."""
+    """Whether Brevitas knows this value of ``act_quant=``: None, or one of its forward quantizers."""
     return (
         source is None
         or is_quant_proxy(source)

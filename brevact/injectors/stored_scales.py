@@ -1,4 +1,4 @@
-"""How scales and zero points of a Brevitas quantizer are stored, with a flag for groups not finite: pure data."""
+"""How a Brevitas quantizer's scales and zero points are stored, with a flag for non-finite groups: pure data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from brevact.injectors.number_codes import IntegerCodes
 
 _POWER_BIAS = 127
-_SMALLEST_HALF = 2.0**-24  # that float16 holds, where a bound below it is zero
+_SMALLEST_HALF = 2.0**-24  # of float16, where a smaller bound is zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floats:
-    """Scales or zero points in the type that they were computed in; the sign of a scale is that of its flag.
+    """Scales or zero points in their computed type; a scale's sign is its flag.
 
-    Their shape broadcasts against the (grouped) tensor. Where scales may be negative there is no room for a flag: a
-    flagged scale is stored as NaN.
+    Their shape broadcasts against the (grouped) tensor. Scales that may be negative have no room for a flag: a flagged
+    one is stored as NaN.
     """
 
     shape: tuple[int, ...]
@@ -32,11 +32,11 @@ class Floats:
         return self.dtype
 
     def of_flagged(self, values: Tensor) -> Tensor:
-        """Return the scales that flagged groups are quantized with instead of these."""
+        """Return the scales by which flagged groups are quantized instead."""
         return torch.full_like(values, math.nan) if self.is_signed else values
 
     def write(self, values: Tensor, flagged: Tensor | None = None) -> Tensor:
-        """Return the stored values; those of `of_flagged` where a group is flagged."""
+        """Return the stored values; of flagged groups, those of `of_flagged`."""
         return values if flagged is None or self.is_signed else torch.where(flagged, -values, values)
 
     def read(self, stored: Tensor) -> Tensor:
@@ -52,9 +52,8 @@ class Floats:
 class PowersOfTwo(Floats):
     """Powers of two above ``smallest`` in one byte each.
 
-    Byte e stands for 2^(e - 127), and byte 0 for ``smallest``, the bound that Brevitas puts on scales, which is none,
-    and at least 2^-65. Bytes of powers below the bound are left over: flagged groups have these, each for one of
-    ``spacing`` powers.
+    Byte e is 2^(e - 127), and byte 0 is ``smallest``, Brevitas' lower bound of scales, which is no power of two and at
+    least 2^-65. Bytes of powers below the bound are free for flagged groups, each for one of ``spacing`` powers.
     """
 
     smallest: float
@@ -71,11 +70,11 @@ class PowersOfTwo(Floats):
 
     @property
     def spacing(self) -> int:
-        """Distance of the exponents of flagged groups: 2, unless codes have more than 8 bits."""
+        """Distance of flagged groups' exponents: 2, unless codes have more than 8 bits."""
         return -(-(2 * _POWER_BIAS - self.lowest) // (self.lowest - 2))
 
     def of_flagged(self, values: Tensor) -> Tensor:
-        """Return the scales that flagged groups are quantized with instead of these: the next larger ones."""
+        """Return the scales by which flagged groups are quantized instead: the next larger ones."""
         return self.read_flagged(self._rungs(self._exponents(values)))[0]
 
     def write(self, values: Tensor, flagged: Tensor | None = None) -> Tensor:

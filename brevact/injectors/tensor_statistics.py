@@ -19,11 +19,10 @@ State = tuple[dict[str, Tensor], dict[str, int]]
 
 
 class TensorStatistics(nn.Module):
-    """Gives a tensor its scale and zero point, by Brevitas' rules; its state is that of Brevitas' modules.
+    """Computes a tensor's scale and zero point by Brevitas' rules; its state is that of Brevitas' modules.
 
-    Learned scales are buffers here: no gradient reaches them, and parameters that come with the first tensors would
-    surprise what was built from those of a model before (optimizers, averages of weights, flattened parameters).
-    Brevitas' modules are changed for that; only frozen where they are scripted.
+    Learned scales are buffers here: no gradient reaches them, and parameters that appear with the first tensors would
+    break optimizers, weight averages or flattened parameters built before. Scripted modules are only frozen.
     """
 
     def __init__(self, tensor_quant: nn.Module, name: str) -> None:
@@ -37,9 +36,9 @@ class TensorStatistics(nn.Module):
         _freeze(tensor_quant)
 
     def observe(self, x: Tensor, *, collects: bool) -> tuple[Tensor, Tensor | None]:
-        """Take the statistics of a tensor: scale and zero point, None for zero, as tensors of their own.
+        """Take a tensor's statistics: scale and zero point, None for zero, as tensors of their own.
 
-        Unless it collects, the state stays.
+        The state changes only if ``collects``.
         """
         _, tensor = next(self._tensors(), (None, None))
         if tensor is not None and tensor.device != x.device:  # no layer holds this module and moves it
@@ -54,7 +53,7 @@ class TensorStatistics(nn.Module):
         return tensors, {name: module.counter for name, module in self._counters()}
 
     def set_state(self, state: State) -> None:
-        """Take over a state, with its types and its device."""
+        """Load a state, with its types and its device."""
         tensors, counters = state
         for name, tensor in self._tensors():
             stored = tensors[name]
@@ -67,11 +66,11 @@ class TensorStatistics(nn.Module):
 
     @contextmanager
     def _changing(self, collects: bool) -> Iterator[None]:
-        """Let Brevitas take statistics as it would in a forward pass, where they change only if they have to."""
+        """Let Brevitas take statistics as in a forward pass, changing them only if necessary."""
         if not self.has_state:
             yield
         elif not self.training and collects and all(module.counter for _, module in self._counters()):
-            yield  # Brevitas' rule for evaluation: what was collected
+            yield  # Brevitas' rule for evaluation: collected values
         elif self.training and collects and not self._is_recomputed():
             yield
         else:  # as a step of training on this tensor would, without a trace
@@ -84,9 +83,9 @@ class TensorStatistics(nn.Module):
                 self.set_state(state)
 
     def _is_recomputed(self) -> bool:
-        """Whether a checkpoint recomputes a tensor that has been seen: during backward, one for each of forward.
+        """Whether a checkpoint recomputes a tensor already seen: during backward, once per forward.
 
-        A reentrant checkpoint runs without gradients, hence without regions, the first time: there are none to await.
+        A reentrant checkpoint's first run has no gradients, hence no regions: nothing to await.
         """
         if current_graph_task() == -1:
             self._awaited += 1

@@ -1,6 +1,6 @@
-"""PyTorch's layers without weights to quantize, each with ``act_quant=``, which Brevitas does not have for them.
+"""PyTorch's layers without weights to quantize, each with ``act_quant=``; Brevitas has no counterparts with it.
 
-Each class is the ``torch.nn`` class of the same name in everything else; settings take the prefix ``act_``.
+Each class otherwise equals the ``torch.nn`` class of the same name; settings take the prefix ``act_``.
 
 >>> from brevact.injectors import StochBackward2bit
 >>> norm = BatchNorm2d(128, act_quant=StochBackward2bit, act_bit_width=4)

@@ -1,4 +1,4 @@
-"""Types of layers that a file may name: those of torch.nn, brevitas.nn and brevact.nn."""
+"""Layer types that a file may name: those of torch.nn, brevitas.nn and brevact.nn."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def _types() -> dict[str, type[nn.Module]]:
     return found
 
 
-#: By the path under which users know them; base classes such as `_ConvNd` by that of their module.
+#: By public path; base classes such as `_ConvNd` by their module's path.
 LAYER_TYPES: dict[str, type[nn.Module]] = _types()

@@ -1,6 +1,6 @@
 """Brevitas' layers with weights, each with ``act_quant=``, and its settings with the prefix ``act_``.
 
-Each class is the Brevitas class of the same name in everything else: arguments, forward, ``state_dict`` keys, export.
+Each class otherwise equals the Brevitas class of the same name: arguments, forward, ``state_dict`` keys, export.
 
 >>> from brevact.injectors import StochBackward2bit
 >>> conv = QuantConv2d(64, 128, 3, act_quant=StochBackward2bit, act_bucket_size=256)
@@ -77,7 +77,7 @@ class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):
 
 
 class _PicklableCells:
-    """Leaves out of pickles the cells that Brevitas compiles on first use and makes anew when they are missing."""
+    """Omits from pickles the cells that Brevitas compiles on first use and rebuilds when missing."""
 
     def __getstate__(self: Any) -> dict[str, Any]:
         for layer in self.modules():

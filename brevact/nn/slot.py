@@ -1,4 +1,4 @@
-"""The ``act_quant=`` slot that every layer of ``brevact.nn`` has beside the arguments of its base class."""
+"""The ``act_quant=`` slot of every ``brevact.nn`` layer, in addition to its base class's arguments."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class BackwardSlot:
     """Gives a layer class the keyword ``act_quant`` and, with the prefix ``act_``, the quantizer's settings.
 
     List it first: ``class ReLU(BackwardSlot, torch.nn.ReLU)``. The layer's whole forward then runs in a region with
-    that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay those of the base class.
+    that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay the base class's.
 
-    ``act_quant`` is a backward injector class, an activation injector of Brevitas (which here quantizes for backward
-    alone), an activation quantizer, the ``act_quant`` of another layer (to share its settings), or None for a plain
-    layer, whose ``act_`` settings are then ignored, as Brevitas does; a name that no backward quantizer has as a
-    setting raises nevertheless.
+    ``act_quant`` is a backward injector class, a Brevitas activation injector (which here quantizes only for backward),
+    an activation quantizer, another layer's ``act_quant`` (to share its settings), or None for a plain layer, which
+    ignores ``act_`` settings, as Brevitas does, but raises for a name that is a setting of no backward quantizer.
     """
 
     act_quant: BackwardQuantProxy | None
-    if TYPE_CHECKING:  # the keyword that each class has beside the arguments of its base class
+    if TYPE_CHECKING:  # the keyword added to the base class's arguments
 
         def __init__(self, *args: Any, act_quant: BackwardQuantizer | None = None, **kwargs: Any) -> None: ...
 
@@ -70,14 +69,14 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
 
 
 def _parameters(initialize: Callable[..., None]) -> list[inspect.Parameter]:
-    """Return the parameters after ``self``; none for ``nn.Module.__init__``, which takes anything only to refuse it."""
+    """Return the parameters after ``self``; none for ``nn.Module.__init__``, which accepts any only to refuse them."""
     if initialize is nn.Module.__init__:
         return []
     return list(inspect.signature(initialize).parameters.values())[1:]
 
 
 def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any, ...]) -> None:
-    """Raise for a quantizer without its keyword, which ``ReLU`` would take for a true ``inplace``."""
+    """Raise for a quantizer without its keyword, which ``ReLU`` would mistake for a true ``inplace``."""
     for position, given in enumerate(args):
         if isinstance(given, BackwardInjectorType) and not "".join(names[position : position + 1]).endswith("_quant"):
             raise TypeError(
@@ -87,7 +86,7 @@ def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any,
 
 
 def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides: dict[str, Any]) -> None:
-    """Raise for a name that is a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
+    """Raise for a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
     if not overrides:
         return
     settings = {ACT_PREFIX + name for injector in derived(BackwardQuantSolver) for name in known_names(injector)}

@@ -52,12 +52,12 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     (152, torch.Size([256]))
 
     Args:
-        source: backward quantizer, such as ``StochBackward2bit``, or an activation quantizer of Brevitas, such as
+        source: backward quantizer, such as ``StochBackward2bit``, or a Brevitas activation quantizer, such as
             ``Int8ActPerTensorFloat``.
         **overrides: settings that replace those of ``source``.
 
     Returns:
-        Its activation quantizer: ``quantize(x, seed=None)`` gives a ``PackedActivation``.
+        Its activation quantizer: ``quantize(x, seed=None)`` returns a ``PackedActivation``.
 
     Raises:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
@@ -90,8 +90,8 @@ def backward_quant(
     >>> with brevact.backward_quant():  # the policy brevact.DEFAULT
     ...     loss = (x @ weight).relu().sum()
 
-    An activation quantizer of Brevitas quantizes each tensor by that tensor's statistics alone, since nothing
-    identifies a tensor of a block from one run to the next.
+    A Brevitas activation quantizer quantizes each tensor by its own statistics alone, since nothing identifies a
+    block's tensor from one run to the next.
 
     A block packs even in modules in eval mode, unless gradients are off.
 
@@ -99,12 +99,12 @@ def backward_quant(
     trace a context manager that was made before.
 
     Args:
-        source: one of the following; :data:`DEFAULT` if left out. A model with a policy, or a wrapper of such a model
+        source: :data:`DEFAULT` or one of the following. A model with a policy, or a wrapper of such a model
             (``DistributedDataParallel``). A backward quantizer, such as ``StochBackward2bit``; None for full precision
-            inside another region. A :class:`Policy` whose rules are "*" and torch functions (of :data:`DEFAULT` and
-            :data:`RECOMPUTE`, rules for modules do not count here). A text that :func:`brevact.parse_policy` reads,
-            unless it is a budget.
-        **overrides: settings that replace those of ``source``, if that is one quantizer. ``double_backward=True``, for
+            inside another region. A :class:`Policy` whose rules are "*" and torch functions (:data:`DEFAULT`'s and
+            :data:`RECOMPUTE`'s rules for modules do not count here). A text for :func:`brevact.parse_policy`, but no
+            budget.
+        **overrides: settings that replace those of ``source``, if it is one quantizer. ``double_backward=True``, for
             gradients that are differentiated again (``create_graph=True``), works with rules, too.
 
     Returns:
@@ -114,10 +114,10 @@ def backward_quant(
         TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
             settings.
         OSError: the file of a text cannot be read.
-        ValueError: a value is out of range, a model has no policy, or a text names no policy, or a budget.
+        ValueError: a value is out of range, a model has no policy, or a text is no policy or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
-        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # which Dynamo traces
+        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # traced by Dynamo
         return mode
     if isinstance(source, nn.Module) and is_model(source):
         return _RegionOfModel(source, overrides)
@@ -125,7 +125,7 @@ def backward_quant(
 
 
 class _RegionOfModel(region):
-    """A region by the policy that a model has when it is entered."""
+    """A region by the model's policy at the time of entry."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
         refuse_overrides(model, overrides, "")
@@ -140,7 +140,7 @@ class _RegionOfModel(region):
 
 
 def region_of_step(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return the region in which a training step of a model runs, its loss included; none without a policy."""
+    """Return the region for a training step of a model, its loss included; a null context without a policy."""
     return nullcontext() if attachment_of(model) is None else _RegionOfModel(model, {})
 
 
@@ -156,10 +156,9 @@ def quantize_backward(
 ) -> M:
     """Make a whole model save packed activations for backward; changes the model in place.
 
-    No module is replaced: by forward hooks each module runs in a region while it trains. Weights, dtype, device, eval
-    mode, other hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers with a backward quantizer of their
-    own (``act_quant=``) keep it. Scripted and traced submodules take no hooks: they run in the region of the module
-    around them.
+    No module is replaced: forward hooks run each module in a region while it trains. Weights, dtype, device, eval mode,
+    other hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers with their own backward quantizer
+    (``act_quant=``) keep it. Scripted and traced submodules take no hooks: they run in their parent's region.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -170,9 +169,8 @@ def quantize_backward(
     ...     "*": brevact.StochBackward2bit,
     ... })
 
-    An activation quantizer of Brevitas quantizes only for backward here. If it collects statistics, each module has its
-    own; they are copied and pickled with the model, but are not in its ``state_dict``, where a layer with
-    ``act_quant=`` has them.
+    A Brevitas activation quantizer quantizes only for backward here. If it collects statistics, each module has its
+    own; they are copied and pickled with the model, but are in no ``state_dict``, unlike those of ``act_quant=``.
 
     ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
@@ -186,15 +184,15 @@ def quantize_backward(
         policy: one of the following; :data:`DEFAULT` if left out.
 
             - One backward quantizer for the whole model.
-            - Rules, a mapping to backward quantizers, or to None for full precision. The key of a rule is a module type
+            - Rules, a mapping to backward quantizers, or to None for full precision. A rule's key is a module type
               or a tuple of types; a name, which matches a module and its submodules ("head"), with the wildcards of
               ``fnmatch`` ("blocks.*.norm", "*"); a torch function or a tuple of functions; or a predicate of a module's
-              name and the module. A torch function stands for all functions of the same op: ``torch.matmul`` for
+              name and the module. A torch function matches all functions of the same op: ``torch.matmul`` for
               ``a @ b`` and ``torch.bmm``, ``F.cross_entropy`` for ``nn.CrossEntropyLoss``. For each call of a torch
               function in a module, the first rule that matches the module or the function wins; a module without a
-              match has the rule of its parent. Rules skip layers with ``act_quant=``.
+              match has its parent's rule. Rules skip layers with ``act_quant=``.
             - A :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``.
-            - A text that :func:`brevact.parse_policy` reads, unless it is a budget: "default",
+            - A text for :func:`brevact.parse_policy`, but no budget: "default",
               "StochBackward4bit:bucket_size=256", "policy.json".
         **overrides: settings that replace those of the one quantizer. ``double_backward=True``, for gradients that are
             differentiated again (``create_graph=True``), works with rules, too.
@@ -203,10 +201,10 @@ def quantize_backward(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, or a scripted or traced one; the key of a rule has another type, or is a
-            torch function that packs nothing; its value is no backward quantizer.
+        TypeError: ``model`` is no module, or a scripted or traced one; a rule's key has another type, or is a torch
+            function that packs nothing; its value is no backward quantizer.
         OSError: the file of a text cannot be read.
-        ValueError: a rule matches nothing, or earlier rules match all its modules; a text names no policy, or a budget,
+        ValueError: a rule matches nothing, or earlier rules match all its modules; a text is no policy or a budget,
             which only :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
     """
     attach_policy(model, policy, overrides)
@@ -217,7 +215,7 @@ def quantize_backward(
 
 
 def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] = MappingProxyType({})) -> M:
-    """Attach a policy as :func:`quantize_backward` does, without a line in the log: to a copy that is measured, say."""
+    """Attach a policy like :func:`quantize_backward`, without a log line, for example to a copy that is measured."""
     check_model(model, "quantize_backward(model, policy)", policy)
     refuse_policy(model)
     if not takes_hooks(model):
@@ -267,7 +265,7 @@ def restore_backward(model: M) -> M:
 
 
 def _detach_policy(model: nn.Module) -> bool:
-    """Take regions and notes of a policy off all modules, and return whether there was one."""
+    """Remove a policy's regions and notes from all modules; return whether there was one."""
     own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
     own.update(attachments_of(model))
     for attachment in own:
@@ -298,7 +296,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
-    """Return the settings of each module by a policy of any kind."""
+    """Return each module's settings by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
         overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):

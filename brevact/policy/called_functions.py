@@ -1,8 +1,8 @@
-"""Which torch functions the forward of a module calls, by their names: read from its code, without running it.
+"""Names of the torch functions that a module's forward calls, read from its code without running it.
 
-The names are those of the code of ``forward``, of the methods and the functions that it calls by name, and of
-functions that the module holds as attributes. Neither the name of a class nor the value of a tensor counts. A function
-that the code calls under no name, out of a dictionary, say, is not seen.
+They come from the code of ``forward``, of the methods and functions that it calls by name, and of functions that the
+module holds as attributes. Class names and tensor values do not count. A function that the code calls under no name,
+such as out of a dictionary, is not seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDi
 def called_in(module: nn.Module) -> frozenset[str]:
     """Return the names of the functions that the forwards of a module and of the modules inside call.
 
-    Of a Brevitas quantizer, the activation function that it quantizes counts alone.
+    Of a Brevitas quantizer, only the activation function that it quantizes counts.
 
     >>> sorted(called_in(nn.Sequential(nn.ReLU(), nn.SiLU())) & {"gelu", "relu", "silu"})
     ['relu', 'silu']
@@ -37,7 +37,7 @@ def called_in(module: nn.Module) -> frozenset[str]:
 
 
 def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside; of a quantizer, which computes scales as well, its activation function alone."""
+    """Yield a module and those inside; of a quantizer, which also computes scales, only its activation function."""
     if not is_quant_proxy(module):
         yield module
     for child in activations_of(module) if is_quant_proxy(module) else module.children():
@@ -45,9 +45,9 @@ def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def called_by(module: nn.Module) -> frozenset[str]:
-    """Return the names that the forward of a module itself calls, without the ``_`` of in-place functions.
+    """Return the names that a module's own forward calls, without the ``_`` of in-place functions.
 
-    They are the names in the code, those of attributes and global variables too; ``matmul`` stands for ``@``.
+    They include names of attributes and global variables; ``matmul`` also means ``@``.
 
     >>> "relu" in called_by(nn.ReLU(inplace=True)), "relu" in called_by(nn.Sequential(nn.ReLU()))
     (True, False)
@@ -64,7 +64,7 @@ def called_by(module: nn.Module) -> frozenset[str]:
 
 
 def _called(functions: Iterable[Any], owner: type, seen: set[Any]) -> set[str]:
-    """Return the names of torch's functions; of other functions, the names in their code and in code they call."""
+    """Return the names of torch functions; of other functions, the names in their code and in code they call."""
     names: set[str] = set()
     for function in map(_inner, functions):
         if is_torch_function(function):
@@ -80,7 +80,7 @@ def _called(functions: Iterable[Any], owner: type, seen: set[Any]) -> set[str]:
 
 
 def _followed(function: types.FunctionType, names: set[str], owner: type) -> Iterator[Any]:
-    """Yield functions that a function may call by these names: torch's public ones, and all that are not torch's."""
+    """Yield the functions that a function may call by these names: torch's public ones, and all others' functions."""
     found = [each for name in names if name in function.__globals__ for each in _functions(function.__globals__[name])]
     found += [method for name in names for method in _methods(owner, name)]
     found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -91,14 +91,14 @@ def _followed(function: types.FunctionType, names: set[str], owner: type) -> Ite
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the function that runs in a call of a global: itself, or the forward of an ``autograd.Function``."""
+    """Return the function that a call of a global runs: itself, or the forward of an ``autograd.Function``."""
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [inspect.getattr_static(target, "forward", None)]
     return [target]
 
 
 def _methods(owner: type, name: str) -> list[Any]:
-    """Return the method of a class, and, as far as ``super`` is named in it, those that it overrides."""
+    """Return a class's method, and, as long as it names ``super``, those that it overrides."""
     found: list[Any] = []
     for kind in owner.__mro__:
         if name in vars(kind):
@@ -109,7 +109,6 @@ def _methods(owner: type, name: str) -> list[Any]:
 
 
 def _inner(function: Any) -> Any:
-    """Return a function without its decorators."""
     while True:
         if isinstance(function, staticmethod | classmethod | types.MethodType):
             function = function.__func__

@@ -24,11 +24,11 @@ class ModulePolicy:
     Args:
         module: qualified name of the module, "" for the model itself.
         kind: class of the module.
-        rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did
-            and it runs as its parent does.
+        rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did and
+            it runs like its parent.
         source: the backward quantizer by name.
-        settings: those of ops inside; None for full precision.
-        ops: ops to which something else applies.
+        settings: settings of ops inside; None for full precision.
+        ops: ops with other settings.
     """
 
     module: str
@@ -43,8 +43,8 @@ class ModulePolicy:
 class BackwardPolicy:
     """Which backward quantizer applies where in a model.
 
-    ``print(policy)`` shows a tree, with a line for each module whose quantizer differs from its parent's, and below it
-    a line for each op with a rule of its own.
+    ``print(policy)`` shows a tree: a line for each module whose quantizer differs from its parent's, and below it a
+    line for each op with a rule of its own.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)
@@ -54,13 +54,13 @@ class BackwardPolicy:
     (model)  Sequential  3        '*'   StochBackward2bit: UniformQuantizer, bit_width=2
 
     Args:
-        rows: one for each module, in the order of ``model.named_modules()``.
+        rows: one per module, in the order of ``model.named_modules()``.
     """
 
     rows: tuple[ModulePolicy, ...]
 
     def __str__(self) -> str:
-        """Return a line for the model, and one for each module that differs from its parent."""
+        """Return a line for the model, and one per module that differs from its parent."""
         shown: dict[str, ModulePolicy] = {}
         counts: dict[str, int] = {}
         above: dict[str, str] = {}
@@ -92,7 +92,7 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
     [('', "'*'", 'StochBackward2bit'), ('0', "'*'", 'StochBackward2bit'), ('1', 'LayerNorm', 'full precision')]
 
     Args:
-        model: module, with a policy, with layers that have a quantizer of their own, or with neither.
+        model: module, with a policy, with layers that have their own quantizer, or with neither.
 
     Returns:
         The rules and where each applies; ``print`` shows them as a table.
@@ -107,11 +107,10 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
 
 
 def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
-    """Append the rows of a module and of the modules inside."""
     rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
     hooks = regions_of(module)
     around = None if name else inherited_region(module)
-    if around is not None:  # a part of a model, by itself
+    if around is not None:  # a separate part of a model
         hooks.insert(0, around)
     for hook in hooks:  # the last one is entered last, and decides
         settings = hook.settings
@@ -135,7 +134,7 @@ def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[Mod
 
 
 def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
-    """Return rule and quantizer, as texts, of the ops to which something else applies than in the parent."""
+    """Return rule and quantizer, as texts, of the ops whose settings differ from the parent's."""
     inside, around = (
         {} if each is None else {op.op: (op.rule, quantizer_text(op)) for op in each.ops} for each in (row, parent)
     )
@@ -144,7 +143,7 @@ def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str
 
 
 def quantizer_text(row: ModulePolicy | OpPolicy | Assignment) -> str:
-    """Return a backward quantizer by name, with the settings that differ from its class's."""
+    """Return a backward quantizer by name, with its non-default settings."""
     if row.settings is None:
         return row.source
     text = described(row.settings, brief=True)

@@ -26,10 +26,7 @@ _OF_RULES = (*FIELDS, "quantizer", "settings")
 
 
 def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: FitReport | None, version: str) -> str:
-    """Return a policy as the text of a file, with the version of the package.
-
-    A TypeError says that a key or a quantizer is a user's own, which a file cannot name.
-    """
+    """Return a policy's file text; raises a TypeError for a user's own key or quantizer, which a file cannot name."""
     plain: dict[str, Any] = {"brevact": version}
     plain["rules"] = [{**key_to_plain(key), **_quantizer(key, source)} for key, source in rules.items()]
     if layers is not None:
@@ -48,7 +45,7 @@ def _quantizer(key: Any, source: Any) -> dict[str, Any]:
 
 
 def _lines(value: Any) -> str:
-    """Return JSON with one line for each item of the outermost list or object."""
+    """Return JSON with one line per item of the outermost list or object."""
     if not value or not isinstance(value, list | dict):
         return json.dumps(value)
     if isinstance(value, list):
@@ -57,10 +54,10 @@ def _lines(value: Any) -> str:
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:
-    """Return rules, layers and report of the text of a file.
+    """Return rules, layers and report from the text of a file.
 
-    The source, such as the path of the file, and the version of the package are named in the ValueError for a text that
-    holds no policy, or names something that is not known here.
+    The ValueError for a text that holds no policy, or names something unknown, mentions `source`, such as the file's
+    path, and `version`, the package's.
     """
     try:
         content = json.loads(text, object_pairs_hook=_object)

@@ -18,8 +18,8 @@ class FittedGroup:
     Args:
         source: qualified name of the layer.
         readers: number of layers that derive from it.
-        bit_width: of its codes; 32 for full precision.
-        saved_bytes: bytes that they store.
+        bit_width: bits per code; 32 for full precision.
+        saved_bytes: bytes that they save.
         noise: predicted noise and squared bias that they cause, in units of minibatch noise.
     """
 
@@ -34,7 +34,7 @@ class FittedGroup:
 class FitReport:
     """Bytes and gradient noise of a fitted policy; noise is in units of the noise between minibatches.
 
-    ``print(report)`` is a table of the layers that pack tensors, with their bit widths.
+    ``print(report)`` shows a table of the layers that pack tensors, with their bit widths.
 
     >>> report = FitReport("ratio=24", 2**20, 25 * 2**20, 0.045, 0.048, 0.002, 0.001, 0.001, passes=73)
     >>> report.ratio, round(report.harm, 3)
@@ -44,21 +44,20 @@ class FitReport:
 
     Args:
         budget: the budget, as text.
-        saved_bytes: measured bytes stored for backward.
+        saved_bytes: measured bytes saved for backward.
         plain_bytes: measured bytes without backward quantization.
         predicted: sum of noise and squared bias over layers, each measured alone.
         noise: measured noise.
         noise_error: its standard error.
-        bias: measured squared bias; estimated without bias, hence maybe negative.
+        bias: measured squared bias; an unbiased estimate, which may be negative.
         bias_error: its standard error.
-        passes: forward and backward passes that it took.
+        passes: number of forward and backward passes of the fit.
         note: the part of the budget that was not reached; "" if all was.
         groups: layers that pack, in the order of the forward pass.
-        recompute: most multiplications an element of layers that are recomputed.
-        time: measured time of a step, as a multiple of a plain step; 0 where it was not measured.
-        predicted_time: predicted ``time``; 0 where the budget has no time.
-        peak: most bytes that PyTorch allocates in a step, above those at its start, measured; 0 where it was not
-            measured.
+        recompute: maximum multiplications per element of recomputed layers.
+        time: measured time of a step, as a multiple of a plain step; 0 if not measured.
+        predicted_time: predicted ``time``; 0 if the budget has no time.
+        peak: measured peak bytes that PyTorch allocates in a step, above those at its start; 0 if not measured.
         predicted_peak: predicted ``peak``.
         plain_peak: ``peak`` without backward quantization.
     """
@@ -83,16 +82,16 @@ class FitReport:
 
     @property
     def ratio(self) -> float:
-        """How many times less is stored: ``plain_bytes / saved_bytes``."""
+        """Reduction factor of saved bytes: ``plain_bytes / saved_bytes``."""
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
     @property
     def harm(self) -> float:
-        """Measured noise and squared bias together, the latter no less than 0."""
+        """Measured noise plus squared bias, the latter no less than 0."""
         return self.noise + max(0.0, self.bias)
 
     def __str__(self) -> str:
-        """Return the table of layers, and the figures of the whole."""
+        """Return the table of layers, and the totals."""
         rows = [
             (
                 group.source or "(model)",
@@ -109,7 +108,7 @@ class FitReport:
 
     @property
     def summary(self) -> str:
-        """The budget, the stored bytes and the measured noise, in one line, and the part that was not reached."""
+        """One line with the budget, the saved bytes and the measured noise, and the part that was not reached."""
         text = (
             f"{self.budget}: {self.saved_bytes / MIB:.2f} of {self.plain_bytes / MIB:.2f} MiB, "
             f"{self.ratio:.1f} times less; noise {self.noise:.4f} ± {self.noise_error:.4f}, "
@@ -134,7 +133,7 @@ class FitReport:
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
-        """Return the report that :meth:`to_plain` wrote; a TypeError says that it is of another form."""
+        """Return the report that :meth:`to_plain` wrote; raises a TypeError for another form."""
         _check_fields(cls, plain, "report")
         for each in plain["groups"]:
             _check_fields(FittedGroup, each, "report, groups")
@@ -142,7 +141,7 @@ class FitReport:
 
 
 def _check_fields(kind: type, plain: Any, name: str) -> None:
-    """Raise where plain values are not those of a dataclass."""
+    """Raise unless plain values have a dataclass's fields and types."""
     accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
     later = {"recompute", "time", "predicted_time", "peak", "predicted_peak", "plain_peak"}  # earlier files lack them
     if not isinstance(plain, dict) or plain.keys() - later != accepted.keys() - later or plain.keys() - accepted.keys():

@@ -1,4 +1,4 @@
-"""The layers that a policy was fitted for, by which it knows its model again."""
+"""The layers that a policy was fitted for, by which it recognizes its model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from torch import nn
 
 from brevact.injectors.proxies import modules_without_own_region
 
-#: Names that an error lists of each kind.
+#: Names per kind that an error lists.
 _SHOWN = 5
 
 
 def layers_of(model: nn.Module) -> dict[str, str]:
-    """Return the kinds of a model's modules by name; layers with a backward quantizer of their own are left out."""
+    """Return the types of a model's modules by name, without layers that have their own backward quantizer."""
     return {name: type(module).__name__ for name, module in modules_without_own_region(model)}
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
-    """Raise a ValueError where a model has other modules than a policy was fitted for, by their names and kinds.
-
-    A module of a class that derives from one of this name will do.
-    """
+    """Raise a ValueError unless a model's modules have the names and types, or subclasses, of a fitted policy's."""
     modules = dict(modules_without_own_region(model))
     missing = [name for name in layers if name not in modules]
     added = [name for name in modules if name not in layers]

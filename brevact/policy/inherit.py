@@ -1,4 +1,4 @@
-"""Modules of a model with a policy that no rule matches: they run as the module around them, also called alone."""
+"""Modules of a model with a policy that no rule matches: they run like the module around them, also called alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from brevact.quantizers.brief import brief
 
 
 def hook_of_policy(module: nn.Module) -> Any:
-    """Return the hook by which a policy holds for a module: its own, or that of a module around it; None without."""
+    """Return the hook by which a policy applies to a module: its own, or the enclosing module's; None without."""
     own = [hook for hook in regions_of(module) if hook.origin == POLICY]
     return own[0] if own else inherited_region(module)
 
 
 def inherit_policy(model: nn.Module) -> None:
-    """Let each module that has no region of a policy open that of the module around it, where it is called alone."""
+    """Let each module without a region of a policy open its enclosing module's region when called alone."""
     found: dict[str, Any] = {}
     for name, module in modules_without_own_region(model):
         hook = hook_of_policy(module)
@@ -33,15 +33,14 @@ def inherit_policy(model: nn.Module) -> None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward; one that only holds others has none."""
     return type(module).forward is not nn.Module.forward
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
-    """Return the policy of a model, or the one that is in it, as in a model in a wrapper; None without.
+    """Return the policy of a model, or of a part of it, as in a wrapped model; None without.
 
-    Of several policies of its parts that store different things it is one without settings: code outside of them keeps
-    full precision.
+    If its parts have policies with different settings, the result has no settings: code outside of them keeps full
+    precision.
     """
     own = attachments_of(model)
     if own:
@@ -67,6 +66,6 @@ def required_attachment(model: nn.Module) -> Attachment:
 
 
 def is_model(module: nn.Module) -> bool:
-    """Return whether a module is a model, and no quantizer in the form of a module, nor the slot of one."""
+    """Return whether a module is a model, not a quantizer module or a quantizer's slot."""
     settings = getattr(getattr(module, "backward_quant", module), "settings", None)
     return not (hasattr(module, "is_stochastic") or isinstance(settings, BackwardSettings))

@@ -1,4 +1,4 @@
-"""Keys of a policy's rules as plain values that JSON holds, and back: names of closed lists, and name patterns."""
+"""Keys of a policy's rules as plain JSON values, and back: names of closed lists, and name patterns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from brevact.policy.predicates import OF_MODELS, computes_attention, is_activati
 from brevact.policy.rules import are_module_types, ops_of
 from brevact.quantizers.brief import brief
 
-#: Functions of a name and a module, by the path under which users know them.
+#: Functions of a name and a module, by their public path.
 PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
     f"brevact.policy.predicates.{each.__name__}": each
     for each in (computes_attention, is_activation_function, is_norm, is_rectified, *OF_MODELS)
 }
-#: Subjects of a rule, by the name of its field.
+#: Fields for a rule's subject.
 FIELDS = ("name", "types", "functions", "predicate")
 
 
 def key_to_plain(key: Any) -> dict[str, Any]:
-    """Return the key of a rule as a field and its value.
+    """Return a rule's key as a field and its value.
 
-    A type of layers of another library, or a function of the user's, raises a TypeError. A Function has the path
-    by which it is imported, an operator its name.
+    Another library's layer type, or a user's function, raises a TypeError. A Function is written as its import path, an
+    operator as its name.
 
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
@@ -55,10 +55,10 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote, of an entry with exactly one of the fields, others beside.
+    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields.
 
-    A value of another type raises a TypeError, a name that is not known a ValueError. The module of a Function must be
-    imported already: a file imports none.
+    A value of another type raises a TypeError, an unknown name a ValueError. The module of a Function must be imported
+    already: a file imports none.
     """
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:
@@ -76,7 +76,7 @@ def key_from_plain(entry: Mapping[str, Any]) -> Any:
 
 
 def _functions() -> dict[str, Callable]:
-    """Return a torch function of each op, that of the op's own name where there is one."""
+    """Return a torch function for each op, preferably one with the op's own name."""
     found: dict[str, Callable] = {}
     for func, op in OP_NAMES.items():
         if op not in found or func.__name__ == op != found[op].__name__:
@@ -92,7 +92,6 @@ def _find_type(name: Any) -> Any:
 
 
 def _find_function(name: Any) -> Any:
-    """Return the function of torch, the Function or the operator of a name."""
     if isinstance(name, str) and name not in _FUNCTIONS and ("." in name or "::" in name):
         found = other_code.find(name)
         if other_code.name_of(found) == name:

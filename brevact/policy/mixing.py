@@ -16,19 +16,19 @@ from brevact.quantizers import MixingQuantizer
 from brevact.quantizers.brief import brief
 
 _KINDS = ("constant", "linear", "cosine", "step")
-#: Those between start and end are rounded to so many decimals: a run then has few settings, equal from step to step.
+#: Decimals of probabilities between start and end: a run then has few settings, equal from step to step.
 _DECIMALS = 3
 
 
 class MixSchedule:
-    """Schedules the share of buckets at the higher width over a training; call ``step()`` once an iteration.
+    """Schedules the share of buckets at the higher width over a training; call ``step()`` once per iteration.
 
     This share is ``mix_prob`` of ``StochBackward2bit4bitMix`` and the like, ``mix_levels_prob`` of
     ``SignMagnitudeBackward``.
 
-    With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine
-    p = end + (start - end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal
-    stairs. Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7, for constant probabilities.
+    With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine p = end + (start -
+    end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal stairs. Source: J. Li,
+    master's thesis, Heidelberg University, 2025, section 5.7, for constant probabilities.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward2bit4bitMix)
@@ -87,10 +87,10 @@ class MixSchedule:
         return round(start + (end - start) * t, _DECIMALS)
 
     def step(self) -> None:
-        """Go on by one training step.
+        """Advance by one training step.
 
         Raises:
-            ValueError: the model has no mixing quantizer any more.
+            ValueError: the model no longer has a mixing quantizer.
         """
         self._done += 1
         self._apply()
@@ -100,7 +100,7 @@ class MixSchedule:
         return {**self._plan, "done": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: its plan, its step, and its probability in the model.
+        """Resume from a checkpoint: its plan, its step, and its probability in the model.
 
         Raises:
             ValueError: ``state`` is no result of :meth:`state_dict`.
@@ -113,7 +113,7 @@ class MixSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # settings that are one object stay one
+        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # shared settings stay shared
         probability = self.mix_prob
 
         def mixed(quantizer: Any) -> Any:
@@ -127,7 +127,6 @@ class MixSchedule:
             holder.settings = changed[settings]
 
     def _holders(self) -> list[tuple[Any, BackwardSettings]]:
-        """The objects of the model that hold settings of a mixing quantizer."""
         holders: list[Any] = []
         for module in self._model.modules():
             holders += regions_of(module)
@@ -143,7 +142,7 @@ class MixSchedule:
 
 
 def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
-    """The mixing quantizers of settings, those of ops with a rule of their own included."""
+    """The mixing quantizers of settings, including those of ops with a rule of their own."""
     if settings is None:
         return []
     own = [settings.quantizer] if isinstance(settings.quantizer, MixingQuantizer) else []
@@ -151,7 +150,7 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
 
 
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan of a schedule; raise a ValueError that names an argument out of range."""
+    """Return a schedule's plan; raise a ValueError that names an argument out of range."""
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):

@@ -1,4 +1,4 @@
-"""The note in `print(model)` of a module with a policy: how the module stores tensors for backward."""
+"""A note in `print(model)` on how a module with a policy saves tensors for backward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from brevact.autograd.settings import bits_of
 
 
 class StorageNote:
-    """The ``extra_repr`` of one module, whose attribute it is: that of its class, and a note.
+    """The ``extra_repr`` attribute of one module: its class's text and a note on the policy in force when called.
 
-    It reads the policy in force when it is called. It refers to the module weakly, so that a model is freed as before,
-    and is copied and pickled with it.
+    It refers to the module weakly, so that a model is freed as before, and is copied and pickled with it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __call__(self) -> str:
-        """Return the text that stands in the brackets of the module."""
+        """Return the text in the module's brackets."""
         module = self._module()
         if module is None:
             return ""
@@ -33,7 +32,7 @@ class StorageNote:
 
 
 def note_on(module: nn.Module) -> str:
-    """Return in short how a module stores tensors, "" for one without a region of its own."""
+    """Return in short how a module saves tensors, "" without a region of its own."""
     regions = regions_of(module)
     if not regions:
         return ""
@@ -50,7 +49,7 @@ def note_on(module: nn.Module) -> str:
 
 
 def add_note(module: nn.Module) -> None:
-    """Add a :class:`StorageNote` to ``repr`` of a module; a module whose object has an ``extra_repr`` keeps that."""
+    """Add a :class:`StorageNote` to a module's ``repr``; an ``extra_repr`` set on the instance stays."""
     vars(module).setdefault("extra_repr", StorageNote(module))
 
 

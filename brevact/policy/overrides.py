@@ -1,7 +1,4 @@
-"""Settings beside a policy of several quantizers: one is for all of them, the others are refused.
-
-A gradient is differentiated again through the whole model, so that ``double_backward`` holds for all rules.
-"""
+"""Overrides beside rules: only ``double_backward``, as a gradient is differentiated again through the whole model."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from brevact.quantizers.brief import brief
 
 
 def of_all_rules(policy: Any, overrides: Mapping[str, Any], call: str) -> dict[str, Any]:
-    """Return the overrides that hold for all quantizers of a policy; a TypeError as :func:`refuse_overrides`."""
+    """Return the overrides that apply to all quantizers of a policy; raises like :func:`refuse_overrides`."""
     refuse_overrides(policy, {name: value for name, value in overrides.items() if name != "double_backward"}, call)
     return dict(overrides)
 
 
 def refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
-    """Raise a TypeError where a policy of several quantizers gets overrides; ``call`` begins the call that works."""
+    """Raise a TypeError if a policy of several quantizers gets overrides; ``call`` begins the suggested call."""
     if overrides:
         fix = (
             f"name one: {call}{_quantizer_with(overrides)})"
@@ -32,7 +29,7 @@ def refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> No
 
 
 def _quantizer_with(overrides: Mapping[str, Any]) -> str:
-    """Return the arguments of a call that names a quantizer with these settings; a wrong one raises its own error."""
+    """Return the arguments of a call that names a quantizer with these settings; invalid ones raise their own error."""
     others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
     backward_settings_from(DitherBackward4bit, **others)
     leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)

@@ -1,7 +1,7 @@
 """Rules that many models share: functions of a module's name and the module.
 
-They go by the torch functions that the code of a module calls (:mod:`brevact.policy.called_functions`), whether the
-module is torch's, another library's or the user's, and not by names of classes or values of parameters.
+They decide by the torch functions that a module's code calls (:mod:`brevact.policy.called_functions`), whether the
+module is torch's, another library's or the user's, and not by class names or parameter values.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from brevact.policy.called_functions import called_by, called_in
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-#: Multiplications that an element of the output of a layer may take where only the cheapest layers are recomputed.
+#: Maximum multiplications per output element of recomputed layers, if only the cheapest are recomputed.
 FEW = 128
-#: Multiplications that an element of the output of a layer takes at most in a layer that is cheap beside others.
+#: Maximum multiplications per output element of a comparatively cheap layer.
 MORE = 256
-#: Multiplications that an element of the output of a layer may take where memory goes first.
+#: Maximum multiplications per output element of recomputed layers, if memory has priority.
 MANY = 1024
 
 #: Activation functions that are piecewise linear.
 _RECTIFIERS = frozenset(
     "hardshrink hardsigmoid hardtanh leaky_relu prelu relu relu6 rrelu softshrink threshold".split()
 )
-#: Other activation functions, of one element each.
+#: Other elementwise activation functions.
 _SMOOTH = frozenset(
     "celu elu erf gelu glu hardswish logsigmoid mish selu sigmoid silu softplus softsign tanh tanhshrink".split()
 )
 _SOFTMAXES = frozenset("gumbel_softmax softmax softmin".split())
 _ATTENTIONS = frozenset("multi_head_attention_forward scaled_dot_product_attention".split())
 _RECURRENT = frozenset("gru gru_cell lstm lstm_cell rnn_tanh rnn_tanh_cell".split())
-#: Norms, and the divisors of norms that a library writes itself.
+#: Norms, and the divisors in libraries' own norms.
 _NORMS = frozenset(
     "batch_norm group_norm instance_norm layer_norm local_response_norm native_layer_norm rms_norm rsqrt std std_mean "
     "var var_mean".split()
@@ -46,12 +46,12 @@ _PRODUCTS = frozenset(
 
 
 def is_norm(name: str, module: nn.Module) -> bool:
-    """Rule: batch, layer, group, instance and RMS norm, those of other libraries too, by the functions that they call.
+    """Rule: batch, layer, group, instance and RMS norm, including other libraries', by the functions that they call.
 
-    A norm multiplies no matrices, and no module with parameters is inside.
+    A norm multiplies no matrices, and contains no module with parameters.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     called = called_by(module)
@@ -61,12 +61,12 @@ def is_norm(name: str, module: nn.Module) -> bool:
 
 
 def is_activation_function(name: str, module: nn.Module) -> bool:
-    """Rule: ReLU, GELU, SiLU, softmax and the like, those of other libraries too, by the functions that they call.
+    """Rule: ReLU, GELU, SiLU, softmax and the like, including other libraries', by the functions that they call.
 
-    It has no parameters but those of its quantizer, no modules inside, and multiplies no matrices.
+    It has no parameters but its quantizer's, no modules inside, and multiplies no matrices.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     if any(True for _ in module.parameters(recurse=False)) or not all(map(is_quant_proxy, module.children())):
@@ -79,7 +79,7 @@ def computes_attention(name: str, module: nn.Module) -> bool:
     """Rule for modules whose own forward computes attention: torch's, or a softmax and a product of matrices.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     called = called_by(module)
@@ -87,13 +87,13 @@ def computes_attention(name: str, module: nn.Module) -> bool:
 
 
 def is_rectified(name: str, module: nn.Module) -> bool:
-    """Rule: modules in which the activation functions are piecewise linear, all of them, and there is one.
+    """Rule: modules with activation functions, all of them piecewise linear.
 
     They may be modules (``nn.ReLU``) or calls (``F.relu`` in a forward). Attention and recurrent layers, which compute
     a softmax, a sigmoid or a tanh, are not piecewise linear.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     called = called_in(module)
@@ -103,10 +103,10 @@ def is_rectified(name: str, module: nn.Module) -> bool:
 def is_separable(name: str, module: nn.Module) -> bool:
     """Rule for a model as a whole: a batch-normalized network of depthwise convolutions (MobileNets, EfficientNets).
 
-    At least a quarter of its layers cost at most 128 multiplications an element, and some are depthwise.
+    At least a quarter of its layers cost at most 128 multiplications per element, and some are depthwise.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     layers = _layers(module)
@@ -115,37 +115,35 @@ def is_separable(name: str, module: nn.Module) -> bool:
 
 
 def is_rectified_and_costly(name: str, module: nn.Module) -> bool:
-    """Rule for a model as a whole: rectified (:func:`is_rectified`), of layers that are costly to recompute.
+    """Rule for a model as a whole: rectified (:func:`is_rectified`), with layers that are costly to recompute.
 
-    Fewer than a third of its layers cost at most 256 multiplications an element: VGG, ResNet-18 and 34, DenseNets,
-    U-Nets. Lazy layers are taken for costly, and a model without layers that could be recomputed counts, too.
+    Fewer than a third of its layers cost at most 256 multiplications per element: VGG, ResNet-18 and 34, DenseNets,
+    U-Nets. Lazy layers count as costly, and a model without layers that could be recomputed matches, too.
 
     Args:
-        name: qualified name of the module, not looked at.
+        name: qualified name of the module, unused.
         module: any module.
     """
     layers = _layers(module)
     return 3 * _cheap(layers, MORE) < max(1, len(layers)) and is_rectified(name, module)
 
 
-#: Rules for a model as a whole: they are asked of the model alone, and where one holds, no later rule counts.
+#: Rules for a model as a whole: only the model is tested, and if one matches, no later rule counts.
 OF_MODELS = (is_separable, is_rectified_and_costly)
 
 
 def _layers(module: nn.Module) -> list[Any]:
-    """Return convolutions and linear layers, whatever a library derives from them."""
     return [each for each in module.modules() if isinstance(each, (*CONVOLUTIONS, nn.Linear))]
 
 
 def _cheap(layers: list[Any], most: int) -> int:
-    """Return how many layers take at most so many multiplications an element of their output."""
     return sum(_cost(each) <= most for each in layers)
 
 
 def _cost(layer: Any) -> float:
-    """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait.
+    """Return a layer's multiplications per output element, by its sizes: its weight may be lazy.
 
-    Lazy layers do not know their inputs yet, and are taken for costly.
+    Lazy layers do not know their inputs yet, and count as costly.
     """
     if isinstance(layer, nn.Linear):
         return layer.in_features or math.inf

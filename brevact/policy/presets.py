@@ -1,4 +1,4 @@
-"""Policies: rules that models of one kind share, saved and loaded; and those that are shipped."""
+"""Policies: rules that models of one kind share, saved and loaded; and the shipped ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from brevact.version import __version__
 class Policy:
     """Ordered rules that assign backward quantizers to the parts of a model; not every rule has to match.
 
-    ``print(policy)`` shows a table of the rules, and of a fitted policy the measured bytes and noise.
+    ``print(policy)`` shows a table of the rules, and a fitted policy's measured bytes and noise.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
@@ -55,11 +55,11 @@ class Policy:
 
     Args:
         rules: mapping from module types, torch functions, names or predicates to backward quantizers, as in
-            :func:`brevact.quantize_backward`. Unlike there, single rules may match nothing, if one matches.
+            :func:`brevact.quantize_backward`. Unlike there, rules may match nothing, if at least one matches.
         layers: types of the modules that the policy was fitted for, by name; other models raise an error. None for any
             model.
         report: bytes and noise that :func:`brevact.fit` measured; None for a policy that was not fitted.
-        required: keys of the rules that have to match: those that :meth:`let` adds. Files do not hold it.
+        required: keys of the rules that must match: those added by :meth:`let`. Not saved in files.
 
     Raises:
         TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
@@ -77,10 +77,7 @@ class Policy:
             assignment_of(key, source)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the rules are the same, in the same order, for the same layers.
-
-        Classes that ``let`` has made are equal if they store the same.
-        """
+        """Whether rules and layers are the same, in the same order; results of ``let`` compare by settings."""
         if not isinstance(other, Policy):
             return NotImplemented
         if self.layers != other.layers or list(self.rules) != list(other.rules):
@@ -88,16 +85,16 @@ class Policy:
         return all(self.has_rule_of(other, key) for key in self.rules)
 
     def has_rule_of(self, other: Policy, key: Any) -> bool:
-        """Return whether this policy has the rule of another one for a key."""
+        """Return whether this policy has another policy's rule for a key."""
         if key not in self.rules:
             return False
         mine, theirs = self.rules[key], other.rules[key]
         return mine == theirs or assignment_of(key, mine).settings == assignment_of(key, theirs).settings
 
     def let(self, rules: Mapping[Any, BackwardQuantizer | None]) -> Policy:
-        """Return a policy with rules of one's own before those of this one, of which the first that matches wins.
+        """Return a policy with these rules before its own; the first match wins.
 
-        Each of them has to match something, as in a mapping.
+        Each of them must match something, as in a mapping.
 
         >>> import brevact, torch.nn as nn
         >>> policy = brevact.TRANSFORMER.let({nn.Embedding: None, "head": brevact.StochBackward8bit})
@@ -111,7 +108,7 @@ class Policy:
         '*'            name      2     DitherBackward2bit: UniformQuantizer, bit_width=2, rounding=dithered
 
         Args:
-            rules: as those of a policy; one for the same key as one of this policy takes its place.
+            rules: as in a policy; a rule replaces this policy's rule for the same key.
 
         Raises:
             TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
@@ -123,7 +120,7 @@ class Policy:
         return Policy({**rules, **rest}, self.layers, required=required)
 
     def __str__(self) -> str:
-        """Return a table of the rules, and the measurements of a fitted policy."""
+        """Return a table of the rules, and a fitted policy's measurements."""
         rows = []
         for key, source in self.rules.items():
             found = assignment_of(key, source)
@@ -137,7 +134,7 @@ class Policy:
 
         Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
         ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings.
-        Statistics that a Brevitas quantizer has collected are no part of a policy.
+        A Brevitas quantizer's collected statistics are not part of a policy.
 
         >>> import brevact, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")
@@ -158,14 +155,14 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """Return the policy that :meth:`save` wrote. Names in the file are those of closed lists: it runs no code.
+        """Return the policy that :meth:`save` wrote. Names in the file are looked up in closed lists: it runs no code.
 
         Args:
             path: file to read.
 
         Raises:
             OSError: there is no such file.
-            ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
+            ValueError: it holds no policy, or unknown fields, types, functions, quantizers or settings.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -175,7 +172,7 @@ class Policy:
         return cls(*policy_files.read(text, os.fspath(path), __version__))
 
     def to_json(self) -> str:
-        """Return the text that :meth:`save` writes, for a checkpoint; it raises the errors of :meth:`save`.
+        """Return the text that :meth:`save` writes, for a checkpoint; raises the errors of :meth:`save`.
 
         >>> import brevact
         >>> brevact.Policy.from_json(brevact.DEFAULT.to_json()) == brevact.DEFAULT
@@ -185,14 +182,14 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """Return the policy that :meth:`to_json` wrote; no code of the text runs.
+        """Return the policy that :meth:`to_json` wrote; runs no code from the text.
 
         Args:
             text: JSON.
 
         Raises:
             TypeError: it is no text.
-            ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
+            ValueError: it holds no policy, or unknown fields, types, functions, quantizers or settings.
         """
         if not isinstance(text, str):
             raise TypeError(f"text: got {brief(text)} of type {type(text).__name__}; accepted is what to_json returned")
@@ -215,12 +212,12 @@ DEFAULT = Policy(
         "": DitherBackward4bit.let(score_bit_width=5),
     }
 )
-"""Policy of models and blocks for which none is named: 3 to 6 bits, dithered rounding.
+"""Default policy of models and blocks: 3 to 6 bits, dithered rounding.
 
-Batch-normalized networks of depthwise convolutions (``is_separable``) recompute layers of up to 128 multiplications an
-element and store 6 bits. Other models store 3 bits in modules whose only activation functions are piecewise linear
+Batch-normalized networks of depthwise convolutions (``is_separable``) recompute layers of up to 128 multiplications per
+element and save 6 bits. Other models save 3 bits in modules whose only activation functions are piecewise linear
 (``is_rectified``), whose chains are unbiased at any width, and 4 bits elsewhere, which smooth functions need. Query and
-key, which are exponentiated, have 5 or more, the probabilities of a cross-entropy 6.
+key, which are exponentiated, have 5 or more, a cross-entropy's probabilities 6.
 """
 
 RECOMPUTE = Policy(
@@ -230,10 +227,10 @@ RECOMPUTE = Policy(
         "": DitherBackward6bit.let(score_bit_width=6, recompute=MANY),
     }
 )
-"""Policy of fewer bytes and longer steps: layers of up to 1,024 multiplications an element are recomputed.
+"""Policy of fewer bytes and longer steps: layers of up to 1,024 multiplications per element are recomputed.
 
-The rest is stored at 6 bits, or at 4 in rectified models with few cheap layers (``is_rectified_and_costly``), where
-``DEFAULT`` stores 3. The probabilities of a cross-entropy have 6 in all models.
+The rest is saved at 6 bits, or at 4 in rectified models with few cheap layers (``is_rectified_and_costly``), where
+``DEFAULT`` saves 3. A cross-entropy's probabilities have 6 in all models.
 """
 
 CONV_NET = Policy(
@@ -242,5 +239,4 @@ CONV_NET = Policy(
 """Policy for convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2."""
 
 TRANSFORMER = Policy({is_norm: DitherBackward4bit, F.cross_entropy: DitherBackward4bit, "*": DitherBackward2bit})
-"""Policy for transformers: norms, which read the residual stream with its outliers, and losses at 4 bits, the rest at
-2."""
+"""Policy for transformers: norms, which read the residual stream's outliers, and losses at 4 bits, the rest at 2."""

@@ -1,4 +1,4 @@
-"""Rules of a policy: which modules and ops they match, and which quantizer each of them gets."""
+"""Rules of a policy: which modules and ops they match, and the quantizer of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from brevact.injectors.proxies import modules_without_own_region
 from brevact.policy.predicates import OF_MODELS, is_rectified, is_rectified_and_costly, is_separable
 from brevact.quantizers.brief import brief
 
-#: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
+#: Marks regions attached by a policy, unlike those of layers with their own backward quantizer.
 POLICY = "policy"
-#: Rules that hold in a block of code: of a model, all of it, or the part that no other rule matches.
+#: Rules that apply in a block of code; in a model, to all of it, or to the part that no other rule matches.
 OF_BLOCKS = ("*", "")
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
@@ -34,9 +34,9 @@ ACCEPTED_KEYS = (
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Backward quantization of an op inside a module, in place of that of the module.
+    """Backward quantization of an op inside a module, in place of the module's.
 
-    The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
+    All torch functions of an op share one rule. Rule and backward quantizer are texts; settings are None for full
     precision.
     """
 
@@ -50,8 +50,8 @@ class OpPolicy:
 class Assignment:
     """Backward quantization of a module by the rules.
 
-    The settings are those of its region, ops with a rule of their own included, or None for full precision. The rule is
-    "" where none matches; rule and backward quantizer are texts. The ops are those with settings of their own.
+    ``settings`` are its region's, including ops with a rule of their own, or None for full precision. ``rule`` is "" if
+    none matches; rule and source are texts. ``ops`` have settings of their own.
     """
 
     settings: BackwardSettings | None
@@ -60,18 +60,18 @@ class Assignment:
     ops: tuple[OpPolicy, ...] = ()
 
     def with_ops(self, ops: tuple[OpPolicy, ...]) -> Assignment:
-        """Return the assignment with rules for ops, which come before it."""
+        """Return the assignment with rules for ops, which take precedence."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Assignment:
-        """Return the assignment with settings that hold for all rules (:func:`~.overrides.of_all_rules`)."""
+        """Return the assignment with settings for all rules (:func:`~.overrides.of_all_rules`)."""
         ops = tuple(replace(each, settings=with_overrides(each.settings, overrides)) for each in self.ops)
         return replace(self, settings=with_overrides(self.settings, overrides), ops=ops)
 
 
 def has_policy(model: nn.Module) -> bool:
-    """Return whether a model or a part of it has a policy; that of another model may hold for shared modules."""
+    """Return whether a model or a part of it has a policy, ignoring other models' policies for shared modules."""
     return any(
         has_region(module, POLICY) or inherited_region(module) is not None
         for module in model.modules()
@@ -80,7 +80,7 @@ def has_policy(model: nn.Module) -> bool:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Return whether a module inside a model may be another model's as well, which has a policy for it."""
+    """Return whether a module inside a model may also belong to another model that has a policy for it."""
     return is_shareable(module) and any(each.root is not None for each in attachments_of(module))
 
 
@@ -91,7 +91,7 @@ def refuse_policy(model: nn.Module) -> None:
 
 
 def check_rules(rules: Any, argument: str) -> None:
-    """Raise for rules that are no mapping, or none at all."""
+    """Raise unless rules are a nonempty mapping with valid keys."""
     if not isinstance(rules, Mapping):
         raise TypeError(
             f"{argument}={brief(rules)} of type {type(rules).__name__}; accepted is a mapping from module types, torch "
@@ -100,7 +100,7 @@ def check_rules(rules: Any, argument: str) -> None:
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
     for key in rules:
-        is_function = callable(key) and not isinstance(key, type | nn.Module)  # of a name and a module
+        is_function = callable(key) and not isinstance(key, type | nn.Module)  # predicate of a name and a module
         if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or is_function):
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
@@ -110,9 +110,8 @@ def assignments(
 ) -> dict[nn.Module, Assignment]:
     """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins.
 
-    Layers with a backward quantizer of their own are left out, and so are modules that no rule matches, but for the
-    model where there are rules for ops. A ValueError names a rule that is not optional and matches nothing, or nothing
-    that the rules before it leave.
+    Left out are layers with their own backward quantizer, and modules that no rule matches, except the model if there
+    are rules for ops. A ValueError names a non-optional rule that matches nothing, or only modules of earlier rules.
     """
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
@@ -156,7 +155,7 @@ def assignments(
 
 
 def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
-    """Return the assignments of rules for modules, rules for ops before them included, and all rules for ops."""
+    """Return the assignments of module rules, with the op rules before them, and all op rules."""
     of_rules: dict[Any, Assignment] = {}
     ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():
@@ -169,9 +168,9 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 
 def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) -> Assignment:
-    """Return the assignment of a block of code, of whose modules nothing is known: by "*", and by rules for ops.
+    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops.
 
-    Other rules raise a TypeError, or are skipped.
+    Other rules raise a TypeError, unless `skipped`.
     """
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and key not in skipped:
@@ -185,7 +184,7 @@ def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) ->
 
 
 def matches(key: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a rule for modules matches one of this name; a user's function must return True or False."""
+    """Return whether a module rule matches a module; a user's function must return True or False."""
     if isinstance(key, str):
         return fnmatchcase(name, key) or any(
             fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
@@ -202,9 +201,9 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 
 
 def ops_of(key: Any) -> tuple[str, ...]:
-    """Return the names of the ops that a rule is for, of a Function or an operator too; none if for modules.
+    """Return the names of a rule's ops, including a Function or an operator; none for a module rule.
 
-    A torch function whose stored tensors no quantizer changes raises a TypeError.
+    A torch function whose saved tensors no quantizer changes raises a TypeError.
     """
     functions = key if isinstance(key, tuple) else (key,)
     others = [other_code.name_of(func) for func in functions]
@@ -252,13 +251,13 @@ def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
 
 
 def assignment_of(key: Any, source: Any) -> Assignment:
-    """Return the assignment of a rule to a module that it matches, rules for ops left out."""
+    """Return a rule's assignment to a matching module, without rules for ops."""
     settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
 
 
 def are_module_types(key: Any) -> bool:
-    """Return whether the key of a rule is a type of modules, or a tuple of such."""
+    """Return whether a rule's key is a module type, or a tuple of such."""
     kinds = key if isinstance(key, tuple) and key else (key,)
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 

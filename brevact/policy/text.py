@@ -1,4 +1,4 @@
-"""Policies as text, wherever a policy is taken: names, the path of a file, and budgets."""
+"""Policies as text, wherever a policy is accepted: names, the path of a file, and budgets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FULL_PRECISION = Policy({"": None})
 def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple[Any, Mapping[str, float]]:
     """Return the backward quantizer or the policy that a text names; or None and a budget, arguments of `brevact.fit`.
 
-    An OSError says that there is no such file, a TypeError that it is no text, a ValueError that it is none of these;
-    they call the text by the name of the argument.
+    Raises an OSError for a missing file, a TypeError if it is no text, a ValueError if it is none of these; errors call
+    the text by ``argument``.
 
     >>> read_policy("24x"), read_policy("StochBackward2bit")[0].__name__
     ((None, {'ratio': 24.0}), 'StochBackward2bit')
@@ -47,7 +47,7 @@ def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple
 
 @dataclass(frozen=True)
 class PolicyText:
-    """A parsed text of a policy; :class:`brevact.PolicySpec` has the meaning of the fields."""
+    """A parsed policy text; :class:`brevact.PolicySpec` documents the fields."""
 
     text: str
     source: Any
@@ -55,10 +55,7 @@ class PolicyText:
 
 
 def named_policy(policy: Any, argument: str = "policy") -> Any:
-    """Return the policy of a text, parsed or not; any other policy as it is.
-
-    A budget raises a ValueError: it is fitted on batches, with a loss.
-    """
+    """Return a text's policy, any other policy unchanged; a ValueError for a budget, which needs batches and a loss."""
     if isinstance(policy, PolicyText):
         words, source, budget = policy.text, policy.source, policy.budget
     elif isinstance(policy, str | os.PathLike):

@@ -1,6 +1,6 @@
-"""A warning, once a process: gradients came to a model with a policy that has packed nothing.
+"""A warning, once per process: a model with a policy got gradients, but packed nothing.
 
-Regions are entered by the hooks of modules. `model.forward(x)` calls none, and a model in eval mode trains without one.
+Module hooks enter regions. `model.forward(x)` calls none, and a model in eval mode trains without regions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _Warned:
 
 
 class _Watch:
-    """Hook of the parameters of a model, of which one stays after the first gradient."""
+    """Gradient hook of a model's parameters, of which one remains after the first gradient."""
 
     def __init__(self, kind: str, attachment: Attachment) -> None:
         self._kind, self._attachment = kind, attachment
         self.handles: dict[int, RemovableHandle] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Watch the parameters of a module, without those of modules inside; of a lazy one, after its first forward."""
+        """Watch a module's own parameters; a lazy module's after its first forward."""
         for parameter in module.parameters(recurse=False):
             if is_lazy(parameter):
                 self.handles[id(module)] = module.register_forward_pre_hook(_Initialized(self))
@@ -52,7 +52,6 @@ class _Watch:
                     self.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
-        """Look at the first gradient of a step."""
         if len(self.handles) > 1:
             for key, handle in self.handles.items():
                 if key != id(parameter):
@@ -69,9 +68,9 @@ class _Watch:
 
 
 class _Initialized:
-    """Pre-hook of a module whose parameters are lazy, and take no hooks, until torch's own pre-hook gives them values.
+    """Pre-hook of a module whose lazy parameters take no hooks until torch's own pre-hook initializes them.
 
-    Copies of it do nothing: a copy of a model has no watch.
+    Copies do nothing: a copied model has no watch.
     """
 
     def __init__(self, watch: _Watch) -> None:
@@ -81,17 +80,17 @@ class _Initialized:
         return {"_watch": None}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Watch the parameters that the module has got; compiled models are not watched."""
+        """Watch the module's initialized parameters; compiled models are not watched."""
         if not torch.compiler.is_dynamo_compiling() and self._watch is not None:
             self._watch.handles.pop(id(module)).remove()
             self._watch.add(module)
 
 
 def watch_gradients(model: nn.Module) -> None:
-    """Warn when parameters of a model with a policy get gradients, and no region of the policy was entered."""
+    """Warn when parameters of a model with a policy get gradients, but no region of the policy was entered."""
     attachment = attachment_of(model)
     if attachment is None or attachment.settings is None:
-        return  # full precision is meant, or parts of it are
+        return  # full precision is intended, at least in parts
     watch = _Watch(type(model).__name__, attachment)
     for module in model.modules():
         watch.add(module)

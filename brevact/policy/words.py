@@ -36,9 +36,9 @@ KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 
 
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
-    """Return the backward quantizer or the policy that words name, and the settings that they change.
+    """Return the named backward quantizer or policy, and the settings to change.
 
-    A name that is not known, or a setting that is not of the form ``name=value``, raises a ValueError.
+    An unknown name, or a setting that is not of the form ``name=value``, raises a ValueError.
 
     >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
     >>> leaf.__name__, settings
@@ -49,7 +49,7 @@ def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
 
 
 def named(name: str) -> Any:
-    """Return the backward quantizer or the policy of a name, policies in small letters, too; others are refused."""
+    """Return the backward quantizer or policy of a name, policies in small letters, too; a ValueError for others."""
     found = KNOWN.get(name, _POLICIES.get(name.upper()))
     if found is None:
         small = {each.lower(): each for each in KNOWN}
@@ -63,7 +63,7 @@ def named(name: str) -> Any:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return settings of a quantizer by name: Python literals, dtypes or plain words. Other forms raise a ValueError.
+    """Return quantizer settings by name: Python literals, dtypes or plain words. Other forms raise a ValueError.
 
     >>> settings_of(["bucket_size=256", "scale_dtype=torch.float32"])
     {'bucket_size': 256, 'scale_dtype': torch.float32}
@@ -80,7 +80,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
     """Return a backward quantizer, or a policy with each of its quantizers, with settings changed.
 
-    A setting that is not known raises a TypeError, a value that is out of range a ValueError.
+    An unknown setting raises a TypeError, a value out of range a ValueError.
     """
     try:
         if isinstance(source, Policy):
@@ -94,10 +94,10 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def budget_of(words: str) -> dict[str, float] | None:
-    """Return the arguments of ``brevact.fit`` that words stand for, or None where they are no budget.
+    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
 
-    A number that is not above 0, not finite or less than a byte raises a ValueError, and so does another unit, or none;
-    it says which one is meant. So do two numbers for one argument.
+    A ValueError is raised for a number that is not above 0, not finite or less than a byte; for two numbers for one
+    argument; and for another unit, or none, with the unit that is meant.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
@@ -118,7 +118,6 @@ def budget_of(words: str) -> dict[str, float] | None:
 
 
 def _one_budget(words: str) -> dict[str, float] | None:
-    """Return the argument that one word stands for, or None where it is no budget."""
     found = re.fullmatch(rf"((?:noise|time|peak)=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
     if found is None:
         return None
@@ -139,11 +138,11 @@ def _one_budget(words: str) -> dict[str, float] | None:
 
 
 def _literal(text: str) -> object:
-    """Return the value of a literal or of a dtype such as torch.float32; any other text stands for itself."""
+    """Return the value of a literal or of a dtype such as torch.float32; any other text unchanged."""
     module, _, name = text.partition(".")
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two of deep brackets
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two for deep brackets
         return text

@@ -1,7 +1,6 @@
-"""Finds private names by their path, and stands in for those that the installed version lacks.
+"""Finds private names by their path, and replaces those that the installed version lacks.
 
-A missing name never keeps brevact from being imported: what needs it is off, or raises an error that names the version
-and the fix when it is used.
+A missing name never keeps brevact from being imported: its use is off, or raises an error with the version and the fix.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any, NoReturn
 
 _NOTHING = object()
 
-#: Names that were not found: each with what needs it, and what to tell, which is made here, outside of traced code.
+#: Names that were not found, each with its use and its message, which is made here, outside of traced code.
 missing: list[tuple[str, str, str]] = []
 
 
 class _StandIn(type):
-    """Class of the classes that stand for missing names: nothing is an instance, any use raises, all are false."""
+    """Metaclass of replacements for missing names: nothing is an instance, any use raises, all are false."""
 
     message: str
 
@@ -36,14 +35,14 @@ def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _N
     """Return the object of a name.
 
     Args:
-        path: the name with its modules, ``torch._C._is_tracing``; of an attribute, with its class.
-        use: what needs it, the subject of the error where it is missing.
-        fallback: does the same where the name is missing, which is then no loss.
-        placeholder: what to return where the name is missing in place of a stand-in, because importing brevact uses it.
+        path: the name with its modules, ``torch._C._is_tracing``; for an attribute, with its class.
+        use: its use, the subject of the error if it is missing.
+        fallback: equivalent object to return if the name is missing, without a warning.
+        placeholder: object to return for a missing name in place of a stand-in, because importing brevact uses it.
 
     Returns:
-        The object; the fallback or the placeholder; or a class of which nothing is an instance and that raises a
-        RuntimeError when it is called.
+        The object; the fallback or the placeholder; or a class without instances that raises a RuntimeError when
+            called.
     """
     try:
         return read(path)
@@ -52,7 +51,7 @@ def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _N
             return fallback
     message = message_for(path, use)
     missing.append((path, use, message))
-    from brevact.user_lines import warn  # where it is needed: this module is the first of the package to be imported
+    from brevact.user_lines import warn  # here: this module is the package's first to be imported
 
     warn(message, RuntimeWarning)
     if placeholder is not _NOTHING:
@@ -65,7 +64,7 @@ def read(path: str) -> Any:
 
     Raises:
         AttributeError: a module or a class lacks a part of it.
-        ImportError: a module is not there.
+        ImportError: a module is missing.
     """
     name, *parts = path.split(".")
     found: Any = importlib.import_module(name)
@@ -83,23 +82,19 @@ def read(path: str) -> Any:
 
 
 def is_whole(use: str) -> bool:
-    """Return whether nothing is missing that this use needs."""
+    """Return whether no name is missing for this use."""
     return not any(needed_by == use for _, needed_by, _ in missing)
 
 
 def refuse_without(use: str) -> None:
-    """Raise where a name is missing that this use needs.
-
-    Raises:
-        RuntimeError: names what is missing, the version, and the versions that have it.
-    """
+    """Raise a RuntimeError, with the version and the fix, if a name is missing for this use."""
     for _, needed_by, message in missing:
         if needed_by == use:
             raise RuntimeError(message)
 
 
 def message_for(path: str, use: str) -> str:
-    """Return the error's text for a missing name."""
+    """Return the error text for a missing name."""
     library = path.partition(".")[0]
     return (
         f"{use} needs {path}, which {library} {_version(library)} does not have. "
@@ -115,7 +110,7 @@ def _version(library: str) -> str:
 
 
 def _requirement(library: str) -> str:
-    """The versions of a library that brevact declares, as pip takes them."""
+    """A library's versions that brevact declares, as a pip requirement."""
     try:
         declared = importlib.metadata.requires("brevact") or []
     except importlib.metadata.PackageNotFoundError:  # run from a folder

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
-#: Refused where one of its names is missing.
+#: Refused if one of its names is missing.
 LAYERS = "a backward quantizer in a Brevitas layer"
-#: Refused where one of its names is missing.
+#: Refused if one of its names is missing.
 BACKWARD = "a quantizer of Brevitas as a backward quantizer"
-#: Off where one of its names is missing: regions then store what Brevitas' own ops store.
+#: Off if one of its names is missing: regions then save the tensors of Brevitas' own ops.
 FORWARD = "storing the integers that Brevitas' forward quantizers compute"
 
-#: Child of a recurrent layer: its cell, with the insides of its quantizers, made and compiled in the first forward.
+#: Child of a recurrent layer: its cell, with its quantizers' insides, compiled in the first forward.
 COMPILED_CELL = "_fast_cell"
 
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -95,4 +95,4 @@ for _module, _uses in _NAMES.items():
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Stand for the names above."""
+        """Declare the names above."""

@@ -1,4 +1,4 @@
-"""What the nodes of an autograd graph hold, which PyTorch does not document."""
+"""The undocumented contents of autograd graph nodes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _SAVED = "_raw_saved_"
-#: How the names of the modules begin in which torch.compile makes the functions that run its graphs.
+#: Prefix of the modules where torch.compile makes the functions that run its graphs.
 COMPILED = "torch._functorch."
 
 
 def saved_by(node: Any) -> Iterator[Any]:
-    """Yield the saved values of a node of a graph, not unpacked: tensors, and results of pack hooks."""
+    """Yield a graph node's saved values, not unpacked: tensors, and results of pack hooks."""
     for name in dir(node):
         if name.startswith(_SAVED):
             try:
@@ -24,5 +24,5 @@ def saved_by(node: Any) -> Iterator[Any]:
 
 
 def function_of(node: Any) -> str:
-    """Return the module of the ``autograd.Function`` whose node this is; "" for torch's own ops."""
+    """Return the module of a node's ``autograd.Function``; "" for torch's own ops."""
     return getattr(getattr(type(node), "_forward_cls", None), "__module__", "")

@@ -1,4 +1,4 @@
-"""What torch's profiler records of memory: each allocation by itself, which it does not document."""
+"""The torch profiler's undocumented memory records: single allocations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Allocation(NamedTuple):
-    """A block that PyTorch's allocator has handed out (bytes positive) or taken back (negative)."""
+    """A block that PyTorch's allocator handed out (positive bytes) or took back (negative)."""
 
     time: int
     """Nanoseconds since the epoch, as of `time.time_ns`."""
@@ -24,13 +24,10 @@ _one_at_a_time = threading.RLock()  # two profilers in two threads crash the pro
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Let the profiler begin without lines on the terminal, unless the user has set the level of its log.
-
-    Threads wait for each other.
-    """
+    """Start the profiler without terminal output unless the user set its log level; threads wait for each other."""
     with _one_at_a_time:
         is_set = _LEVEL in os.environ
-        os.environ.setdefault(_LEVEL, "99")  # read once a process
+        os.environ.setdefault(_LEVEL, "99")  # read once per process
         try:
             yield
         finally:
@@ -39,14 +36,14 @@ def quietly() -> Iterator[None]:
 
 
 def allocations(profile: Any) -> Iterator[int]:
-    """Yield the bytes of each allocation that a finished ``torch.profiler.profile`` has seen, freed ones negative."""
+    """Yield the bytes of each allocation in a finished ``torch.profiler.profile``, negative for freed ones."""
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             yield event.nbytes()
 
 
 def allocations_in_time(profile: Any, device: str) -> list[Allocation]:
-    """Return the allocations of a finished ``torch.profiler.profile`` on devices of a kind, oldest first."""
+    """Return a finished ``torch.profiler.profile``'s allocations on a kind of device, oldest first."""
     found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
         event = pending.pop()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
-#: Refused as a whole where one of its names is missing: what it stores might be wrong.
+#: Refused as a whole if one of its names is missing: saved tensors might be wrong.
 REGIONS = "storing packed activations for backward"
 COMPILING = "torch.compile of a region"
 BATCHES = "a batch of gradients through packed activations"
@@ -30,9 +30,9 @@ push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", REGION
 pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", REGIONS)
 top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
 current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
-#: How many tensors, and objects of Python, hold the storage at an address.
+#: Number of tensors and Python objects that hold the storage at an address.
 count_holders = find("torch._C._storage_Use_Count", REGIONS, fallback=lambda address: 1 << 30)
-#: The node of the graph whose backward pass this thread runs; None outside of one.
+#: The graph node whose backward this thread runs; None outside of one.
 current_autograd_node = find("torch._C._current_autograd_node", REGIONS, fallback=lambda: None)
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback", REGIONS)
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
@@ -45,7 +45,7 @@ CheckpointHooks = find("torch.utils.checkpoint._checkpoint_hook", COMPILING)
 
 
 def checkpoint_of(hook: Callable) -> Any:
-    """Return the object that a non-reentrant checkpoint has for one call, from the pack hook of a pass through it."""
+    """Return a non-reentrant checkpoint's object for one call, from the pack hook of a pass through it."""
     names = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals
     return names["frame"] if "frame" in names else names["target_frame_ref"]()
 
@@ -56,7 +56,7 @@ _set_seed = find("torch.random._manual_seed_impl", REGIONS)
 
 
 def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
-    """Let a function be called after each ``torch.manual_seed``, by whatever name that is called."""
+    """Call a function after each ``torch.manual_seed``, by whatever name that is called."""
 
     @functools.wraps(_set_seed)
     def set_seed(seed: Any) -> Any:
@@ -74,7 +74,7 @@ _collectives = find("torch.distributed.distributed_c10d", REGIONS, fallback=None
 
 
 def watch_collectives(watch: Callable[[Tensor], None]) -> None:
-    """Let a function be called with each tensor of a collective of ``torch.distributed``, before that runs."""
+    """Call a function with each tensor of a ``torch.distributed`` collective, before that runs."""
     for name in ("_check_single_tensor", "_check_tensor_list"):
         if check := getattr(_collectives, name, None):
             setattr(_collectives, name, _watched(check, watch))
@@ -93,7 +93,7 @@ def _watched(check: Callable[..., None], watch: Callable[[Tensor], None]) -> Cal
 # --- modes and transforms
 
 DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)
-#: Whether subclasses' own rules run, as they do but inside of one.
+#: Whether `__torch_function__` of subclasses runs, which it does except inside of `DisableTorchFunction`.
 is_torch_function_on = find("torch._C._is_torch_function_enabled", REGIONS, fallback=lambda: True)
 EnableTorchFunction = find("torch._C._EnableTorchFunction", COMPILING)
 DisableFuncTorch = find("torch._C._DisableFuncTorch", "making the tables of a format")
@@ -103,16 +103,16 @@ function_modes = find("torch.overrides._get_current_function_mode_stack", REGION
 pop_function_mode = find("torch._C._pop_torch_function_stack", REGIONS)
 push_function_mode = find("torch._C._push_on_torch_function_stack", REGIONS)
 len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", REGIONS)
-#: Context in which dispatch modes, others' too, see no op.
+#: Context that hides ops from all dispatch modes, including others'.
 no_dispatch_modes = find("torch._C._DisableTorchDispatch", REGIONS)
-active_fake_mode = find("torch._guards.active_fake_mode", REGIONS)  #: None where no tensor is a fake one
+active_fake_mode = find("torch._guards.active_fake_mode", REGIONS)  #: None without fake tensors
 disable_modes = find(
     "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
 )
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
-#: What FSDP, and others that wrap modules without a module of their own, know of them.
+#: State of modules that FSDP and the like wrap without a module of their own.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
-#: Whether a tensor is a batch of ``is_grads_batched``, and what adds and removes its dimension; of ``torch.func.vmap``.
+#: Whether a tensor is a batch of ``is_grads_batched``, adding and removing its dimension; then ``torch.func.vmap``'s.
 is_batched = find("torch._C._functorch.is_legacy_batchedtensor", BATCHES, fallback=lambda x: False)
 add_legacy_batch_dim = find("torch._add_batch_dim", BATCHES)
 remove_legacy_batch_dim = find("torch._remove_batch_dim", BATCHES)
@@ -124,7 +124,7 @@ outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interp
 _ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", BATCHES)
 _DispatchKeySet = find("torch._C.DispatchKeySet", BATCHES)
 _key_named = find("torch._C._dispatch_key_parse", BATCHES)
-#: What torch says where saved-tensor hooks are off; None where they are on.
+#: torch's error message if saved-tensor hooks are off; None if they are on.
 why_hooks_are_off = find(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS, fallback=lambda: None
 )
@@ -136,7 +136,7 @@ tree_unflatten = find("torch.utils._pytree.tree_unflatten", REGIONS)
 if not TYPE_CHECKING:
     TreeSpec = find("torch.utils._pytree.TreeSpec", REGIONS)
 
-# --- attributes: read where they are needed, and looked for here
+# --- attributes: read where needed, checked here
 
 ATTRIBUTES = (
     *("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view"),
@@ -170,18 +170,18 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", R
 
 skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
-#: Contexts that Dynamo knows, by the functions that make them.
+#: Contexts that Dynamo knows, by their factory functions.
 contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes", COMPILING, placeholder={})
-#: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
+#: Dynamo's callback for functions called here: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
-#: What Dynamo traces: called in traced code.
+#: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", COMPILING)
-#: How Dynamo calls a class that traced code makes an object of.
+#: Dynamo's variable for a class that traced code instantiates.
 ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable", COMPILING)
-#: Makes the variable of Dynamo that stands for a Python object in traced code.
+#: Makes Dynamo's variable for a Python object in traced code.
 variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create", COMPILING)
 _ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource", COMPILING)
-#: What Dynamo knows of the graph that it traces; None outside of a compilation.
+#: Dynamo's context of the graph that it traces; None outside of a compilation.
 tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
 FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor", COMPILING)
@@ -195,13 +195,13 @@ if not TYPE_CHECKING:
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has traced anything in this process: graphs call no hooks of modules."""
+    """Return whether torch.compile has traced anything in this process: graphs call no module hooks."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters["stats"])
 
 
 def is_parameter_or_buffer(node: Any) -> bool:
-    """Return whether an input of a graph of Dynamo's is a parameter or buffer that Dynamo has found in a module."""
+    """Return whether an input of a Dynamo graph is a parameter or buffer of a module."""
     return isinstance(getattr(getattr(node, "_dynamo_source", None), "base", None), _ParametersOrBuffers)
 
 
@@ -223,7 +223,7 @@ schemas_of_operator = find("torch._C._jit_get_schemas_for_operator", REGIONS, fa
 
 
 def argument_names(operator: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of an operator of ``torch.ops``: of one overload, or the default one."""
+    """Return the argument names of a ``torch.ops`` operator: of an overload, or the default one."""
     overload = operator if hasattr(operator, "_schema") else getattr(operator, "default", None)
     return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
 
@@ -242,7 +242,7 @@ def _rms_norm_in_parts(x: Tensor, shape: tuple[int, ...], weight: Tensor | None,
 
 
 softmax_backward = find("torch.ops.aten._softmax_backward_data.default", REGIONS, fallback=_softmax_gradient)
-#: None where it is missing; `fused_rms_norm` is then made of other ops.
+#: None if missing; `fused_rms_norm` then consists of other ops.
 fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default", REGIONS, fallback=None)
 fused_rms_norm = _rms_norm_in_parts
 if fused_rms_norm_backward is not None:
@@ -252,7 +252,7 @@ adaptive_avg_pool2d_backward = find("torch.ops.aten._adaptive_avg_pool2d_backwar
 adaptive_avg_pool3d_backward = find("torch.ops.aten._adaptive_avg_pool3d_backward", "average pooling in a region")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
 choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
-#: `F.grouped_mm` of torch before 2.10, and what it calls since; None where it is missing.
+#: `F.grouped_mm` before torch 2.10, and the function that it calls since; None if missing.
 grouped_mm = find("torch._grouped_mm", "grouped matrix products in a region", fallback=None)
 suggest_memory_format = find("torch._prims_common.suggest_memory_format", "group or RMS norm in a region")
 verify_batch_size = find("torch.nn.functional._verify_batch_size", "batch norm in a region")

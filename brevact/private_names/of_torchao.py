@@ -1,7 +1,7 @@
-"""What regions take the place of in torchao, which nobody imports for it."""
+"""Functions of torchao that regions replace, found without importing torchao."""
 
-#: Module, and the function that all of torchao's integer fake quantizers call: of the tensor, block sizes, scale, zero
-#: point, the type and range of the integers, and the domain of the zero point. It returns integers and values.
+#: Module, and the function that all of torchao's integer fake quantizers call, with tensor, block sizes, scale, zero
+#: point, the integers' type and range, and the zero point's domain. It returns integers and values.
 FAKE_QUANTIZATION = ("torchao.quantization.quant_primitives", "_do_fake_quantize_affine")
 
 #: Module, and the class of its float8 fake quantizers: a module with ``enabled``, whose forward takes a tensor.

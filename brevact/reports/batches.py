@@ -1,4 +1,4 @@
-"""What a model is called with: checked, and each tensor in a storage of its own size."""
+"""Arguments of a model: checked, and each tensor in a storage of its own size."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INPUTS_ALONE = "of (inputs, targets), pass the inputs alone: memory_report(mode
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments that a batch stands for: a tensor, a tuple or list, or a mapping.
+    """Return a batch (a tensor, a tuple or list, or a mapping) as positional and keyword arguments.
 
-    What is no batch, or does not fit ``model.forward``, raises a TypeError.
+    Raises a TypeError if it is not a batch or does not fit ``model.forward``.
     """
     _refuse_no_batch(batch)
     args: tuple[Any, ...]
@@ -79,7 +79,7 @@ def _refusal(model: nn.Module, signature: inspect.Signature, batch: Any, args: t
 
 @contextmanager
 def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[None]:
-    """Where a model fails on a tuple or list, say in a TypeError that it was called with several arguments."""
+    """If a model fails on a tuple or list, raise a TypeError that names the positional arguments."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
@@ -93,10 +93,7 @@ def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> 
 
 
 def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None) -> Any:
-    """Return arguments in which tensors that lie in a larger storage, as slices do, are copies of their own size.
-
-    Those made so far are found by the identity of their originals.
-    """
+    """Replace tensors that are slices of larger storages by copies; `copies` maps the originals' ids to them."""
     copies = {} if copies is None else copies
     if type(arguments) is Tensor and arguments.layout is torch.strided and not arguments.is_nested:
         if arguments.untyped_storage().nbytes() <= arguments.nbytes:
@@ -112,7 +109,7 @@ def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: nested in tuples, lists and mappings, or in the fields of a dataclass."""
+    """Yield the tensors in a value, nested in tuples, lists, mappings and dataclass fields."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Which layers' tensors hang together: a layer that packs tensors, and those that derive theirs from them."""
+"""Chains of layers: a layer that packs tensors, and the layers that derive from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from brevact.reports.memory_table import MemoryReport, OpMemory
 class Chain:
     """A layer that packs tensors, and the layers that pack none, but derive from them.
 
-    A reader derives from what its source packs if its own quantizer has no more bits; with more, it packs for itself.
+    A reader derives from its source's packed tensors unless its own quantizer has more bits: then it packs its own.
 
     Args:
         source: qualified name of the layer that packs.
-        readers: names of the layers that pack nothing, but derive from it, or read the same tensor; one that derives
-            from several sources, as behind a residual sum, stands in the chain of each.
+        readers: names of layers that pack nothing, but derive from the source or read the same tensor; one that derives
+            from several sources, as after a residual sum, is in the chain of each.
         saved_bytes: bytes of the packed tensors.
         tensor_bytes: bytes of these tensors when decoded.
-        bit_widths: bits of their codes, each once, without those of quantizers that do not say.
+        bit_widths: distinct bit widths of their codes, without quantizers whose width is unknown.
     """
 
     source: str
@@ -31,23 +31,19 @@ class Chain:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The source and its readers."""
         return self.source, *self.readers
 
 
 def chains_of(report: MemoryReport) -> tuple[Chain, ...]:
-    """Return the chains of a model, in the order in which their sources first pack a tensor.
+    """Return the chains of a model with backward quantization, in the order in which sources first pack a tensor.
 
-    What a layer keeps beside (masks, statistics, weights, tensors below ``min_numel``) is exact, and belongs to none.
+    Other saved tensors (masks, statistics, weights, tensors below ``min_numel``) are exact, and belong to no chain.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.SiLU(), torch.nn.Linear(64, 8))
     >>> report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(64, 64))
     >>> chains_of(report)
     (Chain(source='0', readers=('1', '2'), saved_bytes=2096, tensor_bytes=16384, bit_widths=(4,)),)
-
-    Args:
-        report: of the model with backward quantization.
     """
     packed: dict[str, list[OpMemory]] = {}
     for row in report.ops:

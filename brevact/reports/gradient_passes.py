@@ -1,4 +1,4 @@
-"""Gradients of a model that stays as it was, and the conditions on a loss for that."""
+"""Compute a model's gradients without changing the model, and check that its loss allows that."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
 from brevact.reports.in_place import ModelBefore, uncompiled
 
-#: Gradients of parameters, in their order.
+#: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
 Loss = Callable[[Any, Any], Tensor]
 
-#: Two exact gradients of one batch that differ by more than this part of their norm are those of two functions.
+#: Largest relative difference of two exact gradients of one batch; beyond it the loss is not a fixed function.
 MOST_DIFFERENCE = 1e-2
 
 
 def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization: int | None = None) -> Gradients:
-    """Return the gradients of the parameters that train; buffers, attributes and other gradients stay as they are.
+    """Return the gradients of trainable parameters; buffers, attributes and other tensors' gradients are unchanged.
 
-    Those of the model are None afterwards. One seed is that of torch's generators, for what the model draws; the other
-    is that of its quantizers, which draw from torch's generator without it.
+    The model's gradients are None afterwards. `seed` seeds torch's generators, for the model's own random numbers;
+    `quantization` seeds the quantizers, which use torch's generator if it is None.
     """
     before = ModelBefore(model, but_parameters=True)
     model.zero_grad(set_to_none=True)
@@ -52,7 +52,7 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed torch's generators; not those of CUDA where it has not started, which would begin with this seed then."""
+    """Seed torch's generators, except CUDA's before its initialization, which would later start from this seed."""
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
         torch.default_generator.manual_seed(seed)
     else:
@@ -60,7 +60,7 @@ def _seed_generators(seed: int) -> None:
 
 
 def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
-    """Return the leaves of a graph that are no parameters of a model: of a loss, or inputs that require gradients."""
+    """Return a graph's leaves other than the model's parameters: the loss's own, or inputs that require gradients."""
     own, found = {id(p) for p in model.parameters()}, []
     seen: set[Any] = {None}
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(value).node]
@@ -77,7 +77,7 @@ def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let tensors have the gradients after a block that they had before."""
+    """Restore the gradients of tensors after a block."""
     before = [(x, x.grad) for x in tensors]
     try:
         for x in tensors:
@@ -89,21 +89,21 @@ def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def squared_norm(found: Gradients) -> float:
-    """Sum of the squares of gradients."""
+    """Return the sum of squares over all gradients."""
     return sum(float(grad.double().square().sum()) for grad in found)
 
 
 def squared_distance(found: Gradients, other: Gradients) -> float:
-    """Sum of the squares of the differences of gradients."""
+    """Return the sum of squared differences over all gradients."""
     return sum(float((a.double() - b).square().sum()) for a, b in zip(found, other, strict=True))
 
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run a block that trains a model; gradients, training mode and torch's generators are afterwards as before.
+    """Run a block that trains a model, then restore gradients, training modes and torch's generators.
 
-    Hooks that run once a gradient is accumulated, optimizers that step during backward for example, do not run. A model
-    in which no parameter trains raises a ValueError.
+    Post-accumulate-grad hooks, such as optimizers that step during backward, do not run. Raises a ValueError if no
+    parameter requires a gradient.
     """
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
@@ -146,10 +146,7 @@ def _check_value(value: Any) -> None:
 
 
 def check_repeats(first: Gradients, second: Gradients, changed: Sequence[str]) -> None:
-    """Raise for a loss whose exact gradient of a batch differs from one pass to the next.
-
-    ``changed`` are the names of parameters that a pass has changed.
-    """
+    """Raise a ValueError if two exact gradients of a batch differ; `changed` names parameters that a pass modified."""
     norm = math.sqrt(squared_norm(first))
     difference = math.sqrt(squared_distance(first, second))
     if not math.isfinite(norm):
@@ -170,7 +167,7 @@ def check_repeats(first: Gradients, second: Gradients, changed: Sequence[str]) -
 
 
 def check_batches(batches: Any, call: str) -> None:
-    """Raise for batches that cannot be gone through again, or for none; the error says how the function is called."""
+    """Raise if batches are not a sequence or are empty; `call` is the usage that the error shows."""
     if isinstance(batches, str | bytes | Tensor) or not isinstance(batches, Sequence):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a list of batches, each what "
@@ -181,7 +178,7 @@ def check_batches(batches: Any, call: str) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise for a loss that is no function of a model and a batch."""
+    """Raise a TypeError unless the loss is a function."""
     if not callable(loss) or isinstance(loss, nn.Module | type):
         raise TypeError(
             f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
@@ -190,7 +187,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_draws(draws: Any, name: str = "draws") -> None:
-    """Raise for a number of draws of which no variance can be estimated."""
+    """Raise unless there are at least 2 draws, from which a variance can be estimated."""
     check_int(name, draws)
     if draws < 2:
         raise ValueError(f"{name}={draws}; accepted is an int of at least 2, of which a variance can be estimated")

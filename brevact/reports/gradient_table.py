@@ -13,24 +13,23 @@ from brevact.tables import MIB, figure_kind, size_text, text_table
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """What the tensors that one layer packs do to the gradients, those of layers in front of it included.
+    """Noise and bias that one layer's packed tensors add to the gradients, including those of earlier layers.
 
-    Noise, bias and their standard errors are in the unit of the report; NaN where they were not measured.
+    Noise, bias and their standard errors are in the unit of the report; NaN if not measured.
 
     Args:
-        layer: qualified name of the module that packs; what a container's own forward packs stands under the container.
+        layer: qualified name of the module that packs; tensors of a container's own forward belong to the container.
         kind: class of the module.
-        readers: layers that derive theirs from these tensors, whose errors count here; one that derives from several
+        readers: layers that derive their tensors from these, whose errors count here; a layer that derives from several
             layers counts in the row of each.
-        bit_widths: bits of the codes, each once, without those of quantizers that do not say.
+        bit_widths: distinct bit widths of the codes, without quantizers whose width is unknown.
         saved_bytes: bytes of the packed tensors.
         noise: variance of the gradients with everything else at 8 bits, minus the variance with everything at 8 bits.
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.
         estimate: the part of ``noise`` and ``bias`` that comes through weight gradients of linear layers and
-            convolutions, from one pass a batch for all layers; NaN where none reads the tensors: what they do
-            elsewhere is measured only.
+            convolutions, from one pass per batch for all layers; NaN if none of them reads the tensors.
         estimate_error: standard error of ``estimate``.
     """
 
@@ -63,19 +62,18 @@ class GradientReport:
     Unit of noise and bias²: variance of the gradient between the 4 batches.
 
     Args:
-        rows: one row a layer that packs tensors, in the order of the forward pass.
-        noise: variance of the gradient over the seeds of quantizers, summed over weights, in the unit.
+        rows: one row per layer that packs tensors, in the order of the forward pass.
+        noise: variance of the gradient over the quantizers' seeds, summed over weights, in the unit.
         noise_error: standard error of ``noise``; NaN for one batch.
-        bias: squared norm of the mean error of the gradient, in the unit; estimated without bias, so that it may be
-            negative.
+        bias: squared norm of the mean error of the gradient, in the unit; an unbiased estimate, which may be negative.
         bias_error: standard error of ``bias``; NaN for one batch.
-        saved_bytes: bytes stored for backward, each storage once, the loss included.
-        plain_bytes: bytes stored without backward quantization.
-        unit: variance of the exact gradient between batches, summed over weights; the squared norm of the gradient,
-            where there is one batch.
+        saved_bytes: bytes saved for backward, each storage once, including the loss.
+        plain_bytes: bytes saved without backward quantization.
+        unit: variance of the exact gradient between batches, summed over weights; with one batch, the squared norm of
+            its gradient.
         is_relative: whether ``unit`` is that squared norm.
         batches: number of batches.
-        draws: seeds a batch.
+        draws: seeds per batch.
         passes: forward and backward passes that the report took.
         notes: sentences on how to read the report.
     """
@@ -96,11 +94,11 @@ class GradientReport:
 
     @property
     def ratio(self) -> float:
-        """How many times less is stored: ``plain_bytes / saved_bytes``."""
+        """Compression: ``plain_bytes / saved_bytes``."""
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
     def __str__(self) -> str:
-        """Return the table by layer, stored bytes beside, and the notes."""
+        """Return the table by layer, other saved bytes, and the notes."""
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
         cells = [_cells(row) for row in self.rows]
         if beside:
@@ -122,7 +120,7 @@ class GradientReport:
         return f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a layer, and a last one for all, whose layer is "total": its columns are those of a row.
+        """Write one line per layer, with the fields of a row as columns, and a last line for the layer "total".
 
         Args:
             path: file to write.
@@ -136,15 +134,15 @@ class GradientReport:
             writer.writerows([_plain(getattr(row, name)) for name in names] for row in (*self.rows, total))
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Draw the noise of each layer, measured and estimated, beside its bytes.
+        """Plot each layer's measured and estimated noise beside its bytes.
 
         Args:
-            path: image file to write; its ending chooses the format.
+            path: image file to write; its extension selects the format.
             max_layers: layers to show, at least 1: those with the most noise.
 
         Raises:
             ImportError: matplotlib is not installed.
-            TypeError: ``max_layers`` is no int.
+            TypeError: ``max_layers`` is not an int.
             ValueError: ``max_layers`` is less than 1.
         """
         figure = figure_kind("GradientReport", max_layers)(

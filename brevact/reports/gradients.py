@@ -1,4 +1,4 @@
-"""What backward quantization does to the gradients of a model, layer by layer, measured: `gradient_report`."""
+"""Measure the noise and bias of backward quantization in gradients, per layer: `gradient_report`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from brevact.reports.progress import progress_bar
 from brevact.reports.step import StepLoss
 from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
-#: Ways to the rows of a report.
+#: Accepted values of `layers=`.
 LAYERS = ("measured", "estimated", None)
 UNKNOWN = Estimate(math.nan, math.nan)
 
@@ -51,22 +51,22 @@ def gradient_report(
     layer_draws: int = 2,
     progress: bool = True,
 ) -> GradientReport:
-    """Measure the noise and the bias that backward quantization adds to the gradients of a model, and of each layer.
+    """Measure the noise and bias that backward quantization adds to a model's gradients, in all and per layer.
 
     With g_b the exact gradient of batch b, all weights in one vector, h_b the gradient with backward quantization, and
     E the mean over the seeds of random rounding:
 
         noise = mean_b E |h_b - E h_b|^2 / V,    bias = mean_b |E h_b - g_b|^2 / V,    V = variance of g_b over batches
 
-    Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. The row of a layer
-    has the noise of the tensors that the layer packs, in its own gradients and in those of layers that derive theirs
-    from them: measured with all other tensors at 8 bits, whose noise is subtracted. Its ``estimate`` is the part that
-    comes through weight gradients of linear layers and convolutions, from a closed form (:mod:`brevact.weight_errors`).
+    Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. A layer's row has
+    the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
+    all other tensors at 8 bits, whose noise is subtracted. Its ``estimate`` is the part that comes through weight
+    gradients of linear layers and convolutions, from a closed form (:mod:`brevact.reports.weight_errors`).
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
-    batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and (L + 1) B layer_draws more
-    the rows. The gradients of all batches are held in memory. Afterwards weights, buffers, gradients, policy and random
-    generators are as before, bit for bit.
+    batches and L rows, the total takes 1 + B + B draws passes, the estimates 1 + B more, and the rows (L + 1) B
+    layer_draws more. The gradients of all batches stay in memory. Weights, buffers, gradients, policy and random
+    generators are restored bit for bit.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -80,25 +80,26 @@ def gradient_report(
 
     Args:
         model: module, with or without backward quantization.
-        batches: a list of a few batches, each passed to ``loss``. With a single batch, figures are relative to the
+        batches: a list of a few batches, each passed to ``loss``. With a single batch, values are relative to the
             squared norm of its gradient, and have no standard errors.
         loss: takes the model and a batch, and returns the mean over the batch, a scalar; called in the region of the
             model, as in ``with brevact.backward_quant(model):``.
-        policy: replaces the model's policy during the measurement; all that ``quantize_backward`` takes. None for the
-            model's own, or :data:`DEFAULT` in a model without one.
-        draws: seeds a batch for the whole, at least 2.
+        policy: replaces the model's policy during the measurement, as in ``quantize_backward``. None for the model's
+            own, or :data:`DEFAULT` in a model without one.
+        draws: seeds per batch for the total, at least 2.
         layers: "measured" for measured rows with estimates, "estimated" for estimates only, None for neither.
-        layer_draws: seeds a batch for each row, at least 2.
-        progress: whether a bar appears after some seconds, where tqdm is installed.
+        layer_draws: seeds per batch for each row, at least 2.
+        progress: whether to show a progress bar after some seconds, if tqdm is installed.
 
     Returns:
         The report: ``print`` it, or use ``to_csv`` and ``plot``.
 
     Raises:
-        TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or its result no tensor.
-        ValueError: there are no batches, or too few draws; the model has no parameters that train; the loss is no
-            scalar, is not finite, does not use the model, or draws random numbers of its own; the gradients of all
-            batches are equal; the policy does not fit; or it is called in a region.
+        TypeError: ``model`` is not a module, ``batches`` not a list, ``loss`` not a function, or its result not a
+            tensor.
+        ValueError: there are no batches, or too few draws; no parameter requires a gradient; the loss is not a scalar,
+            is not finite, does not use the model, or draws its own random numbers; the gradients of all batches are
+            equal; the policy does not fit; or a region is active.
     """
     _check(model, batches, loss, layers)
     check_draws(draws)
@@ -117,7 +118,7 @@ def _report(
     layer_draws: int,
     progress: bool,
 ) -> GradientReport:
-    """Make the measurements of :func:`gradient_report`; the model is changed."""
+    """Measure as :func:`gradient_report` does; modifies the model."""
     memory = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
     is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
@@ -154,7 +155,7 @@ def _report(
 
 
 class _Measurement:
-    """What chains of a model with backward quantization do to its gradients."""
+    """Measures the noise and bias of a model's chains."""
 
     def __init__(
         self,
@@ -167,10 +168,7 @@ class _Measurement:
         self._model, self._batches, self._loss, self._exact, self._on_pass = model, batches, loss, exact, on_pass
 
     def estimates(self, chains: Sequence[Chain]) -> dict[str, Estimate]:
-        """Return the noise that comes through weight gradients with a closed form, by the sources of chains.
-
-        That of a layer that derives from several chains counts for each of them in equal parts.
-        """
+        """Return the noise that comes through weight gradients with a closed form, by source; readers split equally."""
         sources: dict[str, list[str]] = {}
         for chain in chains:
             for layer in chain.layers:
@@ -190,7 +188,7 @@ class _Measurement:
         return {source: in_units(of_batches, self._exact.unit) for source, of_batches in found.items()}
 
     def of_chains(self, chains: Sequence[Chain], draws: int) -> tuple[dict[str, tuple[Estimate, Estimate]], list[str]]:
-        """Return noise and bias of each chain alone, by its source, and notes; the model's regions are changed."""
+        """Return noise and bias of each chain alone, by source, and notes; modifies the model's regions."""
         isolation = Isolation(self._model)
         fine_B, _ = self._with_only(isolation, (), draws)
         found, left = {}, []
@@ -209,7 +207,7 @@ class _Measurement:
 
 
 def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> MemoryReport:
-    """Give a model the policy to measure, and return the bytes it stores."""
+    """Attach the policy to measure, and return the bytes that the model saves under it."""
     if policy is not None:
         for module in model.modules():
             detach_region(module, POLICY)

@@ -1,8 +1,7 @@
-"""A model that is measured itself, and is afterwards as it was, bit for bit.
+"""Measure a model in place and restore it bit for bit.
 
-What a report, a fit or a policy's first steps do to a model is what training does: forward and backward passes, other
-regions, other modes. A copy would need a model that can be copied: not one that is pruned, keeps a tensor of its last
-forward pass, or holds a lock.
+Reports, fits and a policy's first steps train the model: they run forward and backward passes and change regions and
+modes. Copying the model instead fails if it is pruned, keeps a tensor of its last forward pass, or holds a lock.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from brevact.autograd.seeds import kept_generators
 from brevact.reports.tensors_in_place import TensorBefore
 from brevact.user_lines import warn
 
-#: Containers, by whose own methods those of derived classes are filled again.
+#: Containers; subclasses are refilled with the base class's own methods.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-#: Classes of Python whose objects are to hold what a user likes.
+#: Standard library classes that hold arbitrary user attributes.
 _OF_PYTHON = (types.SimpleNamespace, UserDict, UserList)
-#: Objects in objects that are no modules, of which a module's attributes are looked through.
+#: Depth to which objects that are not modules are searched below a module.
 _DEEPEST = 2
-#: Packages whose objects hold nothing that a forward pass changes and a model would miss.
+#: Packages whose objects hold no state that must be restored.
 _NOT_OURS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "builtins"))
 _NEVER = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-#: Classes whose objects hold nothing, and those whose objects have items and no attributes.
+#: Classes without contents, and containers without attributes.
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _WITHOUT_ATTRIBUTES = frozenset((dict, list, tuple, set, deque))
 _NO_PAIRS: dict[Any, Any] = {}
@@ -45,20 +44,16 @@ _NO_ITEMS: list[Any] = []
 
 @contextmanager
 def in_place(model: nn.Module) -> Iterator[None]:
-    """Run a block that may run, train and change a model; afterwards, also after an error, all is as before.
+    """Run a block that may run, train and change a model, then restore the model, also after an error.
 
-    That is buffers, gradients, modes, hooks, regions, attributes of modules, what is in their lists and dictionaries,
-    and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no hook on
-    parameters runs. Parameters and integers above 64 KiB are not copied: a warning names those that the block has
-    written to. Not restored is what is out of the model's sight: globals, files, iterators, objects that three others
-    stand around, attributes of scripted modules, tensors with a graph that are overwritten, and what is written through
-    ``.data`` of a large parameter.
-
-    Args:
-        model: any module but a wrapper of several processes or devices.
+    Restores buffers, gradients, modes, hooks, regions, module attributes, the contents of their lists and dictionaries,
+    and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no parameter
+    hook runs. Parameters and integer tensors above 64 KiB are not copied: a warning names modified ones.
+    Not restored: globals, files, iterators, objects nested in three others, attributes of scripted modules, overwritten
+    tensors with a graph, and writes through ``.data`` of a large parameter.
 
     Raises:
-        ValueError: the model has lazy parameters, or is such a wrapper.
+        ValueError: the model has lazy parameters, or wraps several processes or devices.
     """
     _check(model)
     _shard(model)
@@ -77,14 +72,14 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled modules and functions run as they are written: no hook sees inside a graph."""
-    is_there = "torch._dynamo" in sys.modules  # without it nothing is compiled, and importing it takes seconds
+    """Return a context that runs compiled code eagerly, since hooks cannot see inside a compiled graph."""
+    is_there = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and the import takes seconds
     return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 def _shard(model: nn.Module) -> None:
-    """Let modules of FSDP2 that have gathered their parameters hold their own parts again, as they do between steps."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without which there are none
+    """Reshard FSDP2 modules that have gathered their parameters, as between steps."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None if never imported
     for module in () if fsdp is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
@@ -101,14 +96,11 @@ def _check(model: nn.Module) -> None:
 
 
 class ModelBefore:
-    """All that a model is made of, to be put back: objects by reference, their contents in shallow copies.
-
-    Parameters, which no pass changes, stay as they are if ``but_parameters``.
-    """
+    """Snapshot of a model: objects by reference, their contents as shallow copies; skips parameters if asked to."""
 
     def __init__(self, model: nn.Module, *, but_parameters: bool = False) -> None:
         self._but_parameters = but_parameters
-        self._seen: dict[int, Any] = {}  # which keeps what is seen alive, so that no other object has its identity
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
         self._contents: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], object]] = []
         self._tensors: list[TensorBefore] = []
@@ -116,7 +108,7 @@ class ModelBefore:
         self._visit(model)
 
     def _visit(self, model: nn.Module) -> None:
-        """Take note of a model, and of its modules and tensors."""
+        """Record a model, its modules and its tensors."""
         pending: list[tuple[Any, int]] = [(model, 0)]
         while pending:
             value, depth = pending.pop()
@@ -126,12 +118,12 @@ class ModelBefore:
             if isinstance(value, Tensor):
                 if self._but_parameters and isinstance(value, nn.Parameter):
                     continue
-                if value.is_leaf:  # others are of an earlier pass: they are put back where they were
+                if value.is_leaf:  # non-leaves come from an earlier pass: only the references are restored
                     self._tensors.append(TensorBefore(value))
             elif isinstance(value, _CONTAINERS):
                 inside = self._note_contents(value)
             elif isinstance(value, tuple):
-                inside = [*tuple.__iter__(value)]  # whose own length may raise
+                inside = [*tuple.__iter__(value)]  # a subclass's __len__ may raise
             elif (restore := _restorer_of(value)) is not None:
                 self._others.append(restore)
             elif isinstance(value, nn.Module):
@@ -147,16 +139,16 @@ class ModelBefore:
             pending += [(item, depth) for item in inside if type(item) not in _PLAIN]
 
     def _note_scripted(self, module: nn.Module) -> list[Any]:
-        """Take note of the modes of a module of torch.jit, whose state is not in Python's, and return its tensors."""
+        """Record the modes of a torch.jit module, whose state is not in Python attributes; return its tensors."""
         if not isinstance(module, torch.jit.ScriptModule):
             return []
         self._others += [functools.partial(_set_mode, each, each.training) for each in module.modules()]
         return [*module.parameters(), *module.buffers()]
 
     def _note_contents(self, container: Any) -> list[Any]:
-        """Take note of a container, and return its items."""
+        """Record a container's items and return them."""
         is_mapping = isinstance(container, dict)
-        if type(container) in _CONTAINERS and not container:  # as most dictionaries of hooks
+        if type(container) in _CONTAINERS and not container:  # like most hook dictionaries
             self._contents.append((container, _NO_PAIRS if is_mapping else _NO_ITEMS))
             return []
         items = dict(container) if is_mapping else list(container)
@@ -164,7 +156,7 @@ class ModelBefore:
         return list(items.values()) if isinstance(items, dict) else [*items]
 
     def _note_attributes(self, value: Any) -> list[Any]:
-        """Take note of the attributes of an object, if it may have some, and return them."""
+        """Record an object's attributes and slots and return their values."""
         inside: list[Any] = []
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
@@ -178,12 +170,12 @@ class ModelBefore:
         return inside
 
     def hide_gradients(self) -> None:
-        """Let no parameter have a gradient, so that none adds to it, and no hook see one."""
+        """Remove gradients, so that nothing accumulates into them, and gradient hooks."""
         for each in self._tensors:
             each.hide_gradient()
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the snapshot; warn about modified tensors that were too large to copy."""
         for container, items in self._contents:
             _refill(container, items)
         for restore in self._others:
@@ -200,12 +192,11 @@ class ModelBefore:
 
 @functools.lru_cache(maxsize=1024)
 def _is_ours(kind: Any) -> bool:
-    """Whether a class is neither Python's nor torch's: a user's, or ours."""
+    """Whether a class is outside the standard library, torch and NumPy."""
     return kind.__module__.partition(".")[0] not in _NOT_OURS
 
 
 def _holds_state(value: Any) -> bool:
-    """Whether an object has attributes that a forward pass may change."""
     if isinstance(value, _OF_PYTHON):
         return True
     kind: Any = type(value)
@@ -213,7 +204,7 @@ def _holds_state(value: Any) -> bool:
 
 
 def _restorer_of(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores a generator of random numbers, or an array; None for other objects."""
+    """Return a function that restores a random generator or an array; None for other objects."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -231,7 +222,7 @@ def _restorer_of(value: Any) -> Callable[[], object] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: Any) -> list[str]:
-    """Return the names of the slots that objects of a class have, if it is neither Python's nor torch's."""
+    """Return the slot names of a class for which `_is_ours` holds."""
     found: list[str] = []
     for each in kind.__mro__ if _is_ours(kind) else ():
         slots = vars(each).get("__slots__", ())
@@ -256,13 +247,13 @@ def _set_mode(module: nn.Module, trains: bool) -> None:
 
 
 def _set_class(value: Any, kind: type) -> None:
-    """Give a module the class that it had, before a parametrization for example."""
+    """Restore a module's class, which parametrization changes."""
     if type(value) is not kind:
         value.__class__ = kind
 
 
 def _refill(container: Any, items: Any) -> None:
-    """Put items back into a container, unless it has just these."""
+    """Restore a container's items, unless they are unchanged."""
     if len(container) == len(items) and all(map(operator.is_, container, items)):
         if not (items and isinstance(items, dict)) or all(map(operator.is_, container.values(), items.values())):
             return

@@ -1,4 +1,4 @@
-"""One chain of a model at a time as its policy says, everything else at 8 bits: whose noise it is."""
+"""Isolate the noise of one chain: it stores under the model's policy, everything else at 8 bits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from brevact.injectors.proxies import names_of
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Rounding, UniformQuantizer
 
-#: Of what is not to be heard: its variance is a 289th of that of 4 bits.
+#: Bits of all other layers: their variance is 1/289 of that at 4 bits.
 FINE_BIT_WIDTH = 8
 
 
 class Isolation:
-    """Lets some layers of a model store as its policy says, and all others the same at 8 bits.
+    """Lets some layers store under the model's policy, and all others the same tensors at 8 bits.
 
-    Not at full precision: the same tensors are packed, and the same derive, as under the policy. The model is changed
-    for good: its caller puts it back (``in_place``).
+    At 8 bits and not in full precision, so that the same tensors are packed and derived as under the policy. The caller
+    restores the model (``in_place``).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class Isolation:
         self._enter(model, None, {*names_of(model)})
 
     def _enter(self, module: nn.Module, around: BackwardSettings | None, left: set[nn.Module]) -> None:
-        """Give each module a region of its own, which stores as the one around it does where it had none."""
+        """Give each module its own region; one without inherits the settings of the region around it."""
         if module not in left or isinstance(module, BackwardQuantProxy):
             return
         left.remove(module)
@@ -46,12 +46,12 @@ class Isolation:
             self._enter(child, around, left)
 
     def has_region(self, layer: str) -> bool:
-        """Return whether a module's region, and not one in the code of the model, decides how a layer stores."""
+        """Return whether the layer's region belongs to a module, and not to the model's code."""
         module = self._modules[layer]
         return any(each is module for _, each, _, _ in self._regions)
 
     def restrict_to(self, layers: Collection[str]) -> None:
-        """Let layers of these names, not those inside, store as the policy says, all others the same at 8 bits."""
+        """Store under the policy in these layers, not in their children, and at 8 bits in all others."""
         chosen = {self._modules[layer] for layer in layers}
         for hook, module, settings, finer in self._regions:
             hook.settings = settings if module in chosen else finer
@@ -59,13 +59,13 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn(UniformQuantizer):
-    """Stores at 8 bits the tensors that another quantizer would store: derivations, and their bits, stay the same."""
+    """Stores another quantizer's tensors at 8 bits: derivations, and their bits, stay the same."""
 
     nominal: Any = None
 
 
 class _OfOneSize:
-    """What a mixture stores a tensor by, of which it has drawn a size: no reader has the same."""
+    """`nominal` of a mixture whose size is drawn: equals no reader's."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -78,15 +78,14 @@ _OF_ONE_SIZE = _OfOneSize()
 
 @dataclass(frozen=True, kw_only=True)
 class _MixtureStandIn(StandIn):
-    """Stands in for a mixture, which draws a quantizer for each tensor."""
+    """Replaces a mixture, which draws a quantizer for each tensor."""
 
     def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
-        """Return the quantizer of a tensor of so many elements, as a mixture does."""
         return StandIn(bit_width=self.bit_width, rounding=self.rounding, nominal=_OF_ONE_SIZE)
 
 
 def _finer(quantizer: Any) -> Any:
-    """Return the stand-in for a quantizer; for a module, whose tensors no cache may hold, one on its own."""
+    """Return the 8-bit replacement of a quantizer; a plain one for a module, whose tensors no cache may hold."""
     form: dict[str, Any] = {"rounding": Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST}
     if isinstance(quantizer, nn.Module):
         return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
@@ -97,7 +96,7 @@ def _finer(quantizer: Any) -> Any:
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings stay, and so does None.
+    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings and None are unchanged.
 
     >>> import brevact
     >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width

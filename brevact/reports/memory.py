@@ -1,4 +1,4 @@
-"""What a model stores for backward, measured: `memory_report`."""
+"""Measure the tensors that a model saves for backward: `memory_report`."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a
 def memory_report(
     model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any], loss: Loss | None = None
 ) -> MemoryReport:
-    """Measure the bytes that a training forward pass saves for backward, layer by layer, plain and packed.
+    """Measure the bytes that a training forward pass saves for backward, per layer, plain and packed.
 
-    Runs the model on the batch twice, with its backward quantizers and without them, and adds up the storages that
-    autograd keeps, each once, without parameters and buffers. A model without a backward quantizer is measured as after
-    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit;
-    a forward pass that writes into parameters of more than 64 KiB is warned of. The pass without quantizers holds
-    nothing, as inference. A model that does not fit is measured on the meta device, with a batch there.
+    Runs the model on the batch twice, with and without its backward quantizers, and sums the storages that autograd
+    keeps, each once, except parameters and buffers. A model without a backward quantizer is measured as if after
+    ``quantize_backward(model)``. The model, its gradients and random generators are restored bit for bit; a warning
+    names parameters above 64 KiB that the forward pass modifies. The plain pass keeps no tensors alive, like inference.
+    If a model does not fit in memory, measure it on the meta device, with a batch there.
 
-    An input that is stored unchanged counts by its own bytes, even if it is a slice of a larger tensor. Tensors that a
-    checkpointed function will recompute do not count. Compiled modules are measured uncompiled.
+    An input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
+    checkpointed function recomputes do not count. Compiled modules are measured uncompiled.
 
     >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -62,17 +62,17 @@ def memory_report(
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
     The model has no backward quantizer: brevact.quantize_backward(model) would store this.
 
-    With a loss, the report is of a step in ``with brevact.backward_quant(model):``, where the loss is packed, too:
+    With a loss, it measures a step inside ``with brevact.backward_quant(model):``, where the loss packs, too:
 
     >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
     >>> step = brevact.memory_report(model, (torch.randn(64, 64), torch.randint(64, (64,))), loss)
     >>> step.plain_bytes > report.plain_bytes
     True
 
-    If the loss is a tensor of one element, more steps, plain and packed, run its backward pass and measure the
-    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. In the plain
-    step what autograd saves waits in a temporary file, and counts as if it did not. The peak consists of kept bytes,
-    gradients, and tensors that are decoded or computed at one time:
+    If the loss is a tensor of one element, further plain and packed steps run its backward pass and measure the peak:
+    the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The plain step writes
+    saved tensors to a temporary file, but counts them as if they were in memory. The peak consists of saved bytes,
+    gradients, and tensors that are decoded or computed at that moment:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
@@ -88,16 +88,16 @@ def memory_report(
         model: module, with or without backward quantization; measured in training mode.
         batch: arguments of the model, without targets: a tensor, a tuple or list of positional arguments, or a mapping
             of keyword arguments. With ``loss``, the batch that ``loss`` takes.
-        loss: takes the model and the batch, and returns the tensor whose backward pass runs; called in the region of a
-            model with a policy. None for a forward pass alone.
+        loss: takes the model and the batch, and returns the tensor to differentiate; called in the region of a model
+            with a policy. None for a forward pass alone.
 
     Returns:
-        The report: a row a layer, how each op stored its tensors, and with a loss the peak of a step.
+        The report: one row per layer, how each op saves its tensors, and with a loss the peak of a step.
 
     Raises:
-        TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes; ``loss`` is
-            no function.
-        ValueError: ``model`` has lazy parameters, or is a wrapper of several processes or devices.
+        TypeError: ``model`` is not a module; ``batch`` is a data loader, or the model does not accept it; ``loss`` is
+            not a function.
+        ValueError: ``model`` has lazy parameters, or wraps several processes or devices.
     """
     check_model(model, "memory_report(model, batch)", batch)
     if loss is not None:
@@ -112,7 +112,7 @@ def memory_report(
 
 
 def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    """Return the report with the peaks of a step of a loss; as it is where no backward pass begins at the loss."""
+    """Add the peaks of a training step to the report, if the loss is a scalar tensor that requires a gradient."""
     with in_place(model), uncompiled():
         if report.would_save:
             attach_policy(model)
@@ -132,11 +132,7 @@ def _begins_backward(value: Any) -> bool:
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
-    """Measure the tensors that a training forward pass stores for backward, as :func:`memory_report` does.
-
-    A function runs the model, and computes a loss of its output, say, which then counts, too. The arguments
-    are tensors that it works on.
-    """
+    """Measure a training forward pass as :func:`memory_report` does; see :class:`MemoryOfPass` for the arguments."""
     return MemoryOfPass(model, run, arguments).measured()
 
 
@@ -145,8 +141,8 @@ class MemoryOfPass:
 
     Args:
         model: to measure.
-        run: runs the model, and computes a loss of its output, say, which then counts, too.
-        arguments: tensors that it works on.
+        run: runs the model, and may compute a loss from its output, whose saved tensors then count, too.
+        arguments: inputs that it uses.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
@@ -154,7 +150,7 @@ class MemoryOfPass:
         self._plain: _Measured | None = None
 
     def measured(self) -> MemoryReport:
-        """Return what the pass stores under the policy that the model has now, or would have by default."""
+        """Measure the pass under the model's current policy, or under the default one if it has none."""
         model, run, note = self._model, self._run, ""
         has_regions = any(regions_of(module) for module in model.modules())
         saved = _measure(model, run) if has_regions else _measured_plain(model, run)
@@ -186,16 +182,13 @@ class MemoryOfPass:
 
 
 def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
-    """Measure how each op of a model stores its tensors, as :func:`memory_of` does, without the plain model."""
+    """Measure how each op saves its tensors, as :func:`memory_of` does, without the plain pass."""
     return tuple(_measure(model, run).ops)
 
 
 @dataclass
 class _Measured:
-    """What one forward pass stores: a row a tensor, and for each layer the others that had stored one of it before.
-
-    The pass has a graph if its output has gradients to give; a generator's output is what it yields.
-    """
+    """Saved tensors of one forward pass; `shared` maps a layer to earlier layers that saved one of its tensors."""
 
     ops: list[OpMemory] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
@@ -203,14 +196,13 @@ class _Measured:
     is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
-        """Return the sources of the tensors of a layer that stores no bytes, "" if it stores some."""
+        """Return a note on the tensor that a layer derives from, "" if the layer saves bytes of its own."""
         rows = [row for row in self.ops if row.layer == layer]
         if any(row.saved_bytes for row in rows):
             return ""
         return next((row.why for row in rows if row.how == DERIVED), "")
 
     def note_on(self, layer: str) -> str:
-        """Return why a layer stores no bytes in this pass."""
         others = [other or "(model)" for other in self.shared.get(layer, ())]
         if not others:
             return "plain stores nothing here"
@@ -219,7 +211,6 @@ class _Measured:
 
 
 def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
-    """Return why a model stores nothing for backward at all."""
     count = sum(1 for _ in model.parameters())
     trains = [x for x in (*model.parameters(), *tensors_of(arguments)) if x.requires_grad]
     if not trains:
@@ -244,10 +235,7 @@ def _measure(
     *,
     holds: bool = True,
 ) -> _Measured:
-    """Return the tensors that each op of the model, changed first, keeps; the model is afterwards as it was.
-
-    Where nothing is held, the tensors are gone once the model has no more use for them, as in inference.
-    """
+    """Apply `change`, measure a pass and restore the model; unless `holds`, saved tensors are freed as in inference."""
     with in_place(model):
         change(model)
         if not model.training:
@@ -256,11 +244,11 @@ def _measure(
 
 
 class _UnheldError(Exception):
-    """A backward pass in the forward pass needs a tensor that was not held."""
+    """A backward pass inside the forward pass needs a tensor that was not kept."""
 
 
 def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
-    """Return what a pass that packs nothing keeps, in the memory of one without gradients where that is possible."""
+    """Measure a plain pass, without keeping its saved tensors where possible."""
     try:
         return _measure(model, run, holds=False)
     except _UnheldError:
@@ -271,13 +259,13 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[Tensor | WeakStorage, str]] = {}
     found, rows = _Measured(), list[tuple[int, OpMemory]]()
-    source = ""  # layer that has stored what the last tensor derives from
+    source = ""  # layer that saved the tensor from which the last one derives
     is_missed = False
 
     def pack_unheld(x: Tensor) -> Tensor | None:
         place = _place_of(x)
         before, _ = held.get(place, (None, ""))
-        if isinstance(before, WeakStorage) and before.expired():  # a new tensor is where another was
+        if isinstance(before, WeakStorage) and before.expired():  # a new tensor reuses the address
             del held[place]
         pack(x)
         if place not in held or place < 0:
@@ -308,7 +296,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             how, why = stored.how, stored.why
             if how == DERIVED:
                 is_packed = x.dtype is torch.uint8
-                is_source = is_packed or 0 < stored.tensor_bytes <= x.nbytes  # as it is, to be packed on backward
+                is_source = is_packed or 0 < stored.tensor_bytes <= x.nbytes  # unpacked, to be packed on backward
                 if is_source and place in held:
                     source = held[place][1]
                 if is_source and place not in held:
@@ -335,22 +323,22 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     if isinstance(output, GeneratorType):
                         found.is_generator, output = True, list(output)
                 finally:
-                    held.clear()  # regions refer to it until garbage is collected, and later steps would share it
+                    held.clear()  # regions refer to it until garbage collection, and later steps would share it
                     if is_missed:
-                        raise _UnheldError  # also where the model has caught it, or raised another
+                        raise _UnheldError  # even if the model caught it or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 
 
 def _place_of(x: Tensor) -> int:
-    """Return the key of a tensor's memory: its storage; itself, where it is sparse and has none."""
+    """Return a key for a tensor's storage, or for the tensor if it is sparse and has none."""
     return storage_address(x) or -id(x)
 
 
 @contextmanager
 def _running_module(model: nn.Module) -> Iterator[list[str]]:
-    """Keep a list of the names of the modules that run in this thread, outermost first."""
+    """Yield a list of the names of the modules that run in this thread, outermost first."""
     names, thread = names_of(model), threading.get_ident()
     running = [""]
 

@@ -1,4 +1,4 @@
-"""Tables and plots of the tensors that a model stores for backward."""
+"""Tables and plots of the tensors that a model saves for backward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from brevact.tables import MIB, figure_kind, size_text, text_table
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer stores for backward.
+    """Bytes that one layer saves for backward.
 
     Args:
-        layer: qualified name of the module; what a container's own forward computes stands under the container.
+        layer: qualified name of the module; ops in a container's own forward belong to the container.
         kind: class of the module.
-        plain_bytes: bytes stored without backward quantization.
-        saved_bytes: bytes stored with it.
-        note: why ``plain_bytes`` is 0, where something is stored with backward quantization; the layer that its tensors
-            derive from, where nothing is; "" otherwise.
+        plain_bytes: bytes saved without backward quantization.
+        saved_bytes: bytes saved with it.
+        note: why ``plain_bytes`` is 0, or the layer from which its tensors derive if ``saved_bytes`` is 0; else "".
     """
 
     layer: str
@@ -33,21 +32,18 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class OpMemory:
-    """One tensor that an op stores for backward, with backward quantization.
+    """One tensor that an op saves for backward, with backward quantization.
 
     Args:
         layer: qualified name of the module that ran.
-        op: torch function that ran last: the one that stores the tensor, or what it was called from ("" for code that
-            calls none).
-        how: "packed"; "mask", one bit an element; "exact", whose values matter or are codes already;
-            "derived", a function of what a layer stores; or "full precision".
-        why: the reason, for what is exact, derived or in full precision.
+        op: torch function that saves the tensor, or its caller ("" for code that calls none).
+        how: "packed"; "mask", one bit per element; "exact", if its exact values matter or are already codes;
+            "derived", recomputed from a tensor that a layer saves; or "full precision".
+        why: the reason if the tensor is exact, derived or in full precision.
         tensor_bytes: bytes of the tensor when decoded.
-        saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
-        source: layer that stores what a derived tensor is a function of, or that had stored this one before; None for
-            others.
-        bit_width: bits of a code of what is packed, or is derived from; 0 where there is none, or a quantizer does not
-            say.
+        saved_bytes: bytes of its storages, 0 if an earlier op saved it.
+        source: layer that saves the tensor from which this one derives, or that saved this one before; None otherwise.
+        bit_width: bits per code of the packed tensor or of its source; 0 if there is none or it is unknown.
     """
 
     layer: str
@@ -65,7 +61,7 @@ class MemoryReport:
     """The bytes that a model saves for backward, with and without backward quantization.
 
     ``print(report)`` shows a table of layers and a table of ops; ``print(report.explain())`` shows the ops of each
-    layer. A storage that several ops keep counts once, for the first of them.
+    layer. A storage that several ops save counts once, for the first one.
 
     >>> import torch, brevact
     >>> report = brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(32, 64))
@@ -73,18 +69,17 @@ class MemoryReport:
     (8192, 'Linear', 'fewer elements than min_numel')
 
     Args:
-        rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
-        ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
-        note: says so if the model has no backward quantizer, or why nothing is stored at all; "" otherwise.
-        would_save: whether the model has no backward quantizer, so that ``saved_bytes`` are those that
-            ``brevact.DEFAULT`` would store: tables, files and plots then say "would store".
+        rows: one row per layer that saves tensors, in the order of ``model.named_modules()``.
+        ops: one row per tensor that an op saves with backward quantization, in the order of the forward pass.
+        note: that the model has no backward quantizer, or why it saves nothing at all; "" otherwise.
+        would_save: whether the model has no backward quantizer, so that ``saved_bytes`` is measured with
+            ``brevact.DEFAULT``: tables, files and plots then say "would store".
         scope: the part of a step that was not measured; "" for a whole step.
         plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
-            start; None where no backward pass was measured.
+            start; None if no backward pass was measured.
         packed_peak: the same with backward quantization.
-        plain_parts: parts of ``plain_peak``; None where no backward pass was measured, and on other devices than the
-            CPU.
-        packed_parts: the same of ``packed_peak``.
+        plain_parts: parts of ``plain_peak``; None if no backward pass was measured, or the device is not the CPU.
+        packed_parts: parts of ``packed_peak``.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -99,22 +94,22 @@ class MemoryReport:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes stored with backward quantization; those that would be, where it ``would_save``."""
+        """Bytes saved with backward quantization, or with ``brevact.DEFAULT`` if ``would_save``."""
         return sum(row.saved_bytes for row in self.rows)
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes stored without backward quantization."""
+        """Bytes saved without backward quantization."""
         return sum(row.plain_bytes for row in self.rows)
 
     @property
     def ratio(self) -> float:
-        """How many times less is stored: ``plain_bytes / saved_bytes``."""
+        """Compression: ``plain_bytes / saved_bytes``."""
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
     @property
     def peak_ratio(self) -> float | None:
-        """Peak of a step without backward quantization over that with it; None where they were not measured."""
+        """Peak of a step without backward quantization over the peak with it; None if not measured."""
         if self.plain_peak is None or self.packed_peak is None:
             return None
         return self.plain_peak / max(self.packed_peak, 1)
@@ -145,7 +140,7 @@ class MemoryReport:
         return "would store" if self.would_save else "stored"
 
     def explain(self) -> str:
-        """Return a table of how each op of each layer stored its tensors, and why."""
+        """Return a table of how each op of each layer saves its tensors, and why."""
         return self._by_op(("layer",))
 
     def _by_op(self, names: tuple[str, ...]) -> str:
@@ -165,9 +160,9 @@ class MemoryReport:
         return text_table((*names, "tensors", "decoded", self._stored), cells, numbers=3)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a layer: layer, kind, plain_bytes, saved_bytes (or would_save_bytes), note.
+        """Write one line per layer: layer, kind, plain_bytes, saved_bytes (or would_save_bytes), note.
 
-        If the peak of a step was measured, each line ends with plain_peak and packed_peak, which are the step's.
+        If the peak was measured, each line ends with plain_peak and packed_peak of the whole step.
 
         Args:
             path: file to write.
@@ -182,15 +177,15 @@ class MemoryReport:
                 writer.writerow((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()))
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Draw plain against stored bytes, a pair of bars a layer.
+        """Plot plain and saved bytes as a pair of bars per layer.
 
         Args:
-            path: image file to write; its ending chooses the format.
-            max_layers: layers to show, at least 1; the smaller ones are summed up in one pair of bars.
+            path: image file to write; its extension selects the format.
+            max_layers: layers to show, at least 1; one pair of bars sums up the smaller ones.
 
         Raises:
             ImportError: matplotlib is not installed.
-            TypeError: ``max_layers`` is no int.
+            TypeError: ``max_layers`` is not an int.
             ValueError: ``max_layers`` is less than 1.
         """
         figure_of = figure_kind("MemoryReport", max_layers)
@@ -219,7 +214,7 @@ def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
 
 
 def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
-    """The rows with the most plain bytes, in their order, and the sum of the others as a last row."""
+    """Return the rows with the most plain bytes, in order, then the sum of the others."""
     if len(rows) <= count:
         return list(rows)
     chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])

@@ -1,4 +1,4 @@
-"""Parts of the memory of a training step at the peak of its tensors."""
+"""Breakdown of a training step's peak tensor memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from brevact.tables import size_text, text_table
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Tensors that PyTorch holds in a step when they are most, in bytes above its start; the parts sum to ``tensors``.
+    """Breakdown of a step's peak of tensor memory, in bytes above its start; the parts sum to ``tensors``.
 
     >>> PeakMemory(packed=2, unpacked=3, decoded=4, weight_gradients=5, activation_gradients=6, other=7).tensors
     27
 
     Args:
         packed: codes and masks, saved for backward.
-        unpacked: other tensors that are saved for backward: in full precision, indices, statistics.
-        decoded: tensors that are decoded or recomputed from saved ones, with what that allocates meanwhile.
-        weight_gradients: gradients of parameters, and of other leaves of the graph.
-        activation_gradients: gradients of the results of ops.
-        other: all else: results and temporaries of ops, workspaces that PyTorch allocates, tensors that checkpoints
-            recompute, tensors inside of compiled graphs; less what was freed since the start.
+        unpacked: other tensors saved for backward: in full precision, indices, statistics.
+        decoded: tensors decoded or recomputed from saved ones, and temporaries of that.
+        weight_gradients: gradients of parameters and other leaves.
+        activation_gradients: gradients of op results.
+        other: results and temporaries of ops, workspaces that PyTorch allocates, tensors that checkpoints recompute,
+            tensors inside compiled graphs; minus bytes freed since the start.
     """
 
     packed: int
@@ -33,7 +33,7 @@ class PeakMemory:
 
     @property
     def tensors(self) -> int:
-        """Most bytes that PyTorch allocates in the step, above those at its start."""
+        """Peak of the bytes that PyTorch allocates in the step, above those at its start."""
         saved, gradients = self.packed + self.unpacked, self.weight_gradients + self.activation_gradients
         return saved + self.decoded + gradients + self.other
 
@@ -49,7 +49,6 @@ _TENSORS = {
 
 
 def peak_tables(plain: PeakMemory, packed: PeakMemory) -> str:
-    """Return a table of the parts of both peaks: of a step without backward quantization and with it."""
     columns = plain, packed
     rows = [(text, *(_size(getattr(column, name)) for column in columns)) for name, text in _TENSORS.items()]
     total = "sum", *(_size(column.tensors) for column in columns)

@@ -1,8 +1,8 @@
-"""Measures the parts of a step's memory at its peak: `peak_memory_of`.
+"""Measure the parts of a step's memory at its peak: `peak_memory_of`.
 
-Torch's profiler records each block that PyTorch allocates, with its address and time. Between the forward and the
-backward pass, the nodes of the graph tell which blocks are saved; hooks on them see the gradients of activations, and
-Python's profiling hook when tensors are decoded. The forward and backward passes run as they do without.
+Torch's profiler records each block that PyTorch allocates, with its address and time. After the forward pass, the
+graph's nodes show which blocks are saved; hooks on them see activation gradients, and Python's profiling hook sees when
+tensors are decoded. The passes themselves run unchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from brevact.private_names.of_profiler import Allocation, allocations_in_time, q
 from brevact.reports.peak import PeakMemory
 from brevact.reports.saved_in_file import Life, saved_in_file
 
-#: Methods of decoders that return an activation, or its product with a gradient.
+#: Decoder methods that return an activation, or its product with a gradient.
 _DECODING = "decode", "decode_through", "multiply", "multiply_"
-#: Who packs for a graph: this package's Functions, and those that torch.compile makes of it.
+#: Modules whose Functions pack: this package, and those that torch.compile generates.
 _PACKING = "brevact", "torch._functorch"
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block of memory that PyTorch has allocated in the step; nanoseconds since the epoch, and bytes."""
+    """A block of memory that PyTorch allocates in the step; times in nanoseconds since the epoch."""
 
     start: int
     end: float
@@ -44,11 +44,9 @@ class _Block:
 
 
 class _Blocks:
-    """All blocks of the step."""
-
     def __init__(self, allocations: list[Allocation]) -> None:
         self._of: dict[int, list[_Block]] = {}
-        self._frees_before: list[tuple[int, int]] = []  # of blocks that were there before the step
+        self._frees_before: list[tuple[int, int]] = []  # of blocks allocated before the step
         for each in allocations:
             blocks = self._of.setdefault(each.address, [])
             if each.nbytes > 0:
@@ -68,7 +66,7 @@ class _Blocks:
         self._totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
 
     def of_memory(self, lives: Iterable[Life]) -> _Blocks:
-        """Return the blocks as they would be if what waited in a file had stayed where it was, and not been read."""
+        """Return the blocks as if tensors in the file had stayed in memory, without the copies read back."""
         gone = self.found(copy for life in lives for copy in life.copies)
         ends: dict[_Block | None, float] = {}
         for life in lives:
@@ -83,13 +81,12 @@ class _Blocks:
         return found
 
     def find(self, address: int, moment: int) -> _Block | None:
-        """Return the block that was at an address at a moment."""
         blocks = self._of.get(address, [])
         place = bisect.bisect(blocks, moment, key=lambda block: block.start) - 1
         return blocks[place] if place >= 0 and moment < blocks[place].end else None
 
     def found(self, places: Iterable[tuple[int, int]]) -> set[_Block]:
-        """Return the blocks of addresses at moments; those from before the step are none."""
+        """Return the blocks at these addresses and times, without those from before the step."""
         return {block for place in places if (block := self.find(*place)) is not None}
 
     def __iter__(self) -> Iterator[_Block]:
@@ -97,14 +94,14 @@ class _Blocks:
             yield from blocks
 
     def peak(self) -> tuple[int, float]:
-        """Return the most bytes that were allocated at one time, above those at the start, and the moment."""
+        """Return the peak in bytes above the start, and its time."""
         most = max(self._totals, default=0)
         return (most, self._times[self._totals.index(most)]) if most > 0 else (0, 0)
 
 
 @dataclass
 class StepProbe:
-    """Takes note, in one step, of addresses of tensors and of moments at which they were there."""
+    """Records addresses of one step's tensors, each with a time at which the tensor was alive."""
 
     packed: list[tuple[int, int]] = field(default_factory=list)
     unpacked: list[tuple[int, int]] = field(default_factory=list)
@@ -116,7 +113,7 @@ class StepProbe:
     _depth: int = 0
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, and take notes of it."""
+        """Run the backward pass of a loss and record its tensors."""
         self._look_through(loss)
         codes = _decoding_codes()
         outer = sys.getprofile()
@@ -145,7 +142,7 @@ class StepProbe:
                 self.decodings.append((self._began, time.time_ns()))
 
     def _look_through(self, loss: Tensor) -> None:
-        """Take note of the graph's saved tensors, and let its nodes tell of the gradients that they get."""
+        """Record the graph's saved tensors, and hook its nodes to record gradients."""
         pending: list[Any] = [loss.grad_fn]
         seen = set[Any]()
         now = time.time_ns()
@@ -171,13 +168,13 @@ class StepProbe:
 
 
 class Step(Protocol):
-    """A training step: a forward pass, and the backward pass, which :meth:`StepProbe.backward` runs if there is one."""
+    """A training step: forward and backward pass; a probe runs the backward pass by :meth:`StepProbe.backward`."""
 
     def __call__(self, probe: StepProbe | None = None) -> object: ...
 
 
 def _profile_by(profiler: Any) -> None:
-    """Let a profiler, as `sys.getprofile` returns it, go on: cProfile's up to Python 3.11 is no function."""
+    """Resume a profiler that `sys.getprofile` returned: cProfile's is not callable up to Python 3.11."""
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)
     else:
@@ -185,7 +182,7 @@ def _profile_by(profiler: Any) -> None:
 
 
 def _tensors_in(held: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a saved value: itself, or those in the result of a pack hook of this package."""
+    """Yield a saved value's tensors: itself, or those in the result of this package's pack hook."""
     handles = held.handles if isinstance(held, SavedByHook) else held if isinstance(held, tuple) else (held,)
     yield from (x for x in handles if isinstance(x, Tensor))
 
@@ -203,7 +200,7 @@ def _places(tensors: Iterable[Tensor | None], moment: int) -> list[tuple[int, in
 
 
 def _decoding_codes() -> set[CodeType]:
-    """Return the code of all methods that decode a saved tensor."""
+    """Return the code objects of all decoding methods."""
     found, pending = set[CodeType](), [Decoder]
     while pending:
         kind = pending.pop()
@@ -214,13 +211,7 @@ def _decoding_codes() -> set[CodeType]:
 
 
 def peak_memory_of(step: Step) -> PeakMemory:
-    """Measure the parts of the memory of a step on the CPU at its peak.
-
-    The step runs twice: the first one makes what is made once, such as compiled kernels; the second one is measured.
-
-    Args:
-        step: runs a forward pass, and the backward pass by :meth:`StepProbe.backward` if it is given a probe.
-    """
+    """Measure the parts of a CPU step's peak; the step runs twice, first to warm up (compiled kernels and caches)."""
     step(None)
     gc.collect()
     probe = StepProbe()
@@ -228,14 +219,9 @@ def peak_memory_of(step: Step) -> PeakMemory:
 
 
 def peak_memory_by_file(step: Step, model: nn.Module, device: str) -> PeakMemory:
-    """Measure the parts of the tensors of a step at full precision at its peak, in the memory of a packed one.
+    """Measure the parts of a full-precision step's peak, in the memory of a packed one; the step runs twice.
 
-    What is saved waits in a file, and counts as if it did not.
-
-    Args:
-        step: as of :func:`peak_memory_of`; it runs twice.
-        model: whose weights stay in memory.
-        device: kind of the device whose memory it is.
+    Saved tensors, except weights, go to a file, and count as if they were in memory; `device` is the device's type.
     """
     with saved_in_file(model):
         step(None)
@@ -255,7 +241,7 @@ def _allocations(step: Step, probe: StepProbe, device: str) -> list[Allocation]:
 
 
 def _parts(blocks: _Blocks, probe: StepProbe) -> PeakMemory:
-    """Divide the blocks that were there when they were most: each belongs to the first part that it fits."""
+    """Divide the blocks that are alive at the peak: each counts in the first part that contains it."""
     most, moment = blocks.peak()
     left = {block for block in blocks if block.start <= moment < block.end}
     parts = {}

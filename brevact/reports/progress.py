@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(name: str, total: int | None, is_shown: bool) -> Iterator[Callable[[], object]]:
-    """Yield a function to call after each pass; it moves a bar of tqdm's, where that is installed, after some seconds.
-
-    The number of passes is None if nobody knows.
-    """
+    """Yield a function to call after each pass: it advances a tqdm bar, shown after 3 s, if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:

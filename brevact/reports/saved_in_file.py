@@ -1,4 +1,4 @@
-"""Passes at full precision in the memory of packed ones: what autograd saves waits in a temporary file."""
+"""Run full-precision passes in the memory of packed ones: saved tensors go to a temporary file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.heap import count
 from brevact.user_lines import warn
 
-#: Bytes from which tensors are written.
+#: Least bytes of a tensor that goes to the file.
 _LEAST = 1 << 16
-#: Bytes that are read or written in one call: Linux takes 2 GiB at most.
+#: Bytes per read or write call: Linux transfers at most 2 GiB.
 _AT_ONCE = 1 << 30
 
 
 class Life:
-    """A storage of which tensors are in the file: where it was, since when, and when the last node let go of them."""
+    """A storage with tensors in the file: its address, when it was saved, and when the last node released it, in ns."""
 
     def __init__(self, storage: UntypedStorage) -> None:
         self.address, self.saved, self.end = storage.data_ptr(), time.time_ns(), 0
         self.storage = WeakStorage(storage)
-        #: Positions in the file of its tensors, each by version and place.
+        #: File position of each tensor, by version and view.
         self.positions: dict[Any, int] = {}
-        #: Addresses of what was read, with moments.
+        #: Address and time of each tensor read back.
         self.copies: list[tuple[int, int]] = []
 
 
@@ -51,15 +51,14 @@ class SavedInFile:
     """The file, and the hooks that write and read it."""
 
     def __init__(self, model: nn.Module, file: Any) -> None:
-        self._file, self._lock = file, threading.Lock()  # devices run their backward passes in threads of their own
+        self._file, self._lock = file, threading.Lock()  # each device runs backward in its own thread
         self._weights = {storage_address(x) for x in (*model.parameters(), *model.buffers())}
         self._lives: dict[int, Life] = {}
-        #: Of all storages.
         self.lives: list[Life] = []
 
     @torch.no_grad()
     def pack(self, x: Tensor) -> Any:
-        """Return what stands for a tensor in the file; weights, and what is small or of another kind, as it is."""
+        """Write a tensor to the file and return its handle; return weights, small and unusual tensors unchanged."""
         x = x if x.grad_fn is None else x.detach()
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
             return x
@@ -85,7 +84,7 @@ class SavedInFile:
         return _InFile(life, x, life.positions[place])
 
     def unpack(self, held: Any) -> Tensor:
-        """Return the tensor."""
+        """Read the tensor back."""
         if not isinstance(held, _InFile):
             return held
         shape, strides, dtype, device = held.form
@@ -107,17 +106,17 @@ class SavedInFile:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first one to the last one in memory."""
+    """Return the number of elements that a strided tensor spans in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 @contextmanager
 def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
-    """Let what autograd saves in a block, but for weights, wait in a temporary file; passes end inside of the block.
+    """Save autograd's tensors, except weights, to a temporary file; backward must run inside the block.
 
-    Gradients are the same, bit for bit.
+    Gradients stay the same, bit for bit.
     """
-    first_region.prepare()  # the heap, in which these passes leave as few gaps as packed ones then
+    first_region.prepare()  # of the heap: these passes fragment it as little as packed ones then
     with tempfile.TemporaryFile(buffering=0) as file:
         saved = SavedInFile(model, file)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

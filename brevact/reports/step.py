@@ -1,4 +1,4 @@
-"""What a training step of a model takes, measured: `step_report`."""
+"""Measure time and peak memory of a training step: `step_report`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class StepReport:
 
     Args:
         plain_seconds: seconds of each measured step without backward quantization.
-        packed_seconds: seconds of the steps with it that ran in turn with these.
+        packed_seconds: seconds of the steps with it, which alternate with these.
         plain_peak: most bytes that PyTorch allocated in a step without it, above those at its start.
         packed_peak: the same with it.
-        note: says so if the model has no policy, and which one was measured; "" otherwise.
-        plain_parts: parts of ``plain_peak``; None on other devices than the CPU.
-        packed_parts: the same of ``packed_peak``.
+        note: that the model has no policy, and which one was measured; "" otherwise.
+        plain_parts: parts of ``plain_peak``; None if the device is not the CPU.
+        packed_parts: parts of ``packed_peak``.
     """
 
     plain_seconds: tuple[float, ...]
@@ -59,7 +59,7 @@ class StepReport:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Seconds with backward quantization over those without, of each pair of steps."""
+        """Seconds with backward quantization over seconds without, per pair of steps."""
         return tuple(b / a for a, b in zip(self.plain_seconds, self.packed_seconds, strict=True))
 
     @property
@@ -75,11 +75,11 @@ class StepReport:
 
     @property
     def peak_ratio(self) -> float:
-        """Peak without backward quantization over that with it."""
+        """Peak without backward quantization over the peak with it."""
         return self.plain_peak / max(self.packed_peak, 1)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write a row for each measured pair of steps."""
+        """Write one row per measured pair of steps."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(("plain_seconds", "packed_seconds", "plain_peak", "packed_peak"))
@@ -116,11 +116,11 @@ def step_report(
 ) -> StepReport:
     """Measure time and peak memory of a training step: forward pass, loss and backward pass, no optimizer.
 
-    After warm-up steps of each, steps with the model's backward quantizers and without them run in turn; each is
+    After warm-up steps of each kind, steps with and without the model's backward quantizers alternate; each kind is
     first in every other pair. The peak is the most bytes that PyTorch allocates above the start of a step, on the
     device of the batch, in a step that is not timed. On the CPU the report has its parts. A model without a policy is
-    measured as after ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as
-    before, bit for bit.
+    measured as if after ``quantize_backward(model)``. The model, its gradients and random generators are restored bit
+    for bit.
 
     >>> import torch, brevact
     >>> layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
@@ -132,19 +132,18 @@ def step_report(
     (3, True)
 
     Args:
-        model: module, with or without a policy; measured in training mode, compiled parts as they are.
+        model: module, with or without a policy; measured in training mode, compiled parts stay compiled.
         batch: passed to ``loss``.
-        loss: takes the model and the batch, and returns the tensor whose backward pass runs; called in the region of a
-            model with a policy.
-        rounds: pairs of steps that are timed, at least 2.
+        loss: takes the model and the batch, and returns the tensor to differentiate; called in the region of a model
+            with a policy.
+        rounds: number of timed pairs of steps, at least 2.
 
     Returns:
         The report: seconds of each step, and both peaks.
 
     Raises:
-        TypeError: ``model`` is no module, ``loss`` no function, or ``rounds`` no int.
-        ValueError: ``rounds`` is less than 2; or ``model`` has lazy parameters, or is a wrapper of several processes or
-            devices.
+        TypeError: ``model`` is not a module, ``loss`` not a function, or ``rounds`` not an int.
+        ValueError: ``rounds`` is less than 2; or ``model`` has lazy parameters, or wraps several processes or devices.
     """
     check_model(model, "step_report(model, batch, loss)", batch)
     check_loss(loss)
@@ -170,7 +169,7 @@ def step_report(
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A loss as a training step runs it: in the region of a model that has a policy."""
+    """A loss that runs in the region of a model with a policy, as in a training step."""
 
     loss: Loss
 
@@ -180,14 +179,14 @@ class StepLoss:
 
 
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Step:
-    """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them.
+    """Return a function that runs a loss forward and backward, with or without the backward quantizers.
 
-    A probe that it is given runs the backward pass. A region around the report packs nothing in the step.
+    If it gets a probe, the probe runs the backward pass. A region around the report packs nothing in the step.
     """
 
     def run(probe: StepProbe | None = None) -> None:
         outside = nullcontext() if current_region() is None else region(None)
-        with outside, nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
+        with outside, nullcontext() if packs else regions_disabled():  # also in backward, where checkpoints recompute
             value = StepLoss(loss)(model, batch)
             value.backward() if probe is None else probe.backward(value)
         model.zero_grad(set_to_none=True)
@@ -196,7 +195,7 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Step:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the device on which a model computes on a batch: the one that is no CPU, if there is one."""
+    """Return the first device of the batch or the model that is not the CPU, if there is one."""
     tensors = (*tensors_of(batch), *model.parameters())
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
@@ -215,7 +214,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | None]:
-    """Return the peak of a step, as :func:`peak_of` does, and on the CPU its parts; it runs three times."""
+    """Return the peak of a step, as :func:`peak_of` does, and on the CPU its parts; the step runs twice."""
     if device.type != "cpu":
         return peak_of(step, device), None
     parts = peak_memory_of(step)
@@ -223,13 +222,13 @@ def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | N
 
 
 def plain_peak_of(model: nn.Module, batch: Any, loss: Loss) -> PeakMemory:
-    """Return the parts of the peak of a step without backward quantizers, which takes the memory of a packed one."""
+    """Return the parts of a plain step's peak, measured in the memory of a packed step."""
     return peak_memory_by_file(step_of(model, batch, loss, packs=False), model, device_of(model, batch).type)
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that are allocated in a step at one time, above those at its start; it runs twice."""
-    step()  # what is made once, such as compiled kernels and cached constants, is there
+    """Return the peak of allocated bytes in a step, above those at its start; the step runs twice."""
+    step()  # warm up compiled kernels and cached constants
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A tensor that is measured with its model, as it was before: values, memory, gradient and hooks."""
+"""Snapshot of a tensor whose model is measured in place: values, memory, gradient and hooks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from brevact.autograd.storages import storage_address
 
-#: Whose equality is that of bits, by bytes: of floats -0 equals 0, and NaN nothing.
+#: Dtypes that compare bits, by item size: as floats, -0 equals 0 and NaN equals nothing.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Bytes of what is copied in any case: scales that collect statistics, counters, indices.
+#: Tensors up to this many bytes are always copied: scales that collect statistics, counters, indices.
 _SMALL = 1 << 16
 _HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
 class TensorBefore:
-    """A leaf of the graph as it is now, to be put back."""
+    """Snapshot of a leaf tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor, self._grad, self._trains = x, x.grad, x.requires_grad
@@ -29,7 +29,7 @@ class TensorBefore:
         self._nbytes = 0 if self._memory is None else _nbytes_of(x)
 
     def hide_gradient(self) -> None:
-        """Let the tensor have no gradient, so that none adds to it, and no hook see one."""
+        """Remove the gradient, so that nothing accumulates into it, and the gradient hooks."""
         if self._grad is not None:
             self.tensor.grad = None
         for name, hooks in self._hooks:
@@ -37,7 +37,7 @@ class TensorBefore:
                 getattr(self.tensor, name).clear()
 
     def restore(self) -> bool:
-        """Put everything back; return whether that includes the values, as far as one can see."""
+        """Restore the tensor; return False if its values were not copied and its version counter changed."""
         x, values = self.tensor, self._values
         _leave_graph(x)
         if self._memory is not None and _place_of(x) != _place_of(self._memory):
@@ -45,7 +45,7 @@ class TensorBefore:
         if self._memory is not None and _nbytes_of(x) != self._nbytes:  # observers of torch.ao resize theirs
             x.untyped_storage().resize_(self._nbytes)
         if values is not None:
-            # The version counter does not see `x.data`, nor what batch norms write.
+            # The version counter misses writes through `x.data` and by batch norms.
             same = _has_bits_of(x, values)
             if same is False or (same is None and x._version != self._version):
                 _copy(x, values)
@@ -62,32 +62,31 @@ class TensorBefore:
 
 
 def _is_copied(x: Tensor) -> bool:
-    """Return whether forward passes are to be expected to write into a tensor, or its copy takes no memory."""
+    """Return whether forward passes may write into a tensor, or its copy is small."""
     is_state = x.is_floating_point() and not isinstance(x, nn.Parameter)
     return is_state or x.numel() * x.itemsize <= _SMALL
 
 
 def _leave_graph(x: Tensor) -> None:
-    """Let a buffer be a leaf again, into which a forward pass has written a tensor with a graph."""
+    """Detach a buffer into which a forward pass has written a tensor with a graph."""
     if not x.is_leaf and not x._is_view():
         x.detach_()
 
 
 def _place_of(x: Tensor) -> tuple[Any, ...]:
-    """Return the key of the place where the values of a strided tensor are."""
+    """Return a key for the memory and layout of a strided tensor."""
     if x.layout is not torch.strided:
         return (x.layout,)
     return storage_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def _nbytes_of(x: Tensor) -> int:
-    """Return the bytes of the storage of a strided tensor; 0 where it has none."""
     return x.untyped_storage().nbytes() if storage_address(x) else 0
 
 
 @torch.no_grad()
 def _has_bits_of(x: Tensor, values: Tensor) -> bool | None:
-    """Return whether a tensor has these values, bit for bit; None for kinds of tensors that do not say."""
+    """Return whether a tensor has these values, bit for bit; None for tensors that cannot be compared."""
     if x.layout is not torch.strided or x.is_quantized:
         return None
     if x.shape != values.shape or x.dtype is not values.dtype:
@@ -102,7 +101,7 @@ def _has_bits_of(x: Tensor, values: Tensor) -> bool | None:
 
 
 def _copy(x: Tensor, values: Tensor) -> None:
-    """Write values behind the version counter: a graph that has read the tensor finds the values it has read."""
+    """Write values without bumping the version counter: graphs that saved the tensor find the values that they saw."""
     x, values = x.data, values.detach()
     if x.layout is torch.strided and not x.is_quantized:  # an expanded dimension holds one element
         for dim, stride in enumerate(x.stride()):

@@ -1,8 +1,8 @@
-"""Errors that quantization brings into weight gradients directly, by a closed form: one pass for all layers at once.
+"""Direct errors of quantization in weight gradients, by a closed form: one pass for all layers.
 
 A linear layer or a convolution has the weight gradient g (*) x, with g the gradient at its output and x its input. With
-the decoded x~ in place of x its error is g (*) (x~ - x), whatever else is quantized: the gradient that backward
-quantization gives, less g (*) x.
+the decoded x~ in place of x, its error is g (*) (x~ - x) regardless of other quantization: the gradient under backward
+quantization minus g (*) x.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _OF_CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv2d: of_weights.conv2d_weight,
     nn.Conv3d: of_weights.conv3d_weight,
 }
-#: Squared error, relative, of a product that is the gradient of a weight: that of arithmetic.
+#: Largest relative squared error, from arithmetic, of a product that equals the weight gradient.
 _MOST_ERROR = 1e-6
 
 Layers = Mapping[str, Any]
 
 
 def layers_with_formula(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Layers:
-    """Return the layers whose exact weight gradient is the product of input and gradient at the output, by name.
+    """Return the layers, by name, whose exact weight gradient is the product of input and output gradient.
 
-    Those are linear layers and convolutions of any class, but for those that compute with another weight than their
-    own, or share it. It takes an exact pass, after which gradients are None; the seed is for what the model draws.
+    Those are linear layers and convolutions of any class, unless they share their weight or compute with another one.
+    Runs one exact pass with `seed` for the model's random numbers; gradients are None afterwards.
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     layers = {}
@@ -52,11 +52,10 @@ def layers_with_formula(model: nn.Module, batch: Any, loss: Loss, seed: int) -> 
 def weight_errors(
     model: nn.Module, layers: Layers, batch: Any, loss: Loss, seed: int, quantization: int
 ) -> dict[str, float]:
-    """Return the squared error that decoded inputs bring into the weight gradient of each layer.
+    """Return the squared error of each layer's weight gradient that comes from its decoded input.
 
-    It takes a pass, and holds the inputs of the layers, as training without quantization does; gradients are None
-    afterwards. There is none for a layer that did not run, or whose input has changed since. One seed is for what the
-    model draws, the other for its quantizers.
+    Runs one pass that keeps the layers' inputs, as plain training does; gradients are None afterwards. Omits layers
+    that did not run or whose input changed. `seed` is for the model, `quantization` for its quantizers.
     """
     found = _errors(model, layers, batch, loss, seed, quantization)
     return {name: error for name, (error, _) in found.items()}
@@ -65,7 +64,7 @@ def weight_errors(
 def _errors(
     model: nn.Module, layers: Layers, batch: Any, loss: Loss, seed: int, quantization: int | None
 ) -> dict[str, tuple[float, float]]:
-    """Return squared norms of the error of each weight gradient, and of the gradient."""
+    """Return the squared norms of each weight gradient's error and of the gradient."""
     products: dict[Any, Tensor | None] = {}
     handles = [module.register_forward_hook(functools.partial(_watch, products)) for module in layers.values()]
     try:
@@ -83,7 +82,7 @@ def _errors(
 
 
 def _watch(products: dict[Any, Tensor | None], module: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Forward hook: once the gradient at the output is there, add up its products with the input."""
+    """Forward hook: accumulate products of the input and the gradient at the output."""
     if not args or type(args[0]) is not Tensor or type(out) is not Tensor or not out.requires_grad:
         return
     x = args[0].detach()
@@ -107,7 +106,7 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def _product(module: Any, x: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of a layer's weight, of its input and the gradient at its output."""
+    """Return the gradient of a layer's weight from its input and the gradient at its output."""
     if isinstance(module, nn.Linear):
         return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
     if x.dim() < module.weight.dim():  # one sample

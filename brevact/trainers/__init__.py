@@ -1,9 +1,9 @@
-"""Backward quantization in the training loops of other libraries, each of them optional.
+"""Backward quantization in other libraries' training loops; each library is optional.
 
 | class | for |
 |---|---|
 | ``TrainingPolicy`` | any loop; with Accelerate, ``accelerator.register_for_checkpointing(policy)`` |
-| ``HuggingFaceCallback`` | ``transformers.Trainer`` and what derives from it, such as TRL's trainers; PEFT's models |
+| ``HuggingFaceCallback`` | ``transformers.Trainer`` and its subclasses, such as TRL's trainers; PEFT's models |
 | ``LightningCallback`` | ``lightning.Trainer`` |
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceCallback", "LightningCallback", "TrainingPolicy"]
 
-#: Where a class is, and what it needs.
+#: Module and required packages of each class.
 _LAZY = {
     "HuggingFaceCallback": ("brevact.trainers.hugging_face", "transformers accelerate"),
     "LightningCallback": ("brevact.trainers.lightning", "lightning"),
@@ -28,7 +28,6 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class with the library that it is for."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, packages = _LAZY[name]

@@ -1,4 +1,4 @@
-"""Arguments of a run's policy that may be text, and the values they refuse."""
+"""Parse and check the arguments of a run's policy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from brevact.trainers.processes import has_others
 
 
 def check_steps(**intervals: Any) -> None:
-    """Raise a ValueError for numbers of steps that are neither None nor at least 1."""
+    """Raise unless numbers of steps are None or at least 1."""
     for name, steps in intervals.items():
         if steps is not None:
             check_count(name, steps, more=", or None")
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise a TypeError for values that are neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted are True and False")
 
 
 def check_run(batches: Any, loss: Any) -> None:
-    """Raise a TypeError for a batch that a run cannot be measured on."""
+    """Raise a TypeError unless batches are iterable and the loss is a function or None."""
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
@@ -44,7 +43,7 @@ def check_run(batches: Any, loss: Any) -> None:
 
 
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError unless it is the state of a training policy, in its own values."""
+    """Raise a TypeError or a ValueError unless this is a training policy's own state."""
     check_state(state, own)
     for name in ("steps", "noise_count"):
         check_count(f"state: {name}", state[name], 0)
@@ -52,11 +51,11 @@ def check_values(state: Any, own: Mapping[str, Any]) -> None:
         if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
             raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
     if state["rules"] is not None:
-        Policy.from_json(state["rules"])  # raises where it is none
+        Policy.from_json(state["rules"])  # raises unless valid
 
 
 def spec_of(policy: Any) -> PolicySpec | None:
-    """Return a policy as text where it was one; None for the policy that a model has."""
+    """Return a policy's spec, parsed if it is text; None for the policy that a model has."""
     if policy is None:
         return None
     if isinstance(policy, PolicySpec):
@@ -66,13 +65,13 @@ def spec_of(policy: Any) -> PolicySpec | None:
     if policy is DEFAULT:
         return PolicySpec("default", policy)
     if not isinstance(policy, Policy):
-        Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises where it is none
+        Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
     return PolicySpec(re.sub(r" at 0x[0-9a-f]+", "", text), policy)  # the same in the process that resumes
 
 
 def mix_of(words: str) -> tuple[str, dict[str, Any]]:
-    """Return kind and settings of a schedule of mixing probabilities; a TypeError or a ValueError says what is wrong.
+    """Return kind and settings of a schedule of mixing probabilities; raises a TypeError or a ValueError.
 
     >>> mix_of("cosine:start=0.9,end=0.1")
     ('cosine', {'start': 0.9, 'end': 0.1})
@@ -96,7 +95,7 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_to_fit(model: nn.Module) -> None:
-    """Raise where a model talks to other processes, which one process alone cannot measure."""
+    """Raise a ValueError for SyncBatchNorm in a distributed run: a single process cannot measure it."""
     if has_others() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
             "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "

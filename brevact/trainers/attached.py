@@ -1,4 +1,4 @@
-"""The policy of a run on its model: whose it is, attached and taken off again."""
+"""Attach a run's policy to its model, track its owner, and remove it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from brevact.trainers.batches import device_of
 from brevact.trainers.processes import in_one_process
 
 _log = logging.getLogger(__name__)
-#: Whose policy a model has.
+#: Owner of each model's policy.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyDictionary()
 
 
 class AttachedPolicy:
-    """A policy that one run at a time gives a model; without a spec it is the one that the model has."""
+    """A policy that one run at a time attaches to a model; without a spec, the model's own policy."""
 
     def __init__(self, spec: PolicySpec | None, *, quick_fit: bool = True) -> None:
         self.spec, self._quick_fit = spec, quick_fit
-        #: The policy that was fitted to a budget; None for others.
+        #: The policy fitted to a budget; None without a budget.
         self.fitted: Policy | None = None
         self._model: weakref.ref[nn.Module] | None = None  # an owner keeps no model alive
         self._is_ours = False
 
     def take(self, model: nn.Module) -> None:
-        """Take a model for a run; a ValueError says that another run has it."""
+        """Claim a model for a run; raises a ValueError if another run has it."""
         owner = _OWNERS.get(model)
         if owner is not None and owner is not self and (owner.spec is None or has_policy(model)):
             raise ValueError(
@@ -47,11 +47,10 @@ class AttachedPolicy:
         self._model = weakref.ref(model)
 
     def attach(self, batches: Sequence[Any], loss: Loss | None, rules: str | None = None) -> None:
-        """Give the model its policy, in place of one that it has from here.
+        """Attach the policy to the model, replacing one that this object attached before.
 
-        A budget is fitted on batches and a loss in the first process of a distributed run, unless there are rules, the
-        JSON of a policy that was fitted before. A ValueError says that the model has no policy where it is to keep it,
-        or has one where it is to get one, or is an error of :func:`brevact.fit`.
+        Rank 0 fits a budget on batches and a loss, unless `rules` is the JSON of a fitted policy. Raises a ValueError
+        if the model lacks the policy that it should keep, has one already, or :func:`brevact.fit` fails.
         """
         assert self._model is not None
         model = self._model()
@@ -78,7 +77,7 @@ class AttachedPolicy:
         self._is_ours = True
 
     def release(self) -> None:
-        """Take the policy off the model, if it is from here, and leave the model to other runs."""
+        """Remove the policy from the model, if this object attached it, and release the model to other runs."""
         model = None if self._model is None else self._model()
         if model is not None and _OWNERS.get(model) is self:  # a copy of this object has no model
             if self._is_ours and has_policy(model):

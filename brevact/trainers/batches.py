@@ -1,4 +1,4 @@
-"""The first batches of a loader, without a trace in the run that follows."""
+"""Take a loader's first batches without side effects on the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brevact.autograd.seeds import kept_generators
 
 @contextmanager
 def kept_random_state(loader: Any = None) -> Iterator[None]:
-    """Give random generators back the states that they had: those of Python, NumPy and torch, and a loader's own."""
+    """Restore the random generators of Python, NumPy, torch and the loader after a block."""
     generators = [*_generators_of(loader)]
     states = [generator.get_state() for generator in generators]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
@@ -46,11 +46,8 @@ def _generators_of(loader: Any) -> Iterator[torch.Generator]:
 
 
 def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return so many batches, at most, that a loader begins with; the next iteration over it is not changed.
-
-    The loader may be one that Accelerate has prepared, or a list of batches.
-    """
-    # A prepared loader counts its passes for gradient accumulation: the one inside does not.
+    """Return at most `count` first batches of a loader (Accelerate's, too) or list; later iterations are unchanged."""
+    # Accelerate's prepared loader counts its passes for gradient accumulation: the inner one does not.
     plain = getattr(loader, "base_dataloader", loader)
     with kept_random_state(loader):
         iterator = iter(plain)
@@ -60,7 +57,7 @@ def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device."""
+    """Move a batch's tensors to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -72,5 +69,5 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter; the CPU where there is none."""
+    """Return the device of a model's first parameter, or the CPU."""
     return next((x.device for x in model.parameters()), torch.device("cpu"))

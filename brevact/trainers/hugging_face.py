@@ -20,14 +20,14 @@ from brevact.trainers.training_policy import TrainingPolicy
 class HuggingFaceCallback(TrainerCallback, ExportableState):
     """Makes the model of a Hugging Face ``Trainer`` save packed activations while it trains.
 
-    The model has the policy while it trains, and is as before afterwards: ``save_model`` writes no keys of brevact.
-    Logs of the training loss have the stored bytes, and the noise of gradients. Checkpoints hold the state in
-    ``trainer_state.json``, from which ``resume_from_checkpoint`` goes on; with the arguments of the trainer's
-    ``restore_callback_states_from_checkpoint`` as well, if policy and loss are texts or left out.
+    The model has the policy only while it trains: ``save_model`` writes no brevact keys. Logs of the training loss
+    include the saved bytes and the gradient noise. Checkpoints hold the state in ``trainer_state.json``, from which
+    ``resume_from_checkpoint`` resumes; ``restore_callback_states_from_checkpoint`` of the trainer also restores the
+    arguments, if policy and loss are texts or left out.
 
-    ``Trainer(..., callbacks=[callback])`` is enough. :meth:`add_to` takes the trainer's own ``compute_loss`` for
-    what is measured, computes that loss in the region of the model, so that a loss behind the model is packed, too,
-    and shows figures to loggers that stand before callbacks of users (TensorBoard, W&B).
+    ``Trainer(..., callbacks=[callback])`` is enough. :meth:`add_to` also measures with the trainer's ``compute_loss``,
+    computes that loss in the model's region, so that a loss outside the model packs, too, and passes metrics to loggers
+    that run before user callbacks (TensorBoard, W&B).
 
     >>> from brevact.trainers import HuggingFaceCallback
     >>> callback = HuggingFaceCallback("24x", adapt_every=500)
@@ -35,20 +35,20 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     {'ratio': 24.0}
 
     Args:
-        policy: as in :class:`TrainingPolicy`, and so are the next five.
+        policy: as in :class:`TrainingPolicy`, like the next five.
         adapt_every: optimizer steps.
         mix_schedule: text.
         noise_every: optimizer steps.
-        memory: whether stored bytes are measured.
-        quick_fit: whether a budget is fitted on parts of batches.
-        loss: takes the model and a batch, and returns a scalar, for what is measured; left out, it is the loss that the
-            model returns for a batch with labels.
-        batches: what is measured on; left out, those that the training data begins with.
+        memory: whether to measure saved bytes.
+        quick_fit: whether to fit a budget on parts of batches.
+        loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
+            returns for a batch with labels.
+        batches: for measurements; by default the first batches of the training data.
 
     Raises:
-        OSError: ``policy`` is the path of a file that cannot be read.
-        TypeError: an argument has another type.
-        ValueError: a text is not understood, or a number is out of range.
+        OSError: ``policy`` is the path of an unreadable file.
+        TypeError: an argument has the wrong type.
+        ValueError: a text cannot be parsed, or a number is out of range.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         """Add the callback to a trainer, before its others, and measure with the trainer's own loss.
 
         Args:
-            trainer: a ``transformers.Trainer``, or what derives from it.
+            trainer: a ``transformers.Trainer`` or a subclass.
 
         Returns:
             The callback.
 
         Raises:
-            ValueError: the trainer has a callback of this class.
+            ValueError: the trainer already has a callback of this class.
         """
         handler = trainer.callback_handler
         if any(isinstance(each, HuggingFaceCallback) for each in handler.callbacks):
@@ -113,7 +113,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         return {"args": self._arguments, "attributes": {"saved_state": self.policy.state_dict()}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the model its policy; in a run that goes on from a checkpoint, with the state of that."""
+        """Attach the policy, with the checkpoint's state in a resumed run."""
         if self._run is not None and self._run() is state:
             raise ValueError("callbacks: this callback of brevact stands in them twice; a trainer takes it once")
         self._run = weakref.ref(state)
@@ -123,7 +123,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         if state.global_step and saved:
             self.policy.end()
             self.policy.load_state_dict(saved["attributes"]["saved_state"])
-        # The trainer, when it saves, looks for each callback in what it read of a checkpoint, which may be without.
+        # When it saves, the trainer looks up each callback in the states of its checkpoint, which may lack this one.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         self.policy.begin(kwargs["model"], batches, self._loss_of_run(), steps=state.max_steps)
@@ -134,21 +134,21 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self.policy.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add figures to logs of the training loss, and to the history of the trainer."""
+        """Add metrics to logs of the training loss, and to the trainer's history."""
         if logs is not None and "loss" in logs:
             logs.update(self.policy.figures())
             state.log_history[-1].update(self.policy.figures())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the policy off the model."""
+        """Remove the policy from the model."""
         self.policy.end()
         self._run = None
         self._leave_trainer()
 
     def _enter_trainer(self) -> None:
-        """Let the trainer compute its loss in the region of the model, also where that is behind the model."""
+        """Run the trainer's `compute_loss` in the model's region, also for a loss outside the model."""
         trainer = None if self._trainer is None else self._trainer()
-        if trainer is not None and "compute_loss" not in vars(trainer):  # else somebody has put another in place
+        if trainer is not None and "compute_loss" not in vars(trainer):  # else someone replaced it
             self._compute_loss = trainer.compute_loss = _in_region(trainer.compute_loss)
 
     def _leave_trainer(self) -> None:
@@ -165,8 +165,6 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
 
 
 def _in_region(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The `compute_loss` of a trainer, in the region of the model that it gets."""
-
     @functools.wraps(compute_loss)
     def compute(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with region_of_step(model):

@@ -29,11 +29,11 @@ _NO_TRAINER = (
 
 
 class LightningCallback(Callback):
-    """Lets a ``LightningModule`` store packed activations while ``trainer.fit`` runs.
+    """Makes a ``LightningModule`` save packed activations while ``trainer.fit`` runs.
 
-    The module gets the policy when training starts, and is as it was when it ends. ``training_step`` runs in the region
-    of the module itself, the loss that it computes included. Logged are bytes stored, and noise, by the module's own
-    ``log_dict``. Checkpoints hold the state of the callback, from which ``fit(ckpt_path=...)`` goes on.
+    The module has the policy only while it trains. ``training_step`` runs in the module's region, including its loss.
+    The module's ``log_dict`` logs saved bytes and noise. Checkpoints hold the callback's state, from which
+    ``fit(ckpt_path=...)`` resumes.
 
     >>> from brevact.trainers import LightningCallback
     >>> callback = LightningCallback("default", adapt_every=500)
@@ -41,20 +41,20 @@ class LightningCallback(Callback):
     'default'
 
     Args:
-        policy: as in :class:`TrainingPolicy`, and so are the next five.
+        policy: as in :class:`TrainingPolicy`, like the next five.
         adapt_every: optimizer steps.
         mix_schedule: text.
         noise_every: optimizer steps.
-        memory: whether stored bytes are measured.
-        quick_fit: whether a budget is fitted on parts of batches.
-        loss: takes the module and a batch, and returns a scalar, for what is measured; left out, it is what
-            ``training_step(batch, 0)`` of the module returns, without a trainer, at the trainer's precision.
-        batches: what is measured on; left out, those that the training data begins with.
+        memory: whether to measure saved bytes.
+        quick_fit: whether to fit a budget on parts of batches.
+        loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
+            ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
+        batches: for measurements; by default the first batches of the training data.
 
     Raises:
-        OSError: ``policy`` is the path of a file that cannot be read.
-        TypeError: an argument has another type.
-        ValueError: a text is not understood, or a number is out of range.
+        OSError: ``policy`` is the path of an unreadable file.
+        TypeError: an argument has the wrong type.
+        ValueError: a text cannot be parsed, or a number is out of range.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LightningCallback(Callback):
         self._training_step: Callable[..., Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Give the module its policy, with the state of a checkpoint where the run goes on from one."""
+        """Attach the policy, with the checkpoint's state in a resumed run."""
         batches = trainer.train_dataloader if self._batches is None else self._batches
         if isinstance(batches, Mapping) or (self._batches is None and isinstance(batches, list | tuple)):
             raise ValueError("batches: the training data are several loaders; pass batches=, a list of batches")
@@ -91,25 +91,25 @@ class LightningCallback(Callback):
         self._steps = trainer.global_step
         loss = self._loss or _loss_of(trainer)
         self.policy.begin(pl_module, batches, loss, steps=steps, prepare=_prepare_of(trainer, pl_module))
-        if "training_step" not in vars(pl_module):  # else it was compiled, with the module as it is
+        if "training_step" not in vars(pl_module):  # else it was compiled together with the module
             self._training_step = _in_region(type(pl_module).training_step)
             pl_module.training_step = MethodType(self._training_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the optimizer step, if the batch ended in one, and log figures."""
+        """Count the optimizer step, if the batch ended in one, and log metrics."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.policy.step()
         figures = self.policy.figures()
         if figures:
-            pl_module.log_dict(figures, batch_size=1)  # the same, however large a batch is
+            pl_module.log_dict(figures, batch_size=1)  # metrics do not depend on the batch size
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the policy off the module."""
+        """Remove the policy from the module."""
         self._leave(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the policy off the module of a run that fails or is interrupted."""
+        """Remove the policy after a run that fails or is interrupted."""
         self._leave(pl_module)
 
     def _leave(self, pl_module: nn.Module) -> None:
@@ -124,25 +124,25 @@ class LightningCallback(Callback):
         return self.policy.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint when training starts."""
+        """Resume from a checkpoint when training starts."""
         self.policy.load_state_dict(state_dict)
 
 
 def _in_region(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The `training_step` of a class, in the region of the module, which hooks enter for `forward` alone."""
+    """Run a class's `training_step` in the module's region, which hooks enter only for `forward`."""
 
     @functools.wraps(step)
     def training_step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with region_of_step(module):
             return step(module, *args, **kwargs)
 
-    # The trainer looks one function deep for the names of arguments, which say what it passes.
+    # The trainer unwraps one function for the argument names that select its arguments.
     training_step.__wrapped__ = getattr(step, "__wrapped__", step)
     return training_step
 
 
 def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
-    """What a trainer does with a batch before `training_step` gets it; None for one that takes iterators."""
+    """Return the trainer's processing of a batch before `training_step`; None for a step that takes iterators."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return None
     data = trainer.datamodule
@@ -158,7 +158,6 @@ def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
 
 @contextlib.contextmanager
 def _without_trainer(module: Any) -> Iterator[None]:
-    """Take a module off its trainer for a block."""
     before = module._trainer
     module.trainer = None
     try:
@@ -168,7 +167,7 @@ def _without_trainer(module: Any) -> Iterator[None]:
 
 
 def _loss_of(trainer: Any) -> Loss:
-    """The loss of a module, whose `training_step` logs nothing: it has no trainer meanwhile."""
+    """Return a module's `training_step` as a loss, detached from the trainer so that it logs nothing."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         if not module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""A text that all processes of a run agree on."""
+"""Compute a text on rank 0 and share it with all processes of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ def has_others() -> bool:
 
 
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return the result of the process of rank 0, in all of them; bytes travel on the device.
-
-    Where it fails, it raises there, and a RuntimeError in the others.
-    """
+    """Return rank 0's result on all ranks, sent through `device`; its error raises a RuntimeError on the others."""
     if not has_others():
         return make()
     found: list[str | None] = [None]
@@ -25,7 +22,7 @@ def in_one_process(make: Callable[[], str], device: torch.device) -> str:
     if distributed.get_rank() == 0:
         try:
             found = [make()]
-        except Exception as failure:  # told to the others before it goes on, which would wait for ever
+        except Exception as failure:  # raised after the broadcast, for which the others wait
             error = failure
     distributed.broadcast_object_list(found, src=0, device=device)
     if error is not None:

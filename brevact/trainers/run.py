@@ -1,4 +1,4 @@
-"""One training run of a model with a policy: its measurements, and the settings that change while it lasts."""
+"""One training run of a model with a policy: measurements, and settings that change during the run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,18 @@ from brevact.reports.step import StepLoss
 from brevact.tables import MIB
 
 _log = logging.getLogger(__name__)
-#: Batches on which a policy is fitted, and on which sensitivities are measured; noise is on half of them.
+#: Batches for fitting a policy and measuring sensitivities; noise is measured on half of them.
 BATCHES = 8
-#: Seeds a batch of a measurement of noise.
+#: Seeds per batch in a noise measurement.
 _DRAWS = 2
 
 
-#: Of a run that has not begun.
+#: State before a run begins.
 FIRST_STATE = {"steps": 0, "noise": None, "adaptive": None, "mix_schedule": None}
 
 
 class Run:
-    """A run of one model, as it trains, with its policy, from its beginning to its end.
-
-    It measures batches by a loss, in the region of the model, and nothing without a loss.
-    """
+    """A training run of one model; measures batches with the loss in the model's region, or nothing without a loss."""
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:
         self.model, self.batches, self.loss = model, batches, loss
@@ -43,14 +40,14 @@ class Run:
         self.schedule: MixSchedule | None = None
 
     def measure(self) -> None:
-        """Measure the bytes that a training step stores, if there is a batch to do so."""
+        """Measure the bytes that a training step saves, if there are a batch and a loss."""
         if self.batches and self.loss is not None:
             batch, loss = self.batches[0], StepLoss(self.loss)
             self.memory = memory_of(self.model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
 
     def adapt(self, every: int, peak_bytes: float | None = None) -> None:
-        """Let widths follow the sensitivities of layers, at the bytes that were measured, or within a peak."""
+        """Adapt widths to the layers' sensitivities, at the measured bytes or within a peak."""
         assert self.memory is not None and self.loss is not None
         if not self.memory.saved_bytes:
             raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
@@ -65,13 +62,13 @@ class Run:
             ) from error
 
     def mix(self, kind: str, settings: Mapping[str, Any], steps: int | None) -> None:
-        """Let the probability of quantizers that mix two widths follow a schedule."""
+        """Schedule the probability of quantizers that mix two widths."""
         if kind != "constant" and "steps" not in settings and steps is None:
             raise ValueError(f'mix_schedule={kind!r}: the run has no known length; add it: "{kind}:steps=1000"')
         self.schedule = MixSchedule(self.model, kind, **{"steps": max(1, steps or 1), **settings})
 
     def step(self, noise_every: int | None) -> None:
-        """Go on by one training step."""
+        """Advance by one training step."""
         self.steps += 1
         if self.adaptive is not None:
             self.adaptive.step(self.batches[self.steps % len(self.batches)])
@@ -84,7 +81,7 @@ class Run:
             self.noise = report.noise
 
     def figures(self) -> dict[str, float]:
-        """Return the run's changes and measurements: noise, mean bit width and mixing probability, where known."""
+        """Return metrics where known: saved MiB, mean bit width, noise and mixing probability."""
         found: dict[str, float] = {}
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
@@ -106,7 +103,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state; of parts that this run or the state does not have, nothing is loaded."""
+        """Resume from a state; skips parts that this run or the state lacks."""
         self.steps, self.noise = state["steps"], state["noise"]
         for name, part in (("adaptive", self.adaptive), ("mix_schedule", self.schedule)):
             if part is not None and state[name] is not None:

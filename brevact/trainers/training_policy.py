@@ -1,4 +1,4 @@
-"""A policy over a training run: attached, fitted, adapted, measured, and part of checkpoints."""
+"""Attach, fit, adapt, measure and checkpoint a policy over a training run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from brevact.user_lines import warn
 class TrainingPolicy:
     """Backward quantization for a training run in any loop: ``begin``, ``step``, ``figures`` and ``end``.
 
-    Its state is plain values: a checkpoint holds a fitted policy as JSON text, widths as numbers. With Accelerate,
+    A checkpoint holds plain values: a fitted policy as JSON text, widths as numbers. With Accelerate,
     ``accelerator.register_for_checkpointing(policy)`` saves and resumes it.
 
     >>> import torch, brevact
@@ -45,22 +45,22 @@ class TrainingPolicy:
     >>> policy.end()  # the model stores what it stored before
 
     Args:
-        policy: a text that :func:`brevact.parse_policy` reads, or a policy as :func:`brevact.quantize_backward` takes
-            it; None for the policy that the model has.
-        adapt_every: steps from one measurement of the layers' sensitivities to the next (:class:`brevact.Adaptive`):
-            bits move, bytes stay; None for widths that stay.
+        policy: text for :func:`brevact.parse_policy`, or a policy for :func:`brevact.quantize_backward`; None for the
+            policy that the model has.
+        adapt_every: steps between measurements of the layers' sensitivities (:class:`brevact.Adaptive`), which move
+            bits between layers at constant bytes; None for fixed widths.
         mix_schedule: schedule of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
-            "cosine:start=0.9,end=0.1"; ``steps`` is by default that of the run. None for no schedule.
-        noise_every: steps from one measurement of the gradients' noise to the next; None for none.
-        memory: whether stored bytes are measured when the run begins, by two forward passes of the model, which take
-            no more memory than a step.
-        quick_fit: whether a budget is fitted by ``brevact.fit(..., quick=True)``, on parts of batches; False for whole
-            batches, which takes two passes and more for each layer before the first step.
+            "cosine:start=0.9,end=0.1"; ``steps`` defaults to the length of the run. None for no schedule.
+        noise_every: steps between measurements of the gradients' noise; None for no measurements.
+        memory: whether to measure saved bytes when the run begins, by two forward passes of the model, which take no
+            more memory than a step.
+        quick_fit: whether to fit a budget by ``brevact.fit(..., quick=True)``, on parts of batches; False for whole
+            batches, which takes two or more passes per layer before the first step.
 
     Raises:
-        OSError: ``policy`` is the path of a file that cannot be read.
-        TypeError: an argument has another type.
-        ValueError: a text is not understood, or a number is out of range.
+        OSError: ``policy`` is the path of an unreadable file.
+        TypeError: an argument has the wrong type.
+        ValueError: a text cannot be parsed, or a number is out of range.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TrainingPolicy:
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         self._mix = None if mix_schedule is None else mix_of(mix_schedule)
-        #: Bytes that a training step stores, measured when the run begins; None before.
+        #: Bytes that a training step saves, measured when the run begins; None before.
         self.memory: MemoryReport | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
@@ -86,17 +86,17 @@ class TrainingPolicy:
 
     @property
     def spec(self) -> PolicySpec | None:
-        """What was asked for; None for the policy that the model has."""
+        """The requested policy; None for the policy that the model has."""
         return self._policy.spec
 
     @property
     def fitted(self) -> Policy | None:
-        """The policy that was fitted to a budget; None for others."""
+        """The policy fitted to a budget; None without a budget."""
         return self._policy.fitted
 
     @property
     def adaptive(self) -> Adaptive | None:
-        """What moves bits between layers in this run."""
+        """The object that moves bits between layers in this run, or None."""
         return None if self._run is None else self._run.adaptive
 
     def begin(
@@ -108,28 +108,28 @@ class TrainingPolicy:
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Give a model the policy of the run, and measure the stored bytes. Random generators stay as they are.
+        """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
         In a distributed run, call it in all processes; rank 0 fits.
 
         Args:
-            model: the model inside of wrappers: ``accelerator.unwrap_model(model)``.
+            model: the unwrapped model: ``accelerator.unwrap_model(model)``.
             batches: a data loader, whose first batches are copied to the model's device, or a list; needed by budgets,
                 ``adapt_every`` and ``noise_every``. An iterator loses the batches that are taken from it.
-            loss: takes the model and a batch, and returns a scalar; needed where ``batches`` are. It runs in the region
-                of the model, as in ``with brevact.backward_quant(model):``.
-            steps: number of steps of the run, for a schedule that does not name its own.
-            prepare: applied to a batch before the model gets it; by default the batch is moved to the model's device.
+            loss: takes the model and a batch, and returns a scalar; needed if ``batches`` are. It runs in the region of
+                the model, as in ``with brevact.backward_quant(model):``.
+            steps: number of steps of the run, for a schedule without ``steps``.
+            prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
 
         Raises:
-            TypeError: ``model`` is no module, ``batches`` no batches, or ``loss`` no function.
-            ValueError: the model has a policy already; batches, a loss or steps are missing; or an error of
+            TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
+            ValueError: the model already has a policy; batches, a loss or steps are missing; or an error of
                 :func:`brevact.fit`, :class:`brevact.Adaptive` or :class:`brevact.MixSchedule`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
         check_run(batches, loss)
         check_steps(steps=steps)
-        self.end()  # of a run that was interrupted
+        self.end()  # of an interrupted run
         self._policy.take(model)
         self._run, self._ended = Run(model, [], loss), None
         try:
@@ -160,7 +160,7 @@ class TrainingPolicy:
             run.load_state_dict(state)
 
     def _attach(self, run: Run, rules: str | None) -> None:
-        """Give the model its policy; measure bytes, if asked for, or if widths that move are to keep them."""
+        """Attach the policy; measure bytes if requested or needed as the budget of `adapt_every`."""
         self._policy.attach(run.batches, run.loss, rules)
         run.memory = None
         if self._measures_memory or self._adapt_every:
@@ -179,7 +179,7 @@ class TrainingPolicy:
         return found + [name for name, value in given.items() if value is not None]
 
     def step(self) -> None:
-        """Count one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.
+        """Count one training step; call it next to ``optimizer.step()``, in all processes of a distributed run.
 
         Raises:
             ValueError: the run has not begun.
@@ -190,10 +190,10 @@ class TrainingPolicy:
             self._run.step(self._noise_every)
 
     def figures(self) -> dict[str, float]:
-        """Return figures for a logger: MiB stored, and at full precision; noise; mean bit width; mixing probability.
+        """Return metrics for a logger: MiB saved, and at full precision; noise; mean bit width; mixing probability.
 
-        The noise is the last one measured, or that of a fitted policy, in units of the noise between minibatches.
-        Unknown figures are left out.
+        The noise is the last measurement, or a fitted policy's, in units of the noise between minibatches. Unknown
+        metrics are left out.
         """
         found: dict[str, float] = {}
         if self.memory is not None:
@@ -204,7 +204,7 @@ class TrainingPolicy:
         return found if self._run is None else found | self._run.figures()
 
     def end(self) -> None:
-        """Take the policy off the model again, if this object gave it one; figures and a fitted policy stay."""
+        """Remove the policy from the model, if this object attached it; metrics and a fitted policy stay available."""
         if self._run is None:
             return
         self._policy.release()
@@ -212,10 +212,9 @@ class TrainingPolicy:
         self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next steps depend on, as plain values that JSON holds.
+        """Return the state that the next steps depend on, as plain JSON values.
 
-        That of a run that has ended stays; between a checkpoint that was loaded and the run that goes on from it, it is
-        that of the checkpoint.
+        After a run ends, its last state; after loading a checkpoint and before the run begins, the checkpoint's.
         """
         if self._run is None and (kept := self._resumed or self._ended):
             return dict(kept)
@@ -227,16 +226,16 @@ class TrainingPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: at once, or where the run has not begun, when it begins.
+        """Resume from a checkpoint: at once, or when the run begins.
 
-        A state of another policy text is left aside with a warning: what is asked for now applies.
+        A state with another policy text is ignored with a warning: the policy of this object applies.
 
         Args:
-            state: what :meth:`state_dict` returned.
+            state: result of :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no mapping, or a value in it of another type.
-            ValueError: it is of another version, or does not fit the model; a run that has begun ends then.
+            TypeError: ``state`` is not a mapping, or a value in it has the wrong type.
+            ValueError: ``state`` is of another version, or does not fit the model; this ends a run that has begun.
         """
         own = self.state_dict()
         check_values(state, own)
@@ -255,6 +254,6 @@ class TrainingPolicy:
                     self._attach(self._run, state["rules"])
             self._run.load_state_dict(state)
             noise_count(state["noise_count"])
-        except BaseException:  # a part may be loaded
+        except BaseException:  # may be partly loaded
             self.end()
             raise

@@ -1,8 +1,8 @@
-"""Graphs of a compiled model as they run in an eager region, which learns from them which of their results are weights.
+"""Mark the results of compiled graphs that run in an eager region as weights or activations.
 
-A mode sees no op of a graph that the compiler has fused. Before the compiler gets a graph, a walk through it finds of
-each result the inputs of which it is made; as the graph runs, a result that is made of weights alone is one, as
-:meth:`brevact.autograd.regions.Region.are_weights` decides for the ops of eager code.
+A mode sees no op of a graph that the compiler has fused. A walk through the graph, before the compiler gets it, finds
+the inputs that each result is computed from; when the graph runs, a result of weights alone is a weight, as
+:meth:`brevact.autograd.regions.Region.are_weights` decides for eager ops.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from brevact.private_names.of_torch import (
     variable_of,
 )
 
-#: Alternatives: positions of inputs of a graph, one of which must be a weight. A tensor is a weight if each of its
-#: alternatives holds: in conjunctive normal form, as the rules for the ops on its way combine.
+#: Conjunctive normal form over a graph's input positions: a tensor is a weight if each inner set has an input that is a
+#: weight. The rules of the ops on the tensor's way combine to this form.
 Alternatives = frozenset[frozenset[int]]
 
 _ALWAYS: Alternatives = frozenset()
 _NEVER: Alternatives = frozenset((frozenset(),))
-#: More alternatives than any function of weights has.
+#: Limit on alternatives; no function of weights has as many.
 _MOST = 1 << 12
 _NO_CONTEXT = nullcontext()
 
 
 class _Result(NamedTuple):
-    """A tensor that a graph returns, or an input that it overwrites, which may be a weight by the end of a run."""
+    """A tensor that a graph returns, or an input that it overwrites, which may be a weight after a run."""
 
     position: int
     is_input: bool
@@ -61,9 +61,9 @@ class _Result(NamedTuple):
 
 @functools.cache
 def show_losses() -> None:
-    """Let Dynamo show modes the function of an `nn.CrossEntropyLoss` that traced code makes in a region.
+    """Let Dynamo pass ``F.cross_entropy`` to modes, for an `nn.CrossEntropyLoss` that traced code makes in a region.
 
-    It puts that function into the graph itself, where no region would pack its logits.
+    By itself Dynamo puts the function straight into the graph, where no region would pack its logits.
     """
     unseen = ClassInGraph._call_cross_entropy_loss
 
@@ -79,7 +79,7 @@ def show_losses() -> None:
 
 
 def _traces_region(translator: Any) -> bool:
-    """Whether a region is around the code that Dynamo traces."""
+    """Whether Dynamo traces code inside a region."""
     if getattr(translator.output.compiler_fn, "is_brevact", False):
         return True
     modes = translator.symbolic_torch_function_state.mode_stack
@@ -88,7 +88,7 @@ def _traces_region(translator: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def watch_graph() -> None:
-    """Learn of the graph that Dynamo traces: called in traced code, it changes what the graph is handed to."""
+    """Wrap the compiler of the graph that Dynamo traces (called in traced code)."""
     show_losses()
     graph = current_translator().output
     if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
@@ -96,7 +96,7 @@ def watch_graph() -> None:
 
 
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiler, and let the region learn which results of each of its graphs are weights."""
+    """Wrap a compiler, so that its graphs mark their results in the region that they run in."""
 
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
@@ -111,7 +111,7 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[..., Any]:
-    """Return a compiled graph, and mark its results in the region in which it runs."""
+    """Wrap a compiled graph to mark its results as weights or activations in the region that it runs in."""
     is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
 
     def run_in_region(*inputs: Any) -> Any:
@@ -132,13 +132,12 @@ def _in_region(run: Callable[..., Any], results: list[_Result]) -> Callable[...,
 
 
 def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -> Any:
-    """Run a graph without the mode and the hooks of the region around it, to which it says nothing new.
+    """Run a graph without the mode and hooks of the region around it: the graph packs its tensors itself.
 
-    What the graph packs it has packed itself. Code of an op in the graph may enter a region of its own, which is a
-    first one then.
+    If an op in the graph enters a region, that is an outermost one.
     """
     depth = len_function_stack()
-    if not depth or function_stack_at(depth - 1) is not region.mode:  # somebody else's mode stands above
+    if not depth or function_stack_at(depth - 1) is not region.mode:  # another mode is above
         return run(*inputs)
     is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
     regions = active.regions
@@ -158,7 +157,7 @@ def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -
 
 
 def _results_of(graph: fx.GraphModule) -> list[_Result]:
-    """Return the results of a graph that can be weights, and the inputs that it overwrites."""
+    """Return a graph's results that can be weights, and the inputs that it overwrites."""
     made_of = _MadeOf()
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for i, node in enumerate(inputs):
@@ -199,19 +198,19 @@ def _results(nodes: Iterable[Any], made_of: _MadeOf, *, is_input: bool, of: Call
 
 
 def _is_marked(value: Any) -> bool:
-    """Whether a region notes of tensors of this type whether they are weights."""
+    """Whether regions track which tensors of this type are weights."""
     return isinstance(value, Tensor) and (_is_floating(value) or value.dtype is torch.bool)
 
 
 class _MadeOf:
-    """Of which inputs the tensors of a graph are made: views of one storage of the same ones, others by their nodes."""
+    """The inputs that a graph's tensors are computed from, by storage (shared by views), or by node without one."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Alternatives] = {}
         self._weights: set[Any] = set()
 
     def keep_weight(self, node: fx.Node) -> None:
-        """Note a parameter or buffer, which is a weight whatever overwrites it."""
+        """Record a parameter or buffer, which stays a weight whatever overwrites it."""
         self.set(node, _ALWAYS)
         self._weights.add(self.key(node))
 
@@ -229,13 +228,13 @@ class _MadeOf:
         if isinstance(value, Tensor):
             try:
                 return value.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a tensor of another layout, or of a class without storage
+            except (NotImplementedError, RuntimeError):  # another layout, or a class without storage
                 pass
         return node
 
 
 def _value_of(node: fx.Node) -> Any:
-    """The tensor without values that stands for the result of a node, or another result."""
+    """Return the fake tensor of a node's result, or another result's value."""
     return node.meta.get("example_value")
 
 
@@ -255,7 +254,7 @@ _INPLACE = frozenset(
 
 
 def _call_of(node: fx.Node) -> tuple[Any, Any, dict[str, Any]]:
-    """Return function, arguments and keywords of a call in a graph; the function of a call that torch lacks is None."""
+    """Return a call node's function, arguments and keywords; the function is None if torch lacks it."""
     if node.target is call_in_graph:
         name, _, _, args, kwargs = cast(tuple[Any, ...], node.args)
         return function_of(name), args, kwargs
@@ -272,7 +271,7 @@ def _is_inplace(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _has_layers(graph: fx.GraphModule) -> bool:
-    """Whether ops in the body of a higher-order op make activations of weights: layers, and lookups."""
+    """Whether a higher-order op's body has layers or lookups, which compute activations from weights."""
     return any(
         (row := row_of(func)).is_layer or row.looks_up
         for body in graph.modules()
@@ -283,7 +282,7 @@ def _has_layers(graph: fx.GraphModule) -> bool:
 
 
 def _replaced(args: Any, kwargs: dict[str, Any], *, is_first: bool) -> Any:
-    """Return the argument of a call of whose values nothing is left, if there is one (``operands_beside``)."""
+    """Return the argument that the call overwrites completely, or None (``operands_beside``)."""
     out = args[0] if is_first else kwargs.get("out")
     if not isinstance(out, fx.Node) or not isinstance(_value_of(out), Tensor):
         return None
@@ -294,7 +293,7 @@ def _replaced(args: Any, kwargs: dict[str, Any], *, is_first: bool) -> Any:
 
 
 def _made_by(func: Any, node: fx.Node, args: Any, kwargs: dict[str, Any], made_of: _MadeOf) -> Alternatives:
-    """Return the inputs of which the result of a call is made, by the rule of ``Region.makes_weight``."""
+    """Return the inputs that a call's result is computed from, by the rule of ``Region.makes_weight``."""
     row = None if func is None else row_of(func)
     if row is not None and (row.is_layer or row.makes_weight):
         return _NEVER if row.is_layer else _ALWAYS

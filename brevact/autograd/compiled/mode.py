@@ -1,9 +1,8 @@
 """Regions in code that Dynamo traces for `torch.compile`.
 
-Dynamo follows Python code symbolically: it runs :func:`traced_call` for each torch function, :func:`enter` and
-:func:`leave` for each module, which therefore keep to code that Dynamo traces and have no state but the stack of modes.
-A function with a counterpart becomes a node of its graph (``nodes.call_in_graph``), a function without is left to the
-compiler.
+Dynamo executes Python symbolically: :func:`traced_call` for each torch function, :func:`enter` and :func:`leave` for
+each module. These therefore use only code that Dynamo traces, and have no state but the stack of modes. A function with
+a counterpart becomes a graph node (``nodes.call_in_graph``); the compiler handles the others.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def skipped_by_dynamo(function: F) -> F:
-    """Let Dynamo run a function as it is where Python calls it, and trace it where it is called in traced code."""
+    """Let Dynamo skip a function that Python calls, and trace it if traced code calls it."""
     skip_code(function.__code__)
     return function
 
 
 def is_compiled_graph(frame: FrameType) -> bool:
-    """Return whether the function that autograd saves tensors for, applied in this frame, is a compiled graph."""
+    """Return whether the Function applied in this frame, which autograd saves tensors for, is a compiled graph."""
     if function_apply_code is not None:
         if frame.f_code is not function_apply_code:
             return False
@@ -54,8 +53,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
-#: on with rounded values do so there, too.
+#: Whether `torch.export` runs: an exported program has no backward pass, so it packs nothing; norms that return rounded
+#: values do so there, too.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -63,19 +62,19 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 @skipped_by_dynamo
 def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function of ours so that Dynamo compiles nothing of it."""
+    """Call a function of ours without letting Dynamo compile it."""
     if frame_callback() is not None:
         function = out_of_dynamo(function)
     function(*args)
 
 
-# Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
+# Dynamo passes only this set's functions to modes; F.hardswish and torch.relu_ are missing from it.
 get_overridable_functions().update(NAMES)
 before_first_region(show_losses)
 
 
 def _watch_checkpoints() -> None:
-    """Let Dynamo know of a non-reentrant checkpoint in a region: graphs are recomputed outside, as they ran inside."""
+    """Let Dynamo detect a non-reentrant checkpoint in a region, which recomputes graphs outside as they ran inside."""
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         @skipped_by_dynamo
@@ -96,7 +95,7 @@ if CheckpointHooks:
 
 
 class RegionMode(TorchFunctionMode):
-    """A mode with the settings of the innermost region that it stands for, as text (:func:`text_of`)."""
+    """A mode that represents a region, with the innermost region's settings as text (:func:`text_of`)."""
 
     text: str | None
     norms_only: bool = False
@@ -106,8 +105,7 @@ class RegionMode(TorchFunctionMode):
 class TracingMode(RegionMode):
     """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
 
-    It has the settings of ops inside as text, the module whose forward runs in it, None for a ``with``
-    block, and ``norms_only`` of :class:`brevact.autograd.regions.Region`.
+    ``text``: its settings. ``owner``: the module, None for a ``with`` block. ``norms_only``: as in ``regions.Region``.
     """
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
@@ -126,28 +124,28 @@ class TracingMode(RegionMode):
 
 
 def text_of(settings: BackwardSettings | None) -> str | None:
-    """The settings of a region as text: empty for full precision, None if there is no text for the quantizer."""
+    """Return a region's settings as text: empty for full precision, None if the quantizer has no text form."""
     return FULL_PRECISION if settings is None else settings.text
 
 
 def _changes_forward(text: str | None) -> bool:
-    """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
+    """Whether, by these settings, norms return rounded values, also in eval mode and without gradients."""
     return text is not None and '"quantize_forward": true' in text
 
 
 def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that a mode has caught, by its counterpart if it has one."""
+    """Run a torch function that a mode intercepted, by its counterpart if it has one."""
     for kind in types:
-        if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
+        if not issubclass(kind, Tensor):  # a Brevitas QuantTensor runs its own rule; the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
-    if _is_compiling():  # not where a mode of traced code is in force between graphs
+    if _is_compiling():  # not if a mode of traced code is active between graphs
         watch_graph()
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
-    if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
+    if func is Tensor.unflatten:  # it calls super(), which Dynamo does not follow here
         func = torch.unflatten
-    elif func is Tensor.__pow__:  # Python functions of a class, which Dynamo does not find in a table
+    elif func is Tensor.__pow__:  # Dynamo does not find a class's Python functions in a table
         func = torch.pow
     elif func is Tensor.__rsub__:
         func = torch.rsub
@@ -156,7 +154,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     name = NAMES.get(func)
     if name is None:
         return func(*args, **kwargs)
-    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
+    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # only rounded norms apply
         if func not in ROUNDS_FORWARD or not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
             return func(*args, **kwargs)
     if mode.text is None:
@@ -168,14 +166,14 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
             "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
             "they are"
         )
-    # At full precision, too: in the graph the function is out of reach of a region around this one.
+    # At full precision, too: inside the graph, a region around this one does not see the function.
     named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
     parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
     return call_in_graph(name, mode.text, parameters, args, kwargs)
 
 
 def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an op that traces a function of its own, without regions: a checkpoint recomputes its saved tensors."""
+    """Run a higher-order op, which traces its own function, without regions: a checkpoint recomputes saved tensors."""
     _inside.higher_order += 1
     result = func(*args, **kwargs)
     _inside.higher_order -= 1
@@ -190,15 +188,15 @@ _inside = _Inside()
 
 
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
-    """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings.
+    """Enter the region of a module whose forward Dynamo inlines, unless the region around has the same settings.
 
-    Without a rule of its own (``inherits``) the module runs in whatever region is around it.
+    A module without its own rule (``inherits``) runs in any region around it.
     """
     refuse_without(COMPILING)
     around, text = _innermost(), text_of(settings)
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):
-        around = None  # a checkpoint, which is recomputed outside of the region
+        around = None  # a checkpoint, recomputed outside the region
     if _inside.higher_order:
         if rounds:
             raise NotImplementedError(
@@ -222,7 +220,7 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
 
 
 def is_covered(module: nn.Module) -> bool:
-    """Return whether a module without a rule of its own runs in the region around it, whatever the settings are."""
+    """Return whether a module without its own rule runs in the region around it, whatever its settings."""
     around = _innermost()
     if around is None or _inside.higher_order or _belongs_to(around, module):
         return False
@@ -230,7 +228,7 @@ def is_covered(module: nn.Module) -> bool:
 
 
 def leave(module: nn.Module | None) -> None:
-    """Leave the region that :func:`enter` entered for the module, if it did."""
+    """Leave the region that :func:`enter` entered for the module, if any."""
     around = _innermost()
     if _belongs_to(around, module):
         around.__exit__(None, None, None)
@@ -241,7 +239,7 @@ def _belongs_to(mode: Any, module: nn.Module | None) -> bool:
 
 
 def _innermost() -> Any:
-    """The innermost mode that is a region's."""
+    """Return the innermost region's mode, or None."""
     for depth in reversed(range(len_function_stack())):
         mode = function_stack_at(depth)
         if isinstance(mode, RegionMode):

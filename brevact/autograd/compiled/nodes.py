@@ -1,12 +1,11 @@
-"""Regions in graphs: one node for each torch function with a counterpart.
+"""Regions in graphs: one node per torch function with a counterpart.
 
-Dynamo puts the nodes into its graph as they are; AOTAutograd runs them with tensors that have no values, so that the
-same handlers and Functions as without a compiler record the saved tensors, kernels standing as ops of
-``torch.ops.brevact``.
+Dynamo puts the nodes into its graph unchanged. AOTAutograd runs them with fake tensors, so that the same handlers and
+Functions as in eager mode record the saved tensors, and kernels as ops of ``torch.ops.brevact``.
 
-Differences from a region without a compiler: seeds are drawn by the graph, on the tensor's device, anew in each run
-(of a CUDA graph too); a tensor is taken for an activation if its history in the graph says so; a tensor that several
-ops save is packed once by the compiler, which sees equal ops.
+Differences from eager regions: the graph draws seeds, on the tensor's device, anew in each run (of a CUDA graph, too);
+its history in the graph decides whether a tensor is an activation; a tensor that several ops save is packed once by the
+compiler, which merges equal ops.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ from brevact.private_names.of_torch import (
 )
 from brevact.quantizers import Layout, from_text, is_traced
 
-#: The text of a region without a quantizer.
+#: Text of a region without a quantizer.
 FULL_PRECISION = ""
 
 _IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*HANDLERS, *PRODUCTS, *TRACKED))
-#: Names are the same in each process: they are part of the keys of the compiler's caches.
+#: Names, equal in all processes: they are part of the compiler's cache keys.
 NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(_IN_GRAPHS)}
-#: Those of functions that store nothing: their results may derive from their arguments (``derived.Kind``).
+#: Functions that save nothing: their results may derive from their arguments (``derived.Kind``).
 DERIVING = frozenset(NAMES) - {*HANDLERS, *PRODUCTS}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
 def function_of(name: str) -> Callable:
-    """Return the torch function of a name that :func:`call_in_graph` is given."""
+    """Return the torch function for a name in :func:`call_in_graph`."""
     return _FUNCTIONS[name]
 
 
 @torch.compiler.assume_constant_result
 def rounds_norm(name: str, text: str) -> bool:
-    """Return whether a norm goes on with rounded values, in eval mode and without gradients too."""
+    """Return whether a norm returns rounded values, also in eval mode and without gradients."""
     settings = from_text(text)
     settings = settings.by_op.get(OP_NAMES.get(_FUNCTIONS[name], ""), settings)
     return settings is not None and settings.quantizes_forward
@@ -71,10 +70,10 @@ def rounds_norm(name: str, text: str) -> bool:
 
 @torch.compiler.allow_in_graph
 def call_in_graph(name: str, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
+    """Record a torch function's counterpart; the settings are text, the parameters positions or names."""
     refuse_without(COMPILING)
     func = _FUNCTIONS[name]
-    with DisableTorchFunction():  # the mode that Dynamo followed may be active for real
+    with DisableTorchFunction():  # the mode that Dynamo traced may actually be active
         return _call(func, text, parameters, args, kwargs)
 
 
@@ -88,7 +87,7 @@ def _call(func: Callable, text: str, parameters: tuple[int | str, ...], args: tu
 
 
 def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run torch's own function; the nodes of matrix products do not say whether their factors are weights."""
+    """Run torch's own function; mark an activation's product, whose node does not show if its factors are weights."""
     result = func(*args, **kwargs)
     if (func not in PRODUCTS and func not in LAYERS) or func in NORMS or is_inplace(func, args, kwargs):
         return result
@@ -116,14 +115,14 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
 
 
 def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the counterpart of a function, or the function itself."""
+    """Run a function's counterpart, or the function itself."""
     if func in NAMES:
         is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
         if func not in HANDLERS or is_of_weight:
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
             result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
-        else:  # the compiler knows in-place changes by ops of its own, not by Functions
+        else:  # the compiler tracks in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
             known = region.find_known(args[0])
             if known is not None:
@@ -142,14 +141,14 @@ def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, A
 
 
 class _InnerMode(TorchFunctionMode):
-    """Hands the functions that a handler calls to their counterparts, too."""
+    """Runs functions that a handler calls by their counterparts, too."""
 
     def __init__(self, region: _TracedRegion) -> None:
         super().__init__()
         self._region = region
 
     def __enter__(self) -> _InnerMode:
-        self._enabled = EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled = EnableTorchFunction()  # disabled inside a graph node
         self._enabled.__enter__()
         return super().__enter__()
 
@@ -165,11 +164,11 @@ class _InnerMode(TorchFunctionMode):
 
 
 class _Product(Saving):
-    """Marks the product of an activation in the graph: results of later ops are computed from an activation."""
+    """Marks an activation's product in the graph: later ops compute activations from it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()  # no view: one of a Function's must not be changed in place
+        return x.detach()  # not a view: a Function's must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -177,15 +176,15 @@ class _Product(Saving):
 
 
 class _TracedRegion(Keeper):
-    """A region as handlers see it, for one call in a traced graph."""
+    """Handlers' view of a region, for one call in a traced graph."""
 
-    recompute = 0  # the compiler decides by itself which tensors a graph recomputes
+    recompute = 0  # the compiler decides which tensors a graph recomputes
 
     def __init__(self, settings: BackwardSettings | None, parameters: list[Tensor]) -> None:
         self.settings: Any = settings
         self.parameters = parameters
         self.mode = _InnerMode(self)
-        self.copy: Tensor | None = None  # of the argument that is overwritten
+        self.copy: Tensor | None = None  # of the overwritten argument
 
     def is_activation(self, x: Any) -> bool:
         return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
@@ -200,9 +199,9 @@ class _TracedRegion(Keeper):
         return self.packs_layer_input(x) and not self.is_weight(x)
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
+        """Whether ``x`` is a parameter, or was computed in the graph without a layer, so possibly from parameters."""
         node = x.grad_fn
-        if self.copy is not None and x is self.copy:  # behind it, the compiler's own copy of an input it overwrites
+        if self.copy is not None and x is self.copy:  # its input is the compiler's own copy of an overwritten input
             while node is not None and node.name().startswith("CloneBackward"):
                 node = node.next_functions[0][0]
         if node is None or not node.next_functions:  # an input of the graph
@@ -213,7 +212,7 @@ class _TracedRegion(Keeper):
         return all(map(self.is_weight, tensors))
 
     def torch_runner(self, *tensors: Tensor | None) -> None:
-        return None  # hooks are no part of a graph
+        return None  # graphs have no hooks
 
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(self, *args)
@@ -232,7 +231,7 @@ class _TracedRegion(Keeper):
         return known
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        if isinstance(out, FunctionalTensor):  # an op that Dynamo itself runs leaves no trace
+        if isinstance(out, FunctionalTensor):  # ops that Dynamo itself runs leave no trace
             _known[out] = out._version + is_dirty, kept
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
@@ -260,24 +259,24 @@ class _TracedRegion(Keeper):
         return _TracedRegion(self.settings.for_normalized, []).keep(x, norm=norm)
 
     def keep_activation(self, x: Tensor) -> Saved:
-        # Without a gradient it is a mask or a buffer, which somebody holds anyway.
+        # Without a gradient it is a mask or a buffer, which is held elsewhere anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
         return keep_as_it_is(x)
 
     def _sized(self, x: Tensor) -> Any:
-        """The quantizer with its size drawn, once for all runs of the graph.
+        """Return the quantizer with its size drawn, once for all runs of the graph.
 
-        By the seed of torch's generator and the tensor's place among those of the graph.
+        The seed combines that of torch's generator, the rank, and the tensor's size and position in the graph.
         """
         numel = int(Layout.of(x).numel)
         seed = (torch.default_generator.initial_seed() ^ rank_seed()) + numel * _PLACES + _next_place()
         return self.settings.quantizer.with_drawn_size(numel, seed % 2**63)
 
     def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
-        """Draw in the graph: once for a tensor that is packed again, so that both ops are one."""
-        if not share or not isinstance(x, FunctionalTensor):  # an op that Dynamo itself runs leaves no trace
+        """Draw in the graph: once if a tensor is packed again, so that both packing ops are equal."""
+        if not share or not isinstance(x, FunctionalTensor):  # ops that Dynamo itself runs leave no trace
             return draw()
         drawn = _drawn.setdefault(x, {})
         key = name, x._version, self.settings.key
@@ -287,13 +286,13 @@ class _TracedRegion(Keeper):
 
 
 _drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-#: Tensors of a graph that derive from packed ones: their versions and saved forms.
+#: Version and saved form of each graph tensor that derives from packed ones.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _PLACES = 1 << 20
 _places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
 def _next_place() -> int:
-    """Count the sizes that were drawn while the graph at hand is traced; 0 outside of a compilation by Dynamo."""
+    """Count the sizes drawn while the current graph is traced; 0 outside Dynamo."""
     context = tracing_context()
     return 0 if context is None else next(_places.setdefault(context, itertools.count()))

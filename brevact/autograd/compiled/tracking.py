@@ -1,7 +1,7 @@
-"""Functions of a compiled graph that store nothing: their results derive from packed tensors as in eager regions.
+"""Functions of a compiled graph that save nothing: their results derive from packed tensors as in eager regions.
 
-An eager region knows a view by its storage. Tensors of a traced graph have none to tell by, so that views are nodes of
-the graph, too, and a view of a known tensor is recorded as the function that returns it.
+Eager regions identify a view by its storage. Traced tensors cannot be identified so: views are graph nodes, too, and a
+view of a known tensor is recorded as the function that returns it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _VIEWS: tuple[Callable, ...] = tuple(
     )
     if not is_inplace(func, (), {})
 )
-#: Those whose results have the elements in their own order.
+#: Functions that keep the order of elements.
 _RESHAPES: tuple[Callable, ...] = (Tensor.view, torch.unflatten)
-#: May return something else than a tensor, or are Python functions of a class, which Dynamo does not find in a table.
+#: Functions that may not return a tensor, or a class's Python functions, which Dynamo does not find in a table.
 _LEFT_OUT = Tensor.__float__, Tensor.type, Tensor.__rsub__, Tensor.__rdiv__
-#: Functions whose results may derive from their arguments, in the same order in each process.
+#: Functions whose results may derive from their arguments, in the same order in all processes.
 TRACKED: tuple[Callable, ...] = (
     *(func for func, row in ROWS.items() if row.kind is not None and func not in _LEFT_OUT),
     *(*_VIEWS, *_RESHAPES),
@@ -46,17 +46,9 @@ _OF_VIEWS = frozenset((*_VIEWS, *_RESHAPES))
 def run_tracked(
     region: Keeper, run: Callable[[tuple, dict[str, Any]], Any], func: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a call of a torch function, and record its result as that function of its arguments' saved forms.
+    """Call ``run(args, kwargs)``, and record the result as ``func`` of the arguments' saved forms.
 
-    Args:
-        region: of the call.
-        run: runs the call, given its arguments; a counterpart may have recorded the result.
-        func: the torch function.
-        args: of the call.
-        kwargs: of the call.
-
-    Returns:
-        The result of ``run``.
+    ``run`` may run a counterpart of ``func``, which may have recorded the result itself.
     """
     row = row_of(func)
     if row.kind is None and func not in _OF_VIEWS:
@@ -74,7 +66,7 @@ def run_tracked(
 
 
 def _known(region: Keeper, tensors: list[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
-    """Return the arguments with their saved forms; without one nothing is asked of sizes, which may be symbols."""
+    """Return the arguments with their saved forms; without any, do not compare sizes, which may be symbolic."""
     return operands_of(region, tensors) if any([region.find_kept(x) is not None for x in tensors]) else None
 
 
@@ -87,7 +79,7 @@ def _track(
     result: Tensor,
     operands: list[tuple[Tensor, Saved | None]],
 ) -> None:
-    """Record a result; the decoded values of a view of a known tensor may lie in another order of memory."""
+    """Record a result; a known tensor's view may decode to another memory order."""
     first, kind = operands[0][0], row.kind
     if kind is None:
         if len(operands) != 1 or result.dtype is not first.dtype:

@@ -1,7 +1,6 @@
-"""Rows of torch functions, which regions read: one file an op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
+"""Rows of torch functions, which regions read: one file per op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
 
-All tables follow from the rows, here. ``HANDLERS`` maps a torch function to its counterpart, which stores packed
-activations.
+The tables below follow from the rows. ``HANDLERS`` maps a torch function to its counterpart, which saves packed codes.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ OPS: tuple[Op, ...] = (
 
 
 def _functions(holds: Callable[[Op], bool]) -> frozenset[Callable]:
-    """Return the functions of the rows for which something holds."""
+    """Return the functions of all rows for which ``holds`` is true."""
     return frozenset(func for op in OPS if holds(op) for func in op.functions)
 
 
 HANDLERS: dict[Callable, Callable] = {func: op.handler for op in OPS if op.handler for func in op.functions}
-#: Of those, counterparts without a Function of ours, whose gradients can be differentiated again.
+#: Counterparts without a Function of ours, whose gradients support double backward.
 TWICE: dict[Callable, Callable] = {func: op.twice for op in OPS if op.twice for func in op.functions}
 LAYERS = _functions(lambda op: op.is_layer)
 NORMS = _functions(lambda op: op.is_norm)
@@ -87,10 +86,10 @@ _NOT_BIT_EXACT = _functions(lambda op: not op.is_bit_exact)
 
 
 def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
+    """Call a counterpart; NotImplemented for arguments that it does not support (``out=``), too few or too many.
 
-    Torch takes them, or raises the error. NotImplemented, too, where a policy is lossless and torch's own
-    gradient has other last bits, and where gradients are to be differentiated again, which Functions of ours are not.
+    Torch then handles them or raises the error. NotImplemented, too, if a policy is lossless and torch's own gradient
+    differs in the last bits, and for double backward, which Functions of ours do not support.
     """
     if region.settings.leaves_ops_to_torch:
         if region.settings.is_exact and func in _NOT_BIT_EXACT:
@@ -102,6 +101,6 @@ def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tup
     try:
         return handler(region, func, *args, **kwargs)
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the handler
             raise
     return NotImplemented

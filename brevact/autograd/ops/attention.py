@@ -1,15 +1,14 @@
-"""Attention: query, key and value are stored packed, neither the scores nor the output nor their log-sum-exp.
+"""Attention: query, key and value are saved packed; scores, output and log-sum-exp are not saved.
 
-The backward pass runs torch's own attention again, on the decoded q^, k^, v^, and differentiates it: probabilities,
-normalization and output then belong to one another, which the log-sum-exp of the exact scores would not. Dropout
-replays the generator. Masks are kept as they are: the caller holds them, for all layers. A mask that a layer has made,
-with a gradient, is packed as scores are, by the differences from the maxima of its rows.
+Backward runs torch's own attention again on the decoded q^, k^, v^ and differentiates it, so that probabilities,
+normalization and output match one another; the log-sum-exp of the exact scores would not match. Dropout replays the
+generator. Masks are saved unpacked: the caller holds them for all layers. A mask that a layer made, with a gradient, is
+packed like scores, as differences from the maxima of its rows.
 
-For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: where the region's quantizer
-has fewer bits, queries and keys take ``score_bit_width``, 8 if nothing is said. The bias that is left, of the order of
-the variance of 8-bit scores, is below 2 % of the gradient's norm on random and on peaked attention. With 2 bits for q
-and k it is 20 to 300 %, and the noise up to 28 times as large; storing packed probabilities would give 1.5 to 6 times
-the noise, and L^2 codes.
+For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: if the region's quantizer has
+fewer bits, queries and keys use ``score_bit_width``, 8 by default. The remaining bias, of the order of the variance of
+8-bit scores, is below 2 % of the gradient's norm on random and on peaked attention. With 2 bits for q and k it is 20 to
+300 %, and the noise up to 28 times as large; packed probabilities would give 1.5 to 6 times the noise, and L^2 codes.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class _Attention(Saving):
         state = after_dropout = None
         if backend is not None and not is_traced(query):
             state = _generator_state(query.device)
-        # Of the mask torch asks whether it needs a gradient, also of the copy that autocast makes of it.
+        # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             if backend is not None and is_traced(query):
                 out, after_dropout = without_autocast_cache(_by_math, query, key, value, mask, options)
@@ -110,7 +109,7 @@ class _Attention(Saving):
 
 @dataclass(frozen=True, slots=True)
 class _FromLargest(PassesOn):
-    """Decodes a mask by its differences from the maxima of its rows, the last tensor; what is not finite is -inf."""
+    """Decodes a mask from its differences to the maxima of its rows, the last tensor; non-finite values become -inf."""
 
     shape: torch.Size
 
@@ -121,15 +120,14 @@ class _FromLargest(PassesOn):
 
 _from_largest = one_object_each(_FromLargest)
 _masks = SharedPacks()
-#: Scores that are so much below the largest one of their row have no probability to speak of, e^-60.
+#: Scores this far below their row's largest have a negligible probability, e^-60.
 _LOWEST = -60.0
 
 
 def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
-    """Pack a mask that a layer has made, once for all layers that read it; None for others.
+    """Pack a mask that a layer made, once for all layers that read it; None if it is traced or small.
 
-    Values of which a row's softmax leaves nothing, -100 or -inf, would take the range of the others: to the quantizer
-    they are not finite.
+    Values that a row's softmax turns to 0, -100 or -inf, would take up the others' range: they are packed as -inf.
     """
     if is_traced(mask) or mask.numel() < region.settings.min_numel:
         return None
@@ -156,7 +154,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
 def _differentiated(
     ctx: Any, out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of those of query, key, value and mask that need one."""
+    """Gradients of query, key, value and mask, where needed."""
     wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if x is not None and need]
     found = iter(torch.autograd.grad(out, wanted, grad))
     return tuple(next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
@@ -164,18 +162,11 @@ def _differentiated(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _AttentionOutput(HeldOutput):
-    """Decoder of the output of attention; its tensors are a token, those of query, key and value, and the mask.
+    """Decoder of attention's output, from a token, the tensors of query, key and value, and the mask.
 
-    Args:
-        sources: decoders of query, key and value, and the number of tensors of each.
-        options: of the attention.
-        needs: whether query, key and value need a gradient.
-        shape: of the output.
-        stride: of the output.
-        dtype: of the output, in which the attention has run.
-        lasts: whether the next training step finds the same object.
-        depth: layers that are computed for the output, one after the other, this one included.
-        quality: of the output.
+    ``sources``: decoders of query, key and value, and how many tensors each has. ``needs``: which of the three need a
+    gradient. ``shape``, ``stride`` and ``dtype`` are the output's; attention ran in that dtype. ``lasts``: the next
+    training step finds the same object. ``depth``: layers computed one after another for the output, this one included.
     """
 
     sources: tuple[tuple[Decoder, int], ...]
@@ -214,10 +205,9 @@ def _remember(
     options: _Options,
     needs: tuple[bool, ...],
 ) -> Saved | None:
-    """Register the output as one to recompute, in two multiplications a key for each element.
+    """Register the output for recomputation, which takes two multiplications per key and element.
 
-    Returns the saved form of a token, by which the gradient finds the output's graph and attends no second time, or
-    None.
+    Returns a token's saved form, by which the gradient finds the output's graph instead of attending again, or None.
     """
     sources = [source for source in kept if source is not None]
     depth = max(decoder.depth for _, decoder in sources)
@@ -243,7 +233,7 @@ def _named(options: _Options) -> dict[str, Any]:
 
 
 def _with_finer_scores(region: Keeper) -> Keeper:
-    """Return the region with a quantizer that is good enough for scores, which are exponentiated."""
+    """Return the region with a quantizer that is fine enough for scores, which are exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
     if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
         return region
@@ -274,7 +264,7 @@ def _score_settings(
 def _by_math(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the probabilities after dropout."""
+    """Return the output and the probabilities after dropout."""
     if mask is not None and mask.dtype is torch.bool:  # the op would add it
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
     return attention_by_math(query, key, value, mask, *options[:2], **_named(options))
@@ -283,7 +273,7 @@ def _by_math(
 def _by_stored_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options, passed: Tensor
 ) -> Tensor:
-    """Attend with the dropout of the forward pass."""
+    """Attend with the forward's dropout."""
     exact = _by_math(query, key, value[..., :0], mask, options._replace(dropout_p=0.0))[1]
     if options.enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -291,7 +281,7 @@ def _by_stored_dropout(
 
 
 def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
-    """Run the attention on decoded inputs: with dropout by the same kernel, whose random numbers it needs."""
+    """Run the attention on decoded inputs; with dropout, by the same kernel, to draw the same random numbers."""
     query, key, value, mask = leaves
     if passed is not None:
         return _by_stored_dropout(query, key, value, mask, options, passed)
@@ -309,7 +299,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the forward pass again, and leave the generator as it is."""
+    """Replay the forward's random numbers, then restore the generator."""
     if state is None:
         yield
         return
@@ -356,14 +346,14 @@ def _scaled_dot_product_attention(
 
 
 def _is_mask(region: Keeper, x: Any) -> bool:
-    """Return whether a mask has its values in memory: torch has subclasses that stand for a causal mask."""
+    """Return whether a mask's values are in memory: torch has subclasses that represent a causal mask."""
     return region.is_activation(x) or (
         isinstance(x, Tensor) and x.dtype is torch.bool and (is_plain(x) or is_traced(x))
     )
 
 
 def _can_replay(x: Tensor, backend: int) -> bool:
-    """Return whether dropout can be had again: in a graph, whose generator is out of reach, by a stored mask alone."""
+    """Return whether dropout can be replayed; a graph cannot reach the generator and needs a saved mask."""
     if is_traced(x):
         return backend == SDPBackend.MATH.value
     return x.device.type in ("cpu", "meta") or (

@@ -1,4 +1,4 @@
-"""The base of the Functions: they save tensors in their saved forms, load them, and refuse a second derivative."""
+"""The base of the Functions: they save tensors in packed form, load them, and reject double backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SavedValue(NamedTuple):
-    """A saved tensor on its way back: decoded when it is asked for."""
+    """A saved tensor in backward, decoded on demand."""
 
     tensors: tuple[Tensor, ...]
     decoder: Any
@@ -39,12 +39,12 @@ class SavedValue(NamedTuple):
         return self.decoder.multiply(self.tensors, grad)
 
     def with_statistics(self) -> WithStatistics:
-        """Return the input of a norm, or that less its means, and the statistics that belong to it."""
+        """Return a norm's input, or the input less its means, and the matching statistics."""
         return self.decoder.with_statistics(self.tensors)
 
 
 def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) -> None:
-    """Hand tensors to autograd, and the decoders of kept items to ``ctx``; exact ones are kept as they are."""
+    """Pass tensors to autograd, and the decoders of saved items to ``ctx``; ``exact`` tensors are saved unpacked."""
     tensors: list[Tensor | None] = []
     recipe: list[tuple[int, int, Decoder] | None] = []
     stop = 0
@@ -53,7 +53,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
             recipe.append(None)
         else:
             kept, decoder = item
-            if len(kept) > 2:  # perhaps codes, a scale and a zero point, also of what is derived from them
+            if len(kept) > 2:  # possibly codes, a scale and a zero point, or those that a derived tensor reads
                 share_codes(kept)
             start, stop = stop, stop + len(kept)
             tensors += kept
@@ -68,9 +68,9 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return the arguments of :func:`save`: a :class:`SavedValue` for a saved form, exact tensors, and None for None.
+    """Return the arguments of :func:`save`: a :class:`SavedValue` per saved item, exact tensors, and None for None.
 
-    A RuntimeError says that the gradient is to be differentiated again.
+    Raises RuntimeError under double backward, which would treat the gradient as a constant.
     """
     if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
         raise RuntimeError(NO_DOUBLE_BACKWARD)
@@ -86,10 +86,10 @@ def load(ctx: Any) -> list[Any]:
 
 
 class Saving(torch.autograd.Function):
-    """A Function that saves packed activations by :func:`save`; reading them, by :func:`load`, is not differentiable.
+    """A Function that saves packed activations by :func:`save`; loading them, by :func:`load`, is not differentiable.
 
-    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs. A class whose
-    forward ``returns_new`` memory, or its argument, says so.
+    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs. Set
+    ``returns_new`` if forward returns new memory or its argument.
     """
 
     is_brevact = True
@@ -106,9 +106,9 @@ class Saving(torch.autograd.Function):
 
 
 def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a forward return tensors by themselves where torch returns views of tensors that nobody else sees.
+    """Detach views of hidden tensors from a forward's result, such as ``linear``'s view of a matrix product.
 
-    Torch refuses in-place changes of views that a Function has made: ``linear`` views the result of a matrix product.
+    Torch refuses in-place changes of views that a Function made.
     """
 
     @functools.wraps(forward)
@@ -122,10 +122,9 @@ def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a backward pass on a gradient that is none, as that of a Function which returns None, in place of zeros.
+    """Let backward return None for an undefined gradient, as that of a Function that returns None, instead of zeros.
 
-    Parameters in front of it have no gradient then, as in torch, and no step of an optimizer. Of a batch of gradients
-    it gets one row at a time.
+    Parameters in front then have no gradient, as in torch, and no optimizer step. A batch of gradients runs row by row.
     """
 
     @functools.wraps(backward)
@@ -144,7 +143,7 @@ InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class OfSizes(Saving):
-    """An op whose gradient depends on the sizes of its input alone: it stores nothing and is differentiable twice."""
+    """An op whose gradient depends only on its input's sizes: it saves nothing and supports double backward."""
 
     @staticmethod
     def forward(
@@ -165,10 +164,7 @@ class OfSizes(Saving):
 
 
 def blank(input_like: InputLike, grad: Tensor) -> Tensor:
-    """Return a tensor of the input's sizes, whose values nobody reads.
-
-    Its dtype is the gradient's: that of the copy of the input which torch reads under autocast.
-    """
+    """Return an uninitialized tensor of the input's sizes and the gradient's dtype, that of torch's autocast copy."""
     shape, stride, _ = input_like
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
 
@@ -177,12 +173,12 @@ _STRIDED = torch.strided
 
 
 def is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
+    """Return whether ``x`` is a strided tensor and not a subclass with other semantics."""
     return type(x) in PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
 
 
 def is_activation(x: Any) -> bool:
-    """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
+    """Return whether our Functions can pack ``x``: plain, floating point, 16 bits or more."""
     return (
         type(x) in PLAIN_TYPES
         and x.dtype in ACTIVATION_DTYPES
@@ -206,7 +202,7 @@ def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _out_of_place_name(func: Callable) -> str | None:
-    """Name of the out-of-place variant of a function that is in place by its name; None for other functions."""
+    """Name of the out-of-place variant of a function with an in-place name; None for other functions."""
     name: str = func.__name__
     if name.endswith("_") and not name.endswith("__"):
         return name[:-1]
@@ -215,7 +211,7 @@ def _out_of_place_name(func: Callable) -> str | None:
 
 @functools.cache
 def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the out-of-place variant of an in-place torch function; other functions as they are."""
+    """Return the out-of-place variant of an in-place torch function; other functions unchanged."""
     name = _out_of_place_name(function)
     if name is None:
         return function
@@ -224,17 +220,17 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def may_overwrite(function: Callable[..., Tensor]) -> bool:
-    """Return whether a torch function overwrites its first argument, always or where it is asked to."""
+    """Return whether a torch function overwrites its first argument, always or by an option."""
     return out_of_place(function) is not function or _inplace_position(function) is not None
 
 
 def as_number(x: Any) -> Any:
-    """Return the number that torch reads from a tensor in place of a number; other values as they are."""
+    """Return the number in a tensor that replaces a number; other values unchanged."""
     return x.item() if isinstance(x, Tensor) else x
 
 
 class Value(NamedTuple):
-    """A torch function of one tensor, its first argument, with the other ones; never in place."""
+    """A torch function of its first argument, with the other arguments bound; never in place."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -242,7 +238,7 @@ class Value(NamedTuple):
 
     @staticmethod
     def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
-        """Return a call as a function of its first argument; the other arguments are numbers, as they are now."""
+        """Return a call as a function of its first argument; the other arguments are bound as numbers now."""
         function = out_of_place(function)
         args, kwargs = tuple(map(as_number, args)), {key: as_number(value) for key, value in kwargs.items()}
         position = _inplace_position(function)
@@ -257,7 +253,6 @@ class Value(NamedTuple):
 
 @functools.cache
 def _inplace_position(func: Callable) -> int | None:
-    """Position of the parameter ``inplace`` of a Python function."""
     names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
     return names.index("inplace") if "inplace" in names else None
 
@@ -271,7 +266,7 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
-    """Return one number a spatial dimension for each option, as torch's layers accept them."""
+    """Return one number per spatial dimension for each option, as torch's layers accept them."""
     found = []
     for option in options:
         values = (option,) if isinstance(option, int) else tuple(option)
@@ -280,7 +275,7 @@ def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]
 
 
 def expanded_one(x: Tensor) -> Tensor:
-    """Return a gradient of ones for ``x``: with it ATen's backward kernels give a derivative or a mask."""
+    """Return a gradient of ones for ``x``: ATen's backward kernels then return a derivative or a mask."""
     one = x.new_ones(()) if is_traced(x) else _one(x.dtype, x.device)
     return one.expand(x.shape)
 

@@ -1,12 +1,11 @@
-"""Convolutions and transposed ones: the input is stored packed, the weight as it is.
+"""Convolutions and transposed convolutions: the input is saved packed, the weight in full precision.
 
 With the decoded input x^ and the output gradient g: dL/dw = g (*) x^, dL/dx = g convolved with w (exact), dL/db = sum
-of g. A transposed convolution is the same with the roles of x and g exchanged. Unbiased: linear in x^.
+of g. A transposed convolution exchanges the roles of x and g. Unbiased: linear in x^.
 Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
 
-Torch's own backward pass reads just that, so that torch's own op runs where the weight trains, the region's hooks
-storing the packed input in the input's place. The Function does the rest: store nothing for a frozen
-weight, store a weight as it is where autocast casts it, and be a part of a graph.
+Torch's backward reads only these tensors: if the weight trains, torch's own op runs, and hooks save the packed input.
+The Function handles frozen weights (no input saved), weights that autocast casts (saved uncast), and traced graphs.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
 
-#: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
+#: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
 _SUMMED = torch.float32, torch.float64
 
-#: Channels of a block of oneDNN, which pads fewer ones; elements of a padded tensor that are many, and those of a part.
+#: Channels per oneDNN block (fewer are padded), elements from which a padded tensor is large, and those of one part.
 _BLOCK, _MANY_PADDED, _PADDED_OF_PART = 16, 1 << 23, 1 << 20
 
-#: A part of a sample has at least so many times the rows that its neighbours read of it.
+#: A part of a sample has at least this many times the rows that its neighbours read of it.
 _HALOS = 4
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -42,7 +41,7 @@ _pad = torch.ops.aten.constant_pad_nd.default
 def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
 
-    Doing it here keeps autocast from caching a weight copy that was made without gradients.
+    Casting here keeps autocast from caching a weight copy that was made without gradients.
     """
     if not is_any_autocast_enabled():
         return tensors
@@ -105,10 +104,10 @@ class _Convolution(Saving):
 def _part_by_part(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients of the weight first, of the input then: the decoded input is there for the former alone.
+    """Compute the gradients of weight and bias first, then the input's: only the former need the decoded input.
 
-    Both are computed for some samples at a time, since ATen copies its operands to an order of memory of its own, and
-    for some rows of a sample where its copy alone is large (`_parts`).
+    Each runs on a few samples at a time, since ATen copies its operands to its own memory order, and on a few rows of a
+    sample if even that copy is large (`_parts`).
     """
     shape, _, dtype = ctx.input_like
     step = samples_of_call(shape)
@@ -128,7 +127,7 @@ def _part_by_part(
             sums = _convolution_backward(g, read, weight, ctx.bias_sizes, *geometry, [False, *mask[1:]])[1:]
             for place, sum_of_part in enumerate(sums):
                 total = totals[place]
-                if total is None:  # sums of many pieces would stand still in 16 bits
+                if total is None:  # sums of many pieces would stagnate in 16 bits
                     totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
                 else:
                     total.add_(sum_of_part)
@@ -143,7 +142,7 @@ def _part_by_part(
     of_input = [True, False, False]
     for part, (start, stop) in itertools.product(samples, _parts(ctx, shape, halo)):
         out = grad_input[part, :, start:stop]
-        if stop - start == shape[2]:  # the values of the input do not matter here, only its sizes and strides
+        if stop - start == shape[2]:  # only the sizes and strides of the input matter here
             out.copy_(_convolution_backward(grad[part], out, weight, None, *ctx.geometry, of_input)[0])
         else:
             g = _rows(grad[part], start + pad - halo, stop + pad)
@@ -155,14 +154,14 @@ def _part_by_part(
 
 
 def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
-    """Return how many rows beyond its own an output row reads, the rows of padding, and the geometry without these."""
+    """Return the extra rows that an output row reads, the rows of padding, and the geometry without that padding."""
     steps, pads, dilation, transposed, more, groups = geometry
     without = steps, [0, *pads[1:]], dilation, transposed, more, groups
     return dilation[0] * (weight.shape[2] - 1), pads[0], without
 
 
 def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
-    """Return first and last rows (their ends) of the parts that a sample of this shape is computed in."""
+    """Return (start, stop) rows of the parts in which a sample of this shape is computed."""
     rows, *others = shape[2:]
     if not (ctx.pads_channels and _has_parts(ctx.geometry)):
         return [(0, rows)]
@@ -172,16 +171,16 @@ def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
 
 
 def _has_parts(geometry: _Geometry) -> bool:
-    """Return whether gradients can be computed for some rows at a time: each output row begins one input row later.
+    """Return whether gradients can be computed for some rows at a time: each output row starts one input row later.
 
-    Of dilated layers in groups, oneDNN's gradient of a bfloat16 weight reads memory beyond its operands.
+    In dilated grouped layers, oneDNN's gradient of a bfloat16 weight reads memory beyond its operands.
     """
     steps, _, dilation, is_transposed, _, groups = geometry
     return steps[0] == 1 and not is_transposed and (groups == 1 or max(dilation) == 1)
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows of a (N, C, rows, ...) tensor, zeros where it has none."""
+    """Return rows of a (N, C, rows, ...) tensor, zeros outside it."""
     count, rows = stop - start, x.shape[2]
     before, after = min(max(-start, 0), count), min(max(stop - rows, 0), count)
     inside = x[:, :, max(start, 0) : max(min(stop, rows), 0)]
@@ -191,19 +190,19 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
-    """Return whether ATen's copies of a layer of few channels take far more memory than its tensors."""
+    """Return whether ATen's copies for a layer with few channels take far more memory than its tensors."""
     settings = region.settings
     channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
     if 2 * channels > _BLOCK or settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu:
         return False
-    if type(input) is not Tensor:  # traced: compilers plan memory, and sizes of parts may be none that they know
+    if type(input) is not Tensor:  # traced: compilers plan memory, and may not know the sizes of parts
         return False
     samples, _, *positions = input.shape
     return samples * math.prod(positions) * _BLOCK >= _MANY_PADDED and (samples > 1 or _has_parts(geometry))
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Split ``padding="same"`` as torch does: the odd element goes to the right, by padding the input."""
+    """Split ``padding="same"`` as torch does: the odd element is padded on the right of the input."""
     total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     if any(t % 2 for t in total):
         right = [amount for t in reversed(total) for amount in (0, t % 2)]

@@ -1,8 +1,8 @@
-"""Dropout of elements and of channels: an exact mask of one bit for each number that is drawn.
+"""Dropout of elements and of channels: an exact mask, one bit per random number.
 
-The gradient is g times the factor of elements that torch keeps, and 0 elsewhere. Random numbers are those that torch
-draws. Alpha dropout replaces dropped elements by SELU's limit and scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2),
-which keeps mean and variance. Source: Klambauer et al., arXiv:1706.02515, section "New dropout technique".
+The gradient is g times the factor of kept elements, and 0 elsewhere. Random numbers are those that torch draws. Alpha
+dropout replaces dropped elements by SELU's limit and scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2), which keeps
+mean and variance. Source: Klambauer et al., arXiv:1706.02515, section "New dropout technique".
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import is_traced
 
-_ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
+_ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as in torch
 
 
 @functools.lru_cache(maxsize=256)
 def _noise_of_kept(p: float, dtype: torch.dtype, alpha: bool = False) -> float:
-    """Return torch's factor of kept elements, rounded as in the noise, which has the input's dtype."""
+    """Return torch's factor of kept elements, rounded to the noise's dtype, which is the input's."""
     with no_dispatch_modes():  # a selective checkpoint counts ops
         one = torch.ones((), dtype=dtype)
         return float(one.mul_(_alpha_factor(p)) if alpha else one.div_(1 - p))
@@ -44,7 +44,7 @@ def _alpha_factor(p: float) -> float:
 
 
 def _masked(kept: SavedValue, grad: Tensor, ctx: Any) -> Tensor:
-    """Return the gradient where the mask is set, and 0 elsewhere; a lossless one is NaN there if it is not finite."""
+    """Return the gradient where the mask is set, else 0; if lossless, a non-finite gradient becomes NaN there."""
     return grad * kept.decode() if ctx.is_exact else kept.multiply(grad)
 
 
@@ -53,8 +53,8 @@ class _Dropout(Saving):
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
         source = region.find_kept(input)
         ctx.factor = 1.0 / (1.0 - p)
-        if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
-            if is_traced(input):  # compilers draw a Bernoulli variable by other numbers
+        if input.device.type == "cpu":  # same draws and same rounding as torch's own dropout
+            if is_traced(input):  # compilers draw Bernoulli variables from other numbers
                 noise = F.dropout(torch.ones_like(input), p, True)
             else:
                 ctx.factor = _noise_of_kept(p, input.dtype)
@@ -79,7 +79,7 @@ class _Dropout(Saving):
 
 
 def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], Tensor]) -> Any:
-    """Run torch's own dropout, whose gradient can be differentiated again: a mask stands for the noise it saves."""
+    """Run torch's own dropout, which supports double backward; a mask replaces the noise that it saves."""
     runner = region.torch_runner(input)
     if runner is None or input.numel() < region.settings.min_numel:
         return NotImplemented
@@ -98,14 +98,14 @@ def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], 
 
 
 class _Noise(NamedTuple):
-    """Shape of the noise, one number a channel or an element, and whether it is for alpha dropout."""
+    """Shape of the noise, one number per channel or per element, and whether it is for alpha dropout."""
 
     of_channels: bool
     alpha: bool
 
 
 class _ComposedDropout(Saving):
-    """Dropouts that torch composes of a Bernoulli draw and products."""
+    """Dropouts that torch composes from a Bernoulli draw and products."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
@@ -143,12 +143,12 @@ class _ComposedDropout(Saving):
 
 
 def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
-    """Whether some elements are dropped, and not all; otherwise nothing is stored, or torch raises an error."""
+    """Return whether some but not all elements are dropped; otherwise nothing is saved, or torch raises an error."""
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 
 def _copy_of_known(region: Keeper, func: Callable, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
-    """Run a dropout that drops nothing: a compiled one copies its input, and the copy derives as the input does."""
+    """Run a dropout that drops nothing: a compiled one copies its input, and the copy shares the input's saved form."""
     if inplace or not (region.is_activation(input) and is_traced(input) and (p == 0.0 or not training)):
         return NotImplemented
     out = func(input, p, training)
@@ -199,8 +199,6 @@ def _of_maps(dims: int, unbatched: int | None = None) -> Callable:
 
 
 def _alpha(of_channels: bool) -> Callable:
-    """Make the handler of alpha dropout in ``torch.nn.functional``."""
-
     def handle(
         region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
@@ -210,7 +208,7 @@ def _alpha(of_channels: bool) -> Callable:
 
 
 def _in_torch(run: Callable[[Keeper, Tensor, float, bool, bool], Any]) -> Callable:
-    """Make the handler of a dropout in ``torch``, which overwrites its input if its name says so."""
+    """Make the handler of a dropout in ``torch``, in place if its name ends in an underscore."""
 
     def handle(region: Keeper, func: Callable, input: Tensor, p: float, train: bool) -> Any:
         return run(region, input, p, train, func.__name__.endswith("_"))

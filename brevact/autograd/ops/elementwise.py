@@ -1,11 +1,10 @@
-"""Elementwise products (squeeze-and-excitation, gates, affine scales): each factor is stored packed if it must be.
+"""Elementwise products (squeeze-and-excitation, gates, affine scales): each factor is saved packed if it is needed.
 
-d(ab)/da = g b^ and d(ab)/db = g a^, summed over broadcast dimensions; a factor is stored only when the other one
-needs a gradient, and weights and small factors are stored as they are. Unbiased, since each gradient is linear in the
-stored factor.
+d(ab)/da = g b^ and d(ab)/db = g a^, summed over broadcast dimensions; a factor is saved only if the other one needs a
+gradient, and weights and small factors are saved unpacked. Unbiased, since each gradient is linear in the saved factor.
 
-A division by one number a row, a norm or a deviation that is written out, stores its numerator packed by rows, and the
-numbers as they are: d(a/b)/db = -g a^ / b^2.
+A division by one number per row, a written-out norm or deviation, saves its numerator packed by rows, and the numbers
+in full precision: d(a/b)/db = -g a^ / b^2.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _Multiply(Saving):
         save(ctx, kept_b, kept_a)
         ctx.shapes, ctx.dtypes, ctx.strides = (a.shape, b.shape), (a.dtype, b.dtype), (a.stride(), b.stride())
         operands = [(a, kept_a), (b, kept_b)]
-        if inplace:  # nothing is found of them once they are overwritten
+        if inplace:  # once they are overwritten, no saved form of them is found
             operands = [(x, kept or region.find_kept(x)) for x, kept in operands]
         out = multiply(a, b)
         derive(
@@ -68,9 +67,9 @@ class _Multiply(Saving):
 
 
 def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
-    """Save a factor: by the rows along ``dims`` that the other one scales, or as it is, if it scales the other's rows.
+    """Save a factor: by the rows along ``dims`` that the other one scales, or unpacked, if it scales the other's rows.
 
-    Such a product is that of a norm that is written out, with the inverse deviations of its rows.
+    Such a product is part of a written-out norm, with the inverse deviations of its rows.
     """
     if is_scale:
         return keep_as_it_is(x)
@@ -83,7 +82,7 @@ def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is
 
 
 def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
-    """Keep a factor as it is, and of a larger storage no more than that; a weight is there anyway."""
+    """Save a factor unpacked, without the rest of a larger storage; a weight stays in memory anyway."""
     part = compact(x)
     return keep_as_it_is(x if part is not x and region.is_weight(x) else part)
 
@@ -121,7 +120,7 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
 
 
 class _Divide(Saving):
-    """A tensor over one number a row; the gradients are computed as torch computes them."""
+    """A tensor over one number per row; gradients are computed as in torch."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ class _Divide(Saving):
 
 
 def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
-    """Handle division by one number a row: a deviation, or one of few; torch's own stores the numerator for it, too."""
+    """Handle division by one number per row, a deviation or one of few; torch, too, saves the numerator for it."""
     if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
         return NotImplemented
     if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
@@ -150,7 +149,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
-    """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
+    """Return whether the denominator, the argument at ``place``, is an activation: an error of 1/b^2 is not noise."""
     x: Any = args[place] if place < len(args) else None
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 

@@ -1,4 +1,4 @@
-"""Losses of pairs of elements: the derivative is stored, packed, or its sign.
+"""Losses of pairs of elements: the derivative is saved packed, or its sign.
 
 With d = x - t for an input x and a target t, and the gradient g of the loss, over the number of elements for a mean:
 
@@ -12,9 +12,9 @@ With d = x - t for an input x and a target t, and the gradient g of the loss, ov
                          dL/dx = g w (sigmoid(x) - t);  with weights p of positives
                          dL/dx = g w ((1 + (p - 1) t) sigmoid(x) - p t)
 
-The derivative stands for input and target, which torch stores both at full precision: linear in it, hence unbiased.
-With weights of positives, of which one may be a hundred times the other, sigmoid(x) and t are stored apart.
-``binary_cross_entropy`` of probabilities stays exact: its derivative, (x - t) / (x (1 - x)), has no bound.
+The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased.
+With weights of positives, which may differ a hundredfold, sigmoid(x) and t are saved apart. ``binary_cross_entropy`` of
+probabilities stays exact: its derivative, (x - t) / (x (1 - x)), is unbounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Loss(NamedTuple):
-    """The derivative of a loss by its input, a factor apart; whether that of the target is its negative."""
+    """A loss's derivative by its input, up to a factor, and whether the target's derivative is its negative."""
 
     slope: Callable[[Tensor, Tensor], Tensor]
     factor: float = 1.0
@@ -79,7 +79,7 @@ class _ElementwiseLoss(Saving):
 
 
 def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
-    """Return the product of a derivative, a number, and the gradient of each loss, or of one that is reduced."""
+    """Return derivative * factor * gradient, for a gradient per loss or of a reduced loss."""
     if grad.dim():
         product: Tensor = kept.multiply(grad)
         return product if factor == 1 else product * factor
@@ -123,7 +123,7 @@ class _BinaryCrossEntropy(Saving):
 
 
 def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
-    """Return whether the derivative of a loss is packed: there is one, by an activation, large enough."""
+    """Return whether a loss's derivative is packed: a large enough activation needs a gradient."""
     if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
         return False
     if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights(input, target):
@@ -132,13 +132,13 @@ def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
 
 
 def _divisor(reduction: Any, x: Tensor) -> int | None:
-    """Return the divisor of a reduction; None for a reduction that torch refuses."""
+    """Return a reduction's divisor; None if torch refuses the reduction."""
     divisors = {"none": 1, "sum": 1, "mean": x.numel(), "batchmean": x.shape[0] if x.dim() else 1}
     return divisors.get(reduction) if isinstance(reduction, str) else None
 
 
 def _apply(region: Keeper, call: _Call, loss: _Loss, reduction: Any, input: Tensor, target: Tensor) -> Any:
-    """Run a loss whose derivative is stored; NotImplemented if torch refuses the arguments, or nothing is packed."""
+    """Run a loss and save its derivative; NotImplemented if torch refuses the arguments or nothing is packed."""
     constants = () if loss.is_of_difference else (target,)
     if not _packs(region, input, target, *constants):
         return NotImplemented
@@ -153,8 +153,6 @@ def _apply(region: Keeper, call: _Call, loss: _Loss, reduction: Any, input: Tens
 
 
 def _of_difference(loss: _Loss) -> Callable:
-    """Make the handler of ``mse_loss`` or ``l1_loss``."""
-
     def handle(
         region: Keeper,
         func: Callable,
@@ -270,7 +268,7 @@ def _binary_cross_entropy_with_logits(
 
 
 def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:
-    """The ops of ``F.gaussian_nll_loss`` but for its copy of the variances, whose bound these keep."""
+    """The ops of ``F.gaussian_nll_loss`` without its copy of the variances, which are already bounded."""
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         loss += 0.5 * math.log(2 * math.pi)
@@ -287,7 +285,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:
-    """Keep the variances exactly, for the op as well that has computed them: torch keeps a copy of its own."""
+    """Save the variances exactly, also for the op that computed them: torch saves a copy of its own."""
     if (
         not (isinstance(var, Tensor) and is_tracked(var) and var.shape == input.shape)
         or region.settings.leaves_ops_to_torch

@@ -1,17 +1,17 @@
-"""Fake quantization in a forward pass: few-bit integers, masks of clipped elements, few bits of each rounding error.
+"""Fake quantization in the forward pass. Saves integer codes, masks of clipped elements, and few-bit rounding errors.
 
 y = clip(round(x / s + z)), out = (y - z) s, with straight-through rounding. With the output gradient g, and m = 1 where
 nothing was clipped: dL/dx = g m (in stock order: g s m / s), dL/ds = sum of g (y - z) - g s m (x / s) / s, and
-x / s = y + r - z with the rounding residual r in [-1/2, 1/2], so that dL/ds = sum of g (y - z) where something was
-clipped, and of -g r elsewhere. Stored are the codes of y, exactly, which every op that reads ``out`` shares
-(``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded stochastically on
-fixed levels, so that dL/ds is unbiased; otherwise m in one bit. While no op has saved ``out``, one bit of each code is
-enough (``brevact.autograd.clipped_ends``). The gradients of x and z are exact.
+x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. So dL/ds sums g (y - z) over clipped elements and -g r
+over the others. The codes of y are saved exactly and shared with every op that saves ``out``
+(``brevact.autograd.known_values``). If the scale is learned, m and r are saved together, r rounded stochastically to
+fixed levels so that dL/ds is unbiased; otherwise m is saved in one bit. Until an op saves ``out``, one bit per code
+suffices (``brevact.autograd.clipped_ends``). The gradients of x and z are exact.
 
-A weight is there anyway: the tensors that its fake quantization needs are recomputed from the weight.
+A weight stays in memory anyway, so its fake quantization saves nothing else and recomputes from it.
 
-Source: Learned step size quantization, arXiv:1902.08153, section 2.1; Brevitas, ``brevitas.core.quant``, whose
-arithmetic and order of operations these are.
+Source: Learned step size quantization, arXiv:1902.08153, section 2.1; Brevitas, ``brevitas.core.quant`` for arithmetic
+and order of operations.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill
 
 @dataclass(frozen=True, eq=False)
 class Integers:
-    """How a forward quantizer gets from x / s + z to integers: it rounds, with the identity as its gradient, and clips.
+    """How a forward quantizer turns x / s + z into integers: round (with an identity gradient), then clip.
 
-    The minimum is there as a 0-d tensor and as a number, ``lowest``. The residual, x - round(x), has the bounds of
-    the rounding error. A narrow range leaves the last code to NaN, and rounding repeats if it gives the same integers
-    of the same numbers again. Of a deterministic ``rounding``, kernels compute all of it in one pass.
+    The minimum is a 0-d tensor, and also a number, ``lowest``. ``residual`` bounds the rounding error x - round(x). A
+    narrow range reserves the last code for NaN. ``repeats``: rounding the same numbers again gives the same integers.
+    If ``rounding`` is set, it is deterministic, and kernels do everything in one pass.
     """
 
     round: Callable[[Tensor], Tensor]
@@ -60,15 +60,15 @@ class Integers:
     clips_gradients: bool = True
 
     def of(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x / s + z, its rounded values, and the integers they are clipped to."""
+        """Return x / s + z, its rounded values, and the clipped integers."""
         shifted = x / scale + zero_point
         rounded = self.round(shifted)
         return shifted, rounded, self.clamp(rounded)
 
     def blocked(self, rounded: Tensor, rectified: Tensor | None = None) -> Tensor | None:
-        """Return the mask of clipped elements, which have no gradient (NaN is not clipped); None for no element.
+        """Return the mask of clipped elements, which have no gradient (NaN is not clipped), or None without any.
 
-        Those that a ReLU has set to zero, of its output ``rectified``, have none either.
+        Elements that a ReLU zeroed, by its output ``rectified``, have no gradient either.
         """
         found = None
         if self.clips_gradients:
@@ -78,27 +78,25 @@ class Integers:
         return found
 
     def again(self, x: Tensor, scale: Tensor, zero_point: Tensor, *, rectifies: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the integers of a tensor, and the mask of elements without a gradient."""
+        """Recompute a tensor's integers and the mask of its elements without a gradient."""
         _, rounded, q = self.of(x, scale, zero_point)
         return q, self.blocked(rounded, x if rectifies else None)
 
     @functools.cached_property
     def kind(self) -> Kind | None:
-        """Which integers, as kernels know them; None for those that they do not."""
+        """Description of the integers for the kernels, or None if they do not support them."""
         if self.rounding is None:
             return None
         ends = self.bit_width, self.lowest, self.highest
         return Kind(*ends, self.rounding, self.clips_gradients, self.is_narrow)
 
     def residual_quantizer(self, bit_width: int) -> ResidualQuantizer:
-        """Return the quantizer of residuals."""
         low, high = self.residual
         return ResidualQuantizer(bit_width=bit_width, low=low, high=high)
 
     def quantized(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
     ) -> Tensor:
-        """Return the fake-quantized tensor."""
         if self.kind is not None:
             one_pass = one_pass_for(self.kind, False, x, scale, zero_point, pre_scale, pre_zero_point)
             if one_pass is not None:
@@ -107,10 +105,7 @@ class Integers:
 
 
 class Rectifier(NamedTuple):
-    """A ReLU in front: its output, without a graph, or None where it is not computed yet.
-
-    ``zero_is_lowest`` says that the zero point is known to be the lowest integer.
-    """
+    """A ReLU in front: its detached output, None if not computed yet; whether the zero point is known to be lowest."""
 
     output: Tensor | None
     zero_is_lowest: bool = False
@@ -119,7 +114,7 @@ class Rectifier(NamedTuple):
 class _FakeQuantization(Saving):
     """Fake-quantize an activation, or the output of a ReLU in front, and save its integer codes.
 
-    Where the rounded values themselves are saved, backward computes integers and clipped elements from them.
+    If the values are saved in place of rounding errors, backward recomputes integers and clipped elements from them.
     """
 
     @staticmethod
@@ -246,7 +241,7 @@ class _FakeQuantization(Saving):
 
 
 def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
-    """Return whether one bit can stand for an integer until an op saves the output; not where one code is a NaN."""
+    """Return whether one bit can replace each code until an op saves the output; not if one code is a NaN."""
     hooks = top_hooks(True)
     return (
         codes.bit_width in clipped_ends.BIT_WIDTHS
@@ -257,13 +252,13 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
 
 
 def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the code of 0, 0-d, for one zero point."""
+    """Return the code of 0, 0-d, for a single zero point."""
     rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
     return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
 
 def _may_be_nan(x: Tensor) -> bool:
-    """Return whether a tensor has a NaN; nothing waits for a GPU, where any may have."""
+    """Return whether a tensor may have a NaN; True without looking on a GPU, to avoid a synchronization."""
     return not x.is_cpu or is_traced(x) or bool(x.isnan().any())
 
 
@@ -303,7 +298,7 @@ def _quantized(
     residual_of: ResidualQuantizer | None,
     seed: int | Tensor | None,
 ) -> Quantized:
-    """Quantize by ops of torch, and pack the tensors that the gradient needs; values are those behind a ReLU."""
+    """Quantize by torch ops and pack the tensors that the gradient needs; ``values`` is any ReLU in front's output."""
     scale, zero_point, pre_scale, pre_zero_point = given
     shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
     out = (q - zero_point) * scale
@@ -336,9 +331,9 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point, each by the formula and order of stock ops.
 
-    ``q`` are the integers less the zero point, ``through`` and ``clipped`` the gradients before the clipping and behind
-    it, ``shifted`` is x / pre_scale, of a type of its own: tensors, or None where no gradient reads them. Shapes are
-    those of the last four.
+    ``q``: integers less the zero point. ``through``, ``clipped``: gradients of the clipped and of the rounded integers.
+    ``shifted``: x / pre_scale, in its own dtype. Each is None if no gradient reads it. ``shapes`` are those of the last
+    four.
     """
     of_shifted = clipped.to(of_quotient)
     needs_x, needs_scale, needs_zero_point, needs_pre_scale, needs_pre_zero_point = needs
@@ -400,10 +395,10 @@ def fake_quantize(
 ) -> Any:
     """Fake-quantize to integers: (clip(round(x / pre_scale + pre_zero_point)) - zero_point) * scale.
 
-    Scales and zero points broadcast to the activation or weight ``x``; those before rounding are often the ones behind
-    it. With a ``rectifier``, ``x`` is the input of a ReLU, whose output is quantized: the gradient goes to ``x``, and
-    one mask stands for both. A zero point, to whose gradient elements at zero add, may learn then only where that
-    output is kept. Returns ``NotImplemented`` where stock ops must run.
+    Scales and zero points broadcast to the activation or weight ``x``; those before rounding often equal those after
+    it. With a ``rectifier``, ``x`` is the input of a ReLU whose output is quantized: the gradient goes to ``x``, and
+    one mask covers both ops. Elements at zero then add to the zero point's gradient, so a zero point may be learned
+    only if the ReLU's output is saved. Returns ``NotImplemented`` where stock ops must run.
     """
     given = (scale, zero_point, pre_scale, pre_zero_point)
     with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
@@ -427,16 +422,16 @@ def fake_quantize(
 
 
 def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> bool:
-    """Whether the output of a ReLU in front is all that is kept, from which the rest is recomputed."""
+    """Return whether the ReLU's output alone is saved and the rest recomputed from it."""
     return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
-    """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape."""
+    """Return whether a Function quantizes ``x``: it is large enough, and all of ``given`` broadcast to its shape."""
     if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
     device = x.device
-    for each in given:  # a loop, as this is asked in every call
+    for each in given:  # a loop: this runs in every call
         if not region.is_activation(each) or each.device != device:
             return False
     return _broadcast(x.shape, *[each.shape for each in given])
@@ -444,5 +439,4 @@ def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _broadcast(shape: torch.Size, *others: torch.Size) -> bool:
-    """Whether tensors of other sizes broadcast to a shape."""
     return torch.broadcast_shapes(shape, *others) == shape

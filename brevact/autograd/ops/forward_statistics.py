@@ -1,4 +1,4 @@
-"""Statistics that a forward quantizer takes for its scale: backward needs tensors that exist, or one element."""
+"""Statistics that forward quantizers compute for their scales: backward needs existing tensors, or one element."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _AbsolutePercentile(Saving):
 
 
 class _LargestMagnitude(Saving):
-    """The largest magnitudes of a weight, which alone get gradients."""
+    """A weight's largest magnitudes, the only elements with gradients."""
 
     is_brevact = False  # its result is computed from weights
 
@@ -49,7 +49,7 @@ class _LargestMagnitude(Saving):
             out = weight.abs().max()
             save(ctx, exact=(weight, out))
             return out
-        save(ctx, exact=(weight, None))  # where the largest are is found again: an index a row is 8 bytes
+        save(ctx, exact=(weight, None))  # backward finds the largest again: an index per row is 8 bytes
         return weight.abs().amax(dim, keepdim=keepdim)
 
     @staticmethod
@@ -74,7 +74,7 @@ class _LargestMagnitude(Saving):
 
 
 def _exact_sum_of(ones: Tensor) -> torch.dtype:
-    """Return a type in which a sum of ones has no rounding error."""
+    """Return a dtype in which a sum of ones has no rounding error."""
     return torch.float32 if ones.numel() <= 2**24 else torch.float64
 
 
@@ -86,10 +86,7 @@ def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keep
 
 
 def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
-    """Statistics of a weight, or of several together; their gradient recomputes them.
-
-    ``compute`` returns them, without random numbers and without a state of its own.
-    """
+    """Statistics of one or several weights; backward reruns ``compute``, which has no random numbers and no state."""
     storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, *weights)
 
@@ -97,10 +94,10 @@ def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weig
 def absolute_percentile(
     region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
-    """Percentile of the magnitudes of an activation: the gradient goes to one element, whose place and sign are kept.
+    """Percentile of an activation's magnitudes: the gradient goes to one element, whose place and sign are saved.
 
-    It is that of ``brevitas.core.stats.AbsPercentile``, ``q`` percent over ``dim`` of an activation of two dimensions,
-    or over all of it. If ``x`` is the input of a ReLU whose output counts, ``values`` is that output.
+    It equals ``brevitas.core.stats.AbsPercentile``, ``q`` percent over ``dim`` of a 2-d activation, or over all of it.
+    If ``x`` is the input of a ReLU whose output counts, ``values`` is that output.
     """
     values = x.detach() if values is None else values
     flat = x

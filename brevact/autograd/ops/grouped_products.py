@@ -1,11 +1,11 @@
-"""Grouped matrix products of mixture-of-experts layers: the rows are stored packed, weights and offsets as they are.
+"""Grouped matrix products of mixture-of-experts layers: rows are saved packed, weights and offsets in full precision.
 
 Rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With the gradient g of C and the decoded A^:
 dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s, linear in A^, hence unbiased. Both are
-grouped products again, in the order of memory that torch's own backward pass gives them.
+grouped products again, in the memory order of torch's own backward.
 
-Torch leaves rows behind the last offset as the allocator gives them. They are 0 here: a number of any size in the
-bucket of the last rows would be their scale.
+Torch leaves rows after the last offset uninitialized. They are 0 here: an arbitrary number in the bucket of the last
+rows would set their scale.
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ class _Grouped(Saving):
 
 
 def _are_columns(x: Tensor) -> bool:
-    """Whether matrices lie in memory column by column."""
     return x.stride(-2) == 1 and x.stride(-1) == max(1, x.shape[-2])
 
 
 def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
-    """Set the rows behind the last offset to 0."""
+    """Set the rows after the last offset to 0."""
     if out.device.type == "cpu" and not is_traced(out):
         if (end := int(offs[-1])) < len(out):
             out[end:].zero_()
@@ -76,7 +75,7 @@ def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
 def _grouped(
     region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
-    """Handle rows in groups, each of which meets a matrix; torch runs the other forms of grouped products."""
+    """Handle groups of rows, each with a matrix; torch runs the other forms of grouped products."""
     if not region.packs_layer(input, mat2):
         return NotImplemented
     if input.dim() != 2 or mat2.dim() != 3 or not isinstance(offs, Tensor) or not offs.numel():

@@ -1,8 +1,8 @@
-"""Scales of fake quantizers in few calls: s = max(|v|, least) / t, without the modules that make it.
+"""Scales of fake quantizers in few calls: s = max(|v|, least) / t, without the modules that compute them.
 
-Gradients are those of the modules to the last bit. Of a learned scale (brevitas.core.scaling.ParameterScaling, and
-ParameterFromRuntimeStatsScaling behind the steps that collect statistics): dL/dv = sgn(v) (dL/ds / t). Of statistics
-that are magnitudes (StatsFromParameterScaling), through whose bound gradients pass straight:
+Gradients are those of the modules to the last bit. For a learned scale (brevitas.core.scaling.ParameterScaling, and
+ParameterFromRuntimeStatsScaling after its steps of collecting statistics): dL/dv = sgn(v) (dL/ds / t). For statistics
+that are magnitudes (StatsFromParameterScaling), whose bound passes gradients straight through:
 dL/dv = sgn(max(v, least)) (dL/ds / t), which is 0 for NaN.
 """
 
@@ -32,15 +32,12 @@ class _LearnedScale(Saving):
 
 
 def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
-    """Return scales of a parameter; the tensors that autograd saves are as small as the scales, and stay as they are.
+    """Return scales of a parameter; the tensors that autograd saves are as small as the scales, and stay unpacked.
 
-    Args:
-        value: parameter.
-        threshold: positive number without a gradient, of no dimensions.
-        least: smallest magnitude; None for none.
+    ``threshold``: positive number without a gradient, of no dimensions. ``least``: smallest magnitude, None for none.
     """
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
-        return value.abs() / threshold  # whose gradient in C++ is the same one
+        return value.abs() / threshold  # its gradient in C++ is the same
     found: Tensor = _LearnedScale.record(value, threshold, least)
     return found
 
@@ -62,12 +59,9 @@ class _ScaleOfMagnitudes(Saving):
 
 
 def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
-    """Return scales of magnitudes, some of which may be below the bound: their gradient passes it.
+    """Return scales of nonnegative statistics, whose bound ``least`` passes gradients straight through. NaN stays NaN.
 
-    Args:
-        magnitudes: statistics, none of them negative; NaN stays NaN.
-        threshold: positive number of the same dtype without a gradient, of no dimensions.
-        least: smallest magnitude.
+    ``threshold``: positive number of the same dtype without a gradient, of no dimensions.
     """
     found: Tensor = _ScaleOfMagnitudes.record(magnitudes, threshold, least)
     return found

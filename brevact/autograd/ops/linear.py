@@ -1,8 +1,7 @@
-"""Fully connected layers: the input is stored packed, the weight as it is.
+"""Fully connected layers: the input is saved packed, the weight in full precision. Source: thesis section 4.2.2.
 
 dL/dW = g^T x^ with the decoded input x^, dL/dx = g W (exact), dL/db = sum of g over the leading dimensions. The order
 of additions and the strides are those of torch, which flattens the leading dimensions of contiguous tensors.
-Source: thesis section 4.2.2.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Linear(Saving):
         grad = grad.to(ctx.dtype)
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
-        if kept is not None:  # first of all: the gradient of the input then takes the place of the input
+        if kept is not None:  # first: the input's gradient then reuses the memory of the input
             x = kept.decode().to(ctx.dtype)
             x = x.reshape(-1, x.shape[-1])
             grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()

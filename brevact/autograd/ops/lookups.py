@@ -1,8 +1,8 @@
-"""Ops that move elements: indices, masks and sampling points are stored exactly, elements only where they count.
+"""Ops that move elements: indices, masks and sampling points are saved exactly, elements only where they matter.
 
-Their gradient with respect to the elements does not depend on them: torch saves the input of a gather, of a reflected
-or replicated border for its sizes alone. Sampling on a grid stores the grid exactly, since packed points would lie
-between other elements; dL/dgrid is linear in the input, which is packed: unbiased.
+Gradients by the elements do not depend on them: torch saves a gather's or a reflected or replicated border's input for
+its sizes alone. A sampling grid is saved exactly: packed points would lie between other elements. dL/dgrid is linear in
+the packed input: unbiased.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Lookup(Saving):
-    """An op that reads elements at an index, or where a mask is set; its gradient has strides of the input, or none."""
+    """An op that reads elements at an index or under a mask; its gradient has the input's strides, or none."""
 
     @staticmethod
     def forward(
@@ -200,7 +200,7 @@ _INDEXED = ("index_select", "gather", "take", "take_along_dim", "index_put", "in
 
 
 def _places_in_bags(tensors: Sequence[Tensor]) -> int:
-    """Return the number of rows of the table, or of indices and offsets, which are saved, too, if that is larger."""
+    """Return the number of the table's rows, or of saved indices and offsets if that is larger."""
     return max(places_in_first(tensors), *(x.numel() + 1 for x in tensors if not x.is_floating_point()))
 
 
@@ -209,7 +209,7 @@ OPS = (
     Op((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim, _STORED),
     Op((torch.take, Tensor.take), _take, _STORED),
     Op((torch.masked_select, Tensor.masked_select), _masked_select, Stored("masked_select", MASKS, EXACT)),
-    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # Dynamo sees the first one as the second
+    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # Dynamo sees the former as the latter
     Op((F.grid_sample,), _grid_sample, _GRID),
     Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
     Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),

@@ -1,17 +1,17 @@
-"""Cross-entropy and negative log-likelihood: probabilities are stored packed, targets that are indices exactly.
+"""Cross-entropy and negative log-likelihood: probabilities are saved packed, class-index targets exactly.
 
 With x_n the logits of a sample, p_n = softmax(x_n) and q_n = (1 - s) w * onehot(y_n) + s / C w (class indices) or
 q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s, C classes and their weights w:
 
     L_n = -sum_c q_nc log p_nc,    dL_n/dx_n = p_n sum_c q_nc - q_n
 
-It is linear in p, and in t, hence unbiased. The mean is that over the weights of the targets (class indices) or over
-the samples (class probabilities). The negative log-likelihood reads log-probabilities, and its gradient, -q_n, none.
+It is linear in p and in t, hence unbiased. The mean is over the weights of the targets (class indices) or over the
+samples (class probabilities). The negative log-likelihood reads log-probabilities; its gradient, -q_n, reads none.
 
-Logits of a language model are the largest tensor of its step. Where they are many, (N, C) rows with class indices are
-taken a chunk of rows at a time, forward and backward: log-probabilities, probabilities and products with them never
-exist as a whole, and the gradient is written in the type of the logits. Torch's own op computes the losses of a
-chunk's samples, and its own reduction joins them, so that the loss is the same to the last bit.
+A language model's logits are the largest tensor of its step. Large (N, C) logits with class indices are computed in
+chunks of rows, forward and backward: log-probabilities, probabilities and products with them never exist as a whole,
+and the gradient is written in the logits' dtype. Torch's own op computes the losses of a chunk's samples, and its own
+reduction joins them, so that the loss is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Options(NamedTuple):
-    """Options of a loss."""
-
     class_dim: int
     ignore_index: int
     reduction: str
@@ -77,7 +75,7 @@ class _CrossEntropy(Saving):
 
 
 class _CrossEntropyOfRows(Saving):
-    """Cross-entropy of (N, C) logits and N class indices, a chunk of rows at a time."""
+    """Cross-entropy of (N, C) logits and N class indices, in chunks of rows."""
 
     @staticmethod
     def forward(
@@ -100,7 +98,7 @@ class _CrossEntropyOfRows(Saving):
         ctx.is_known = known is not None
         if options.reduction == "none":
             return loss
-        is_ignored = target.long() == options.ignore_index  # of any index, which bytes may not hold
+        is_ignored = target.long() == options.ignore_index  # bytes may not hold every index
         return F.nll_loss(-loss.unsqueeze(1), is_ignored.long(), reduction=options.reduction, ignore_index=1)
 
     @staticmethod
@@ -129,14 +127,14 @@ class _CrossEntropyOfRows(Saving):
         return None, None, None, grad_input, None, None
 
 
-#: Elements of the logits that are computed at a time, at least, and the most chunks of them.
+#: Minimum elements per chunk of logits, and maximum number of chunks.
 _CHUNK, _MOST_CHUNKS = 1 << 22, 32
-#: Rows of a chunk are a multiple of it, so that rows of a copy have the alignment of their originals.
+#: Rows per chunk are a multiple of this, so that rows of a copy are aligned like their originals.
 _ALIGNED_ROWS = 16
 
 
 def _rows_of_chunk(input: Tensor) -> int:
-    """Rows of a chunk of (N, C) logits; chunks are about as large as each other."""
+    """Rows per chunk of (N, C) logits; chunks have similar sizes."""
     chunks = min(max(1, input.numel() // _CHUNK), _MOST_CHUNKS)
     rows = -(-len(input) // chunks)
     return max(1, -(-rows // _ALIGNED_ROWS)) * _ALIGNED_ROWS
@@ -144,7 +142,7 @@ def _rows_of_chunk(input: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Probabilities(Decoder):
-    """Decoder of the softmax of logits that are recomputed; of a linear layer in chunks of rows."""
+    """Decoder of the softmax of recomputed logits; those of a linear layer in chunks of rows."""
 
     logits: Decoder
     dim: int
@@ -172,10 +170,7 @@ class _Probabilities(Decoder):
 
 
 def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:
-    """Save targets that are class indices, or the one that is ignored, wherever that lies.
-
-    Those of the batch stay as they are: whoever calls the model holds them anyway.
-    """
+    """Save class-index targets, or the ignored index; the batch's own stay unpacked: the caller holds them anyway."""
     if not is_made(target):
         return keep_as_it_is(target)
     sizes, ignored = input.shape[options.class_dim : options.class_dim + 1], options.ignore_index
@@ -183,7 +178,7 @@ def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options
 
 
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
-    """Return the saved form of recomputed logits, if the probabilities may be computed from these; else None."""
+    """Return the saved form of recomputed logits if probabilities may be computed from it, else None."""
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
         return known
@@ -191,7 +186,7 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
-    """Save the probabilities of logits: packed, or as a function of the logits, if these are recomputed."""
+    """Save the logits' probabilities: packed, or as a function of the logits if these are recomputed."""
     known = _known_logits(region, input)
     if known is not None:
         return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))
@@ -221,7 +216,7 @@ class _NegativeLogLikelihood(Saving):
 def _of_indices(
     grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options, *, overwrites: bool
 ) -> Tensor:
-    """dL/dx for targets that are class indices (N, d1, ..), from p (N, C, d1, ..), whose memory it may take."""
+    """dL/dx for class-index targets (N, d1, ..), from p (N, C, d1, ..), whose memory it may reuse."""
     dim, s = options.class_dim, options.label_smoothing
     w = _stretched(weight, p, options)
     g, y, w_y = _of_samples(grad, p, target, w, options)
@@ -235,7 +230,7 @@ def _of_indices(
 
 
 def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
-    """dL/dx for targets that are class probabilities, of the shape of p (N, C, d1, ..)."""
+    """dL/dx for class-probability targets, of the shape of p (N, C, d1, ..)."""
     dim, s = options.class_dim, options.label_smoothing
     w = _stretched(weight, p, options)
     q = target.to(p.dtype)
@@ -247,7 +242,7 @@ def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | 
 
 
 def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
-    """Weights (C,) of the classes so that they broadcast with p (N, C, d1, ..)."""
+    """Reshape class weights (C,) to broadcast with p (N, C, d1, ..)."""
     if weight is None:
         return None
     return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
@@ -262,7 +257,7 @@ def _of_samples(
     y = y.where(counts, 0)
     w_y = p.new_ones(()) if weight is None else weight.expand_as(p).gather(options.class_dim, y)
     g = grad.unsqueeze(options.class_dim) if options.reduction == "none" else grad
-    if options.reduction == "mean":  # the weights of half precision have a sum beyond its range
+    if options.reduction == "mean":  # the sum of half-precision weights may overflow
         exact = torch.promote_types(p.dtype, torch.float32)
         g = (g.to(exact) / (counts * w_y).sum(dtype=exact)).to(p.dtype)
     return torch.where(counts, g, 0), y, w_y
@@ -271,9 +266,9 @@ def _of_samples(
 def _goes_by_rows(
     settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
 ) -> bool:
-    """Whether logits are taken a chunk of rows at a time: where there are several chunks of rows without weights.
+    """Return whether logits are computed in chunks of rows: if there are several chunks, and no weights.
 
-    Each chunk has the least number of elements that is packed; quantizers that take statistics take them of all rows.
+    Each chunk has at least the fewest elements that are packed; quantizers with statistics need all rows at once.
     """
     if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
         return False

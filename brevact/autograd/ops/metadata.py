@@ -1,4 +1,4 @@
-"""Calls that a region need not look at: they ask for a tensor's sizes, count in place, or make a view or a constant."""
+"""Calls that a region may skip: they query a tensor's sizes, count in place, or make a view or a constant."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SIZES = (
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
     *("nelement", "numel", "size", "storage_offset", "stride"),
 )
-#: Of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
+#: For an integer (a norm's count of batches) nothing is saved, and nothing computed from it trains.
 _COUNTING: frozenset[Callable[..., Any]] = frozenset(
     (Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_)
 )
-#: Addresses: kernels that are launched without gradients, as in the forward of a Function, write there at once.
+#: Addresses: kernels launched without gradients, as in a Function's forward, write there at once.
 _ADDRESSES = (Tensor.data_ptr, Tensor.untyped_storage)
 #: Tensors and arrays in the same memory, with no version counter or another one.
 _ALIASES: tuple[Callable[..., Any], ...] = (
@@ -43,14 +43,14 @@ _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 
 
 def stores_nothing(func: Callable, args: tuple) -> bool:
-    """Return whether a region need not look at a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
+    """Return whether a region may skip a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
     if func is _GETITEM:
         return _makes_view(args[1])
     return func not in _COUNTING or (type(args[0]) is Tensor and args[0].dtype in _INTEGERS)
 
 
 def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
-    """End what is known of the values of a tensor whose memory a function of :data:`OPS` hands out to this frame.
+    """Forget known values of a tensor whose memory a function of :data:`OPS` exposes to the calling frame.
 
     Torch and this package take addresses to compare tensors, and to launch kernels that count versions.
     """
@@ -63,9 +63,8 @@ def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
 
 
 def _makes_view(index: Any) -> bool:
-    """Whether an index makes a view, whose graph node tells its relation to the tensor."""
+    """Return whether an index makes a view, whose graph node records its relation to the tensor."""
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
-# They count no versions of what they write, as an all-reduce in place.
-before_first_region(lambda: watch_collectives(end_known_values))
+before_first_region(lambda: watch_collectives(end_known_values))  # an in-place all-reduce bumps no version

@@ -1,4 +1,4 @@
-"""Ops that move elements: of tensors that are known by fewer bits, their results are (``moved_codes``)."""
+"""Ops that move elements: if their inputs are known by fewer bits, so are their results (``moved_codes``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections, products, softmax and dropout inside it store their tensors as outside of it."""
+"""Multi-head attention: its projections, products, softmax and dropout save their tensors as they do outside of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _whole = F.multi_head_attention_forward
 
 
 def _multi_head_attention_forward(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's own code with the region's mode, which it would ask for the whole function again."""
+    """Run torch's own code under the region's mode, skipping its check, which would dispatch the function again."""
     names = {**_whole.__globals__, "has_torch_function": lambda tensors: False}
     inside = FunctionType(_whole.__code__, names, _whole.__name__, _whole.__defaults__)
     with region.mode:

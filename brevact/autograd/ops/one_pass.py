@@ -1,14 +1,13 @@
-"""Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
+"""Fake quantization in one pass over the elements forward and one backward, where kernels support its arithmetic.
 
-That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale, or by several of
-the tensor's own type or of float32, one for each index of a dimension or of some, also of all but those of the elements
-of a group, which rounding and the steps behind it share. Saved bytes and gradients are those of the ops of
-``fake_quantization``, bit for bit.
+They support tensors on the CPU and on GPUs (copied if they have gaps in memory), with one scale or several, in the
+tensor's own dtype or float32: one scale per index of a dimension or of several, or one per group of elements. Saved
+bytes and gradients equal those of the ops of ``fake_quantization`` bit for bit.
 
-The gradient of a scale, and of a zero point that learns, is a sum. On the CPU kernels add as torch does. On a GPU they
-write the terms, and torch adds them in its own order there, whatever it is: so the sum is that of stock ops on that
-GPU. Where residuals of a few bits stand for x, no bits are promised: kernels then write the sums of eight terms each,
-first to last (``integer_ops.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
+The gradient of a scale, and of a learned zero point, is a sum. On the CPU, kernels add in torch's order. On a GPU they
+write the terms and torch adds them, so the sum equals that of stock ops on that GPU. With few-bit residuals in place of
+x, bits are not guaranteed: kernels write sums of eight terms, first to last (``integer_ops.fake_quantize_backward``),
+and torch adds these in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind(NamedTuple):
-    """Which integers: see ``IntegerPlan``."""
+    """Description of the integers: see ``IntegerPlan``."""
 
     bit_width: int
     lowest: int
@@ -45,10 +44,10 @@ class Kind(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """How tensors of certain sizes are quantized by the kernels.
+    """How kernels quantize tensors of given sizes.
 
-    The layout is that of the result; ``by_group`` says whether there are several scales, whose gradients torch adds;
-    the order is that of their dimensions in memory, None where it is theirs anyway.
+    ``layout`` is the result's. ``by_group``: there are several scales, and torch adds their gradients. ``order``
+    permutes the scales' dimensions to memory order; None if they are in it already.
     """
 
     plan: IntegerPlan
@@ -69,14 +68,14 @@ class OnePass(NamedTuple):
         seed: int | Tensor | None,
         values: Tensor | None,
     ) -> Quantized | None:
-        """Quantize, and pack the tensors that the gradient needs; None where a NaN has no code.
+        """Quantize and pack the tensors that the gradient needs; None if a NaN has no code.
 
         Args:
-            x: tensor to quantize, or the input, or the output, of the ReLU in front.
+            x: tensor to quantize, or the input or output of the ReLU in front.
             scale: of any shape that the plan was made for.
             zero_point: likewise.
-            keeps_mask: whether to pack where elements have a gradient.
-            residual_of: quantizer of rounding errors; None to store none.
+            keeps_mask: whether to pack the mask of elements with a gradient.
+            residual_of: quantizer of rounding errors; None to save none.
             seed: of this packing.
             values: receives the ReLU's output, unless it is None.
         """
@@ -99,7 +98,7 @@ class OnePass(NamedTuple):
         if missing is not None and x.is_cpu:
             if missing.item():
                 return None
-        elif missing is not None:  # nothing waits for a GPU: all that is decoded is NaN
+        elif missing is not None:  # no GPU synchronization: all decoded values become NaN
             offset.masked_fill_(missing.view(torch.bool).view(()), torch.nan)
         kept_codes = (codes, offset, scale.detach()), self.code_decoder
         kept_mask = None if mask is None else ((mask,), self.mask_decoder)
@@ -107,7 +106,6 @@ class OnePass(NamedTuple):
         return Quantized(out, kept_codes, kept_mask, kept_residual)
 
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Return the fake-quantized tensor alone."""
         out, x = self.layout.empty(x.device), self._dense(x)
         fake_quantize(x, self.plan, *self._flat(scale, zero_point), None, None, out, *[None] * 5)
         return out
@@ -125,10 +123,10 @@ class OnePass(NamedTuple):
         residual: Tensor | None = None,
         zero_learns: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of x, scale, zero point, scale and zero point before rounding, as ``_gradients`` does.
+        """Return gradients of x, scale, zero point, and pre-rounding scale and zero point, as ``_gradients`` does.
 
-        Those of scales are None if there is but a mask, those of zero points if these do not learn. Without codes all
-        is recomputed from the values, those behind a ReLU.
+        Scales' are None if only a mask is saved; zero points' are None unless they are learned. Without codes,
+        everything is recomputed from ``values``, the ReLU's output.
         """
         plan, layout, given = self.plan, self.layout, grad
         is_moved = not layout.matches(grad) or not (values is None or self._is_dense(values))
@@ -147,7 +145,7 @@ class OnePass(NamedTuple):
                     rows, -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8), dtype=torch.float32
                 )
             elif self.by_group or grad is not given or grad.dtype is not torch.float32 or not grad.is_cpu:
-                terms = _terms(grad, rows, plan.numel)  # torch adds them in an order of its own
+                terms = _terms(grad, rows, plan.numel)  # torch adds them in its own order
             else:
                 sums = grad.new_empty(rows)
         fake_quantize_backward(
@@ -159,7 +157,7 @@ class OnePass(NamedTuple):
         if terms is not None:
             for place in range(first, rows):
                 each = layout.restore(terms[place])
-                if grad is not given and (place in (0, 2) or not plan.clips):  # as stock ops make them, and add them
+                if grad is not given and (place in (0, 2) or not plan.clips):  # the order in which stock ops add
                     each = torch.empty_like(given).copy_(each)
                 found[place] = each.sum_to_size(scale.shape if place < 2 else zero_point.shape)
         elif sums is not None or parts is not None:
@@ -167,7 +165,7 @@ class OnePass(NamedTuple):
             for place in range(first, rows):
                 number = scale if place < 2 else zero_point
                 found[place] = totals[place].view(number.shape) if number.dim() else totals[place]
-        if grad is not given and not plan.clips:  # without a mask of x's order, stock ops go on in the gradient's
+        if grad is not given and not plan.clips:  # without a mask in x's order, stock ops keep the gradient's
             target = torch.empty_like(given).copy_(target)
         of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = found
         return target, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
@@ -182,7 +180,7 @@ class OnePass(NamedTuple):
         residual_of: ResidualQuantizer | None,
         residual: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:
-        """Return the gradients without a copy of tensors in another memory order; None where kernels do not."""
+        """Return the gradients without copying tensors in another memory order, or None if kernels cannot."""
         plan = self.plan
         is_known = (codes is None) == (residual is None) and (codes is None) != (values is None)
         if not is_known or self.by_group or not plan.clips or plan.rounding is not IntegerRounding.NEAREST:
@@ -204,7 +202,7 @@ class OnePass(NamedTuple):
         return target, of_grad.sum_to_size(scale.shape), None, second.view(scale.shape) if scale.dim() else second, None
 
     def _strided(self, *tensors: Tensor) -> tuple[Any, array[int]] | None:
-        """Return the kernels that read float32 tensors by their strides, and these words; None where copies must do."""
+        """Return kernels that read float32 tensors by strides, and these strides; None if tensors must be copied."""
         layout = self.layout
         if layout.dtype is not torch.float32 or not tensors[0].is_cpu:
             return None
@@ -217,7 +215,7 @@ class OnePass(NamedTuple):
         return None if kernels is None or places is None else (kernels, places)
 
     def _is_dense(self, x: Tensor) -> bool:
-        """Return whether a tensor lies in memory as the result does, and has its type."""
+        """Return whether a tensor has the result's memory layout and dtype."""
         return x.dtype is self.layout.dtype and self.layout.matches(x)
 
     def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,11 +225,11 @@ class OnePass(NamedTuple):
         return flat_numbers(scale, self.order, dims), flat_numbers(zero_point, self.order, dims)
 
     def _dense(self, x: Tensor) -> Tensor:
-        """Return a tensor, or a copy, that lies in memory as the result does, and has its type."""
+        """Return ``x``, or a copy of it, in the result's memory layout and dtype."""
         return x if self._is_dense(x) else self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
-        """Return whether a gradient lies in memory as the codes do, or without gaps in an order of its own."""
+        """Return whether a gradient has the memory layout of the codes, or a dense layout of its own."""
         if grad.dtype is not self.layout.dtype:
             return False
         if self.layout.matches(grad):
@@ -241,7 +239,7 @@ class OnePass(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The result, its codes, and the mask and the residuals, None where nobody asked for them."""
+    """The result, its codes, and the mask and the residuals (None if not requested)."""
 
     out: Tensor
     codes: tuple[tuple[Tensor, ...], IntegerCodes]
@@ -252,7 +250,7 @@ class Quantized(NamedTuple):
 def one_pass_for(
     kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
 ) -> OnePass | None:
-    """Return how kernels quantize a tensor, None where they do not know how."""
+    """Return how kernels quantize a tensor, or None if they cannot."""
     if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
@@ -261,7 +259,7 @@ def one_pass_for(
         return None
     dtype = x.dtype
     if scale.dim() and scale.dtype is zero_point.dtype is torch.float32:
-        dtype = torch.float32  # in which torch computes, and which it returns
+        dtype = torch.float32  # the dtype of torch's computation and result
     elif dtype is torch.float32:
         if not scale.dtype is zero_point.dtype is torch.float32:
             return None
@@ -277,7 +275,7 @@ def one_pass_for(
 
 
 def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a zero point on the CPU is the same number in a type of 16 bits."""
+    """Return whether casting a CPU zero point to a 16-bit dtype leaves its value unchanged."""
     return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 
@@ -312,7 +310,7 @@ def _one_pass(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or have the same memory: autograd hands out saved tensors as new objects."""
+    """Return whether two tensors share memory: autograd returns saved tensors as new objects."""
     if one is other:
         return True
     is_alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype
@@ -320,5 +318,5 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _terms(grad: Tensor, rows: int, numel: int) -> Tensor:
-    """Return memory for the terms of some sums: on a GPU, torch's order of a sum depends on where it begins."""
+    """Return memory for the terms of sums: on a GPU, torch's order of a sum depends on its address."""
     return grad.new_empty(rows, numel if grad.is_cpu else -(-numel // 64) * 64)[:, :numel]

@@ -1,4 +1,4 @@
-"""A row: torch functions that regions treat alike, and their properties."""
+"""A row of the op table: torch functions that regions treat alike, and their properties."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ from brevact.autograd.keeper import Keeper
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
-#: Texts that several rows of docs/stored.md share, of gradients and of saved tensors.
+#: Texts of gradients and saved tensors that several rows of docs/stored.md share.
 EXACT, UNBIASED = "exact", "unbiased"
 MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:
-    """Return the functions, methods and operators of these names, in place ones too, wherever torch has them."""
+    """Return all torch functions, methods and operators with these names, including in-place ones."""
     found = [getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in _HOMES]
     found += [getattr(Tensor, f"__{prefix}{name}__", None) for name in names for prefix in ("", "i", "r")]
     return tuple(function for function in found if callable(function))
 
 
 def places_in_first(tensors: Sequence[Tensor]) -> int:
-    """Return the number of places in the largest dimension of the first tensor that is none of integers."""
+    """Return the largest dimension's size in the first floating-point or complex tensor, the number of places."""
     first = next((x for x in tensors if x.is_floating_point() or x.is_complex()), None)
     return 0 if first is None else max(first.shape, default=1)
 
 
 class Saves(enum.Enum):
-    """Why hooks may pack the tensors of torch's own op: its gradient is known to bear a rounding error.
+    """Why hooks may pack the tensors of torch's own op: its gradient is known to tolerate a rounding error.
 
-    Where a torch function has no counterpart for its arguments, saved-tensor hooks could pack its tensors. They do so
-    for functions of these kinds alone, and for code that is not torch's: other people's ``autograd.Function``s,
-    scripted code, operators of other libraries. A torch function of no kind stores its tensors as they are, a new one
-    of a later torch too, since nobody has looked at its gradient. It may be
+    If a torch function has no counterpart for its arguments, saved-tensor hooks could pack its tensors. They do so only
+    for functions of these kinds and for code outside torch: third-party ``autograd.Function``s, scripted code,
+    operators of other libraries. A torch function without a kind saves its tensors unpacked, as does one that a later
+    torch adds, since nobody has checked its gradient, which may be
 
     - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, exp(y) of a log-sum-exp,
-      a matrix inverse), so that a rounding error, a fraction of the range, is a different gradient and no noise;
-    - a *choice* by the tensor that it saves (which element is the largest, between which elements a grid lies);
-    - a *loss* or another reduction that is one torch function: nobody sees the ops inside;
-    - *attention or a norm* whose counterpart does not know the arguments: a saved log-sum of scores does not belong to
-      packed queries and keys, saved statistics not to a packed input.
+      a matrix inverse): a rounding error, a fraction of the range, changes the gradient instead of adding noise;
+    - a *choice* by the saved tensor (which element is the largest, between which elements a grid point lies);
+    - a *loss* or another reduction in one torch function, which hides the ops inside;
+    - *attention or a norm* whose counterpart does not support the arguments: a saved log-sum of scores does not match
+      packed queries and keys, nor do saved statistics match a packed input.
 
-    ``tests/autograd/test_op_database.py`` runs each op of torch's own database inside a region, so that a wrong kind
-    fails there.
+    ``tests/autograd/test_op_database.py`` runs each op of torch's own database inside a region; wrong kinds fail there.
     """
 
     PLACES = "sizes, indices and masks, or nothing: the gradient is the same whatever the elements are"
@@ -60,9 +59,9 @@ class Stored(NamedTuple):
     """A row of the table in docs/stored.md.
 
     Args:
-        op: names of the ops; those of rows that say the same of other ops are put beside them.
+        op: names of the ops; rows with the same texts are merged.
         kept: the tensors that are saved for backward.
-        gradient: whether it is exact, unbiased, or how large its bias is.
+        gradient: exact, unbiased, or how large its bias is.
     """
 
     op: str
@@ -71,34 +70,34 @@ class Stored(NamedTuple):
 
 
 class Op(NamedTuple):
-    """Torch functions that regions treat alike. A function may be in several rows, each of which adds to the others.
+    """Torch functions that regions treat alike. A function may be in several rows, whose properties add up.
 
     Args:
-        functions: of torch.
+        functions: torch functions.
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
-            to let torch run (nothing to store, or an argument that torch should explain).
+            to let torch run (nothing to save, or an argument that torch rejects with an error).
         stored: their row in the documentation.
-        twice: their counterpart where gradients are to be differentiated again, called as ``handler``: it applies no
-            Function of ours. None: torch runs.
-        saves: why the tensors of torch's own op may be packed; None: hooks leave them as they are.
-        must_not_round: says of the arguments of a call whether the tensors of torch's own op must stay as they are.
-        is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit. If not,
-            torch runs where a policy is lossless.
-        is_layer: whether the result is an activation, even if only a weight went in.
-        is_norm: whether they are norms, which make a weight of a weight (weight standardization).
-        rounds_forward: whether some quantizers change the result, too (``quantize_forward``).
+        twice: their counterpart for double backward, called like ``handler``: it applies none of our Functions.
+            None: torch runs.
+        saves: why the tensors of torch's own op may be packed; None: hooks leave them unpacked.
+        must_not_round: takes a call's arguments, returns whether the tensors of torch's own op must stay unpacked.
+        is_bit_exact: whether the counterpart's gradient, with nothing rounded, equals torch's bit for bit. If not,
+            torch runs under a lossless policy.
+        is_layer: whether the result is an activation even if all inputs are weights.
+        is_norm: whether they are norms, which turn a weight into a weight (weight standardization).
+        rounds_forward: whether some quantizers also change the result (``quantize_forward``).
         is_product: whether they are matrix products, whose factors may be weights or activations.
-        looks_up: whether integers beside a tensor are indices.
-        places: returns the number of places, of the tensors of a call, where all integers that torch saves are places;
+        looks_up: whether integers next to a tensor are indices.
+        places: returns the number of places from a call's tensors, if all integers that torch saves are places;
             None: they may be other integers.
-        moves: whether they return elements of their arguments, each at least once, and constants that they are given.
-        is_sum: whether an element of the result is linear in the elements at its place of all tensors together.
-        is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
-        is_pointwise: whether an element of the result is a function of the elements at its place of all tensors.
-        is_average: whether the result is made of means of elements.
-        is_metadata: whether they ask for sizes or a type, or change an integer: a region need not look at all calls.
+        moves: whether they return elements of their arguments, each at least once, and constants passed to them.
+        is_sum: whether each result element is linear in the elements at its place of all tensors together.
+        is_bilinear: whether it is linear in the element at its place of each of two tensors, given the other.
+        is_pointwise: whether each result element is a function of the elements at its place of all tensors.
+        is_average: whether the result consists of means of elements.
+        is_metadata: whether they query sizes or a dtype, or change an integer: a region may skip such calls.
         is_backward: whether they run a backward pass.
-        is_unversioned: whether their caller may change values without the version counter seeing it.
+        is_unversioned: whether their caller may change values without bumping the version counter.
     """
 
     functions: tuple[Callable, ...]

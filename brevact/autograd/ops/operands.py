@@ -17,7 +17,7 @@ from brevact.quantizers import is_traced
 
 @dataclass(frozen=True, slots=True)
 class _Viewed(PassesOn):
-    """Decodes a tensor, then makes the view of it that was used."""
+    """Decodes a tensor, then takes the view of it that was used."""
 
     order: tuple[int, ...]
     shape: torch.Size
@@ -27,11 +27,8 @@ class _Viewed(PassesOn):
 
 
 def keep_operand(region: Keeper, x: Tensor) -> Saved:
-    """Keep an operand that may be a weight or a view: the pack is that of the tensor in the order of its memory.
-
-    So a key and its transpose, the heads of a projection and a tensor that was expanded are packed once.
-    """
-    # A compiler sees a view as another tensor; variables and weights are kept as they are.
+    """Save an operand in memory order: views (a transposed key, a projection's heads, an expansion) are packed once."""
+    # A compiler sees a view as another tensor; leaves and weights are saved unpacked.
     if is_traced(x) or (x.is_leaf and x.requires_grad) or region.is_weight(x):
         return region.keep_activation(x)
     if x.is_contiguous():
@@ -43,7 +40,7 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
         order[i] = source
     base = x
     for i, size in enumerate(x.shape):
-        if size > 1 and not strides[i]:  # expanded: one of its equal slices, with the stride that a dimension of 1 has
+        if size > 1 and not strides[i]:  # expanded: one of its equal slices, with the stride of a dimension of size 1
             base = base.select(i, 0).unsqueeze(i)
     if base is x and order == list(range(x.dim())):
         return region.keep(x)
@@ -53,7 +50,7 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
 
 
 def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch inside a Function: copies of weights that autocast makes there have no graph, for no other op."""
+    """Call torch inside a Function; other ops must not get autocast's weight copies, which have no graph here."""
     if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return call(*args, **kwargs)
     torch.set_autocast_cache_enabled(False)

@@ -1,7 +1,7 @@
-"""Piecewise linear functions: an exact mask of one bit an element.
+"""Piecewise linear functions: an exact mask, one bit per element.
 
-The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as PyTorch's own
-backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
+The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as in PyTorch's own
+backward kernels. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SIXTH = float(torch.tensor(1 / 6))  #: of float32, which torch's kernels have f
 
 
 class _Pieces(NamedTuple):
-    """Where the gradient passes, and by which factors it is multiplied inside and outside of the mask."""
+    """Where the gradient passes, and its factors inside and outside the mask."""
 
     mask: Callable[[Tensor], Tensor]
     inplace: bool = False
     inside: float = 1.0
     outside: float = 0.0
-    #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
+    #: Recomputes the function from its input, which if derived may be beyond a corner, and the mask; None: of no use.
     value: TensorFunction | ByMask | None = ByMask()
-    #: Numbers that torch's own backward pass can take, inside and outside of the mask, for the tensor that it saves.
+    #: Values inside and outside the mask that torch's own backward can read in place of the tensor that it saves.
     stands: tuple[float, float] = (1.0, 0.0)
-    #: Which operand torch's backward kernel takes beside the gradient, and in which order.
+    #: The operand of torch's backward kernel besides the gradient, and the order of operands.
     reads: Literal["input", "output", "mask"] = "input"
     order: Order = Order.SAVED_FIRST
 
@@ -73,10 +73,7 @@ class _PiecewiseLinear(Saving):
 
 
 class _Bounded(NamedTuple):
-    """A linear function where the mask is set, elsewhere a bound: the upper one where a second mask is set.
-
-    NaN stays NaN.
-    """
+    """A linear function where the mask is set, else a bound: the upper one if a second mask is set. NaN stays NaN."""
 
     low: float | None
     high: float | None
@@ -93,7 +90,7 @@ class _Bounded(NamedTuple):
 
 
 def _between(low: float, high: float) -> float:
-    """Return a number between two, of which one or both may be infinite."""
+    """Return a number between two, which may be infinite."""
     if math.isfinite(low) and math.isfinite(high):
         return (low + high) / 2
     if math.isfinite(low):
@@ -190,9 +187,9 @@ def _nan_to_num(
 
 
 def _twice(rule: Callable[..., _Pieces]) -> Callable:
-    """Make the handler of a function that torch differentiates twice: a mask stands for the tensor that torch saves.
+    """Make the double-backward handler of a function: a mask replaces the tensor that torch saves.
 
-    In place, torch saves the tensor that it overwrites, or the output, except for functions that read the output.
+    In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +219,7 @@ def _twice(rule: Callable[..., _Pieces]) -> Callable:
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
-    """Make the handler of a function whose parameters ``rule`` has, too."""
+    """Make the handler of a function that shares its parameters with ``rule``."""
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -244,7 +241,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
     return handle
 
 
-#: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
+#: Randomized ReLU in evaluation: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
 frozen_rrelu = _handler(_frozen_rrelu)
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     _relu: everywhere("relu"),

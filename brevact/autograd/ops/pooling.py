@@ -1,6 +1,6 @@
-"""Pooling: max-pooling stores the position in its window in the fewest bits, average pooling stores nothing.
+"""Pooling: max-pooling saves the position in its window in the fewest bits, average pooling saves nothing.
 
-A maximum's flat index i in the input map is stored as its position in the window, sum over the dimensions of
+A maximum's flat index i in the input map is saved as its position in the window, sum over the dimensions of
 (coordinate - window start) / dilation * place value: ceil(log2(window elements)) bits. Exact.
 Source: DIVISION, arXiv:2208.04187, section 3.4.
 """
@@ -51,10 +51,7 @@ class _Windows(NamedTuple):
         return max(1, (math.prod(self.extent) - 1).bit_length())
 
     def _first(self, like: Tensor) -> Tensor:
-        """Flat input index of the first element of each window of ``like`` (.., *outputs); padding makes it negative.
-
-        It is computed on the device of ``like``: a copy there would wait.
-        """
+        """Flat input index of each window's first element (.., *outputs), negative in padding; on ``like``'s device."""
         rank, stride = len(self.input), 1
         first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in reversed(range(rank)):
@@ -65,7 +62,7 @@ class _Windows(NamedTuple):
         return first
 
     def _distances(self, device: torch.device) -> tuple[Tensor, int]:
-        """How far in the flat input each position lies behind the first element of its window, and the farthest."""
+        """Distance in the flat input from a window's first element to each position, and the largest distance."""
         position = torch.arange(math.prod(self.extent), device=device)
         distance, farthest, stride = torch.zeros_like(position), 0, 1
         for dim in reversed(range(len(self.input))):
@@ -79,8 +76,8 @@ class _Windows(NamedTuple):
     def position(self, index: Tensor) -> Tensor:
         """Flat input index (.., *outputs) -> position in the window (elements,), int32.
 
-        It is looked up by the distance: dividing each index takes far longer. Where a window is wider than the
-        input, two positions may have one distance; either gives the index back.
+        It is looked up by distance: dividing each index takes far longer. If a window is wider than the input, two
+        positions may share a distance; either decodes to the index.
         """
         distance, farthest = self._distances(index.device)
         positions = torch.zeros(farthest + 1, dtype=torch.int32, device=index.device)
@@ -95,7 +92,7 @@ class _Windows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Positions(Decoder):
-    """Decoder of flat indices of maxima (.., *outputs), which are kept as positions in their windows."""
+    """Decoder of flat indices of maxima (.., *outputs), saved as positions in their windows."""
 
     windows: _Windows
     shape: torch.Size
@@ -109,7 +106,7 @@ class _Positions(Decoder):
 
 
 class _Pick(NamedTuple):
-    """Picks elements of a map at flat indices into its last dimensions, so many."""
+    """Picks elements of a map at flat indices into its last ``rank`` dimensions."""
 
     rank: int
 
@@ -173,7 +170,7 @@ def _max_pool(
 
 
 def _maxima(region: Keeper, calls: tuple[Callable, ...], input: Tensor, dims: int, returns_index: bool) -> Any:
-    """Run a max-pooling; one of one dimension as one of two over maps of height one."""
+    """Run a max-pooling; a 1-d one runs as 2-d over maps of height one."""
     if dims > 1:
         out, index = region.apply(_MaxPool, *calls, input)
     else:
@@ -189,7 +186,7 @@ def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
 
 
 def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
-    """Sizes of the result; none where torch raises an error."""
+    """Sizes of the result; () where torch raises an error."""
     sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     if len(sizes) != dims:
@@ -257,7 +254,7 @@ def _adaptive_avg_pool_backward(dims: int) -> Callable:
     return backward
 
 
-#: Output sizes of pooling to one element a channel.
+#: Output sizes of pooling to one element per channel.
 _ONE = (1, (1,), (1, 1), (1, 1, 1))
 
 
@@ -266,7 +263,7 @@ def _adaptive_avg_pool(region: Keeper, func: Callable, input: Tensor, output_siz
     if not _can_pool(region, input, dims):
         return NotImplemented
     is_one = isinstance(output_size, int | tuple) and output_size in _ONE
-    if is_one:  # torch's own takes the mean, for which nothing is saved
+    if is_one:  # torch's own takes the mean and saves nothing
         runner = region.torch_runner(input)
         if runner is not None:
             return runner.run_torch_function(lambda x: func(x, output_size), input)
@@ -296,7 +293,7 @@ def _interpolate(
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
-    """Kernel, stride, padding and dilation, a number a dimension each; None if torch might refuse them."""
+    """Kernel, stride, padding and dilation per dimension; None if torch might refuse them."""
     stride = kernel if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
     sizes = []
     for value, least in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)):
@@ -318,7 +315,7 @@ def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
 
 
 _DIMS = (1, 2, 3)
-#: Functions with the dimensions that they pool, and whether they return indices; None: the caller says so.
+#: Functions with the dimensions that they pool, and whether they return indices; None: the caller chooses.
 _MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
     **{getattr(F, f"max_pool{dims}d"): (dims, None) for dims in _DIMS},
     **{getattr(torch, f"max_pool{dims}d"): (dims, False) for dims in _DIMS},
@@ -330,7 +327,7 @@ _ADAPTIVE_MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
 }
 _AVG_POOLS: dict[Callable, int] = {getattr(F, f"avg_pool{dims}d"): dims for dims in _DIMS}
 _ADAPTIVE_AVG_POOLS: dict[Callable, int] = {getattr(F, f"adaptive_avg_pool{dims}d"): dims for dims in _DIMS}
-#: ATen's functions of the two and three last dimensions, and of their gradients.
+#: ATen's functions for the last two and three dimensions, and their gradients.
 _ATEN_MAX = {
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),

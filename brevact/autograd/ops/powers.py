@@ -1,7 +1,6 @@
-"""Powers with a constant exponent above 2: the quantized derivative is stored, so that the gradient stays unbiased.
+"""Powers with a constant exponent above 2: the quantized derivative is saved, so that the gradient stays unbiased.
 
-y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, by its rows;
-powers below 1 have a derivative without bound and stay exact.
+y = x^p, dL/dx = g * p x^(p-1). A square saves x itself, by rows; below 1 the derivative is unbounded: it stays exact.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _Square(Saving):
 
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
-    """Save the input of a square by its rows, whose mean may be a variance. Small tensors are left to torch."""
+    """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
     if (input.is_leaf and not is_traced(input)) or not are_rows(input.shape, (-1,)):
@@ -81,7 +80,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
 
 
 def _may_be_held(region: Keeper, x: Tensor) -> bool:
-    """Return whether a tensor may be needed exactly later on: an exponential or a softplus, of which one divides."""
+    """Return whether a tensor may later be needed exactly: an exponential or a softplus, by which programs divide."""
     known = region.find_known(x)
     return is_offered(x) or (known is not None and known[1].quality.is_curved)
 
@@ -98,7 +97,7 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_steep(region: Keeper, args: tuple) -> bool:
-    """Whether a power is steeper or singular in the tensor that it saves: x^2 saves a factor of its gradient, 2x."""
+    """Return whether a power is steep or singular in its saved tensor: x^2 saves a factor of its gradient, 2x."""
     return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
 
 

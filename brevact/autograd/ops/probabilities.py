@@ -1,7 +1,7 @@
-"""Softmax and log-softmax: probabilities are stored packed.
+"""Softmax and log-softmax: probabilities are saved packed.
 
-Log-softmax: dL/dx = g - p sum(g), with p = exp(out) stored; linear in p, hence unbiased. Packing the output itself
-would not be: the gradient is exponential in it.
+Log-softmax: dL/dx = g - p sum(g), with p = exp(out) saved; linear in p, hence unbiased. Packing the output itself
+would be biased: the gradient is exponential in it.
 
 Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
@@ -9,15 +9,15 @@ leaves a bias, with independent errors e = p^ - p of mean 0:
     E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
 
 The bias has one sign at all voxels of a segmentation, and the gradient of the last layer's bias adds it up. So softmax
-over classes stores unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes:
+over classes saves unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes:
 
-- of two or three classes the products of two probabilities, in no more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j) is
+- for two or three classes the products of two probabilities, in no more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j) is
   linear in them;
-- of more classes p^, rounded stochastically, so that errors are independent, and e^2 beside it at 1 bit an element,
-  whose product with g is added.
+- for more classes p^, rounded stochastically, so that errors are independent, and e^2 at 1 bit per element, whose
+  product with g is added.
 
-Attention, along the last of three or more dimensions, over more than 32 keys, shares one packed copy of p with the
-product that reads p next, and has the bias above.
+Attention (the last of three or more dimensions, more than 32 keys) shares one packed copy of p with the product that
+reads p next, and has the bias above.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _Softmax(Saving):
         return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
-#: Classes of which there are no more products of two than probabilities.
+#: Numbers of classes with no more products of two than probabilities.
 _FEW = (2, 3)
 
 
 class _SoftmaxOfFew(Saving):
-    """Softmax over two or three classes: the products p_0 p_1, and of three p_1 p_2 and p_2 p_0, along the same dim."""
+    """Softmax over two or three classes: saves p_0 p_1, and for three p_1 p_2 and p_2 p_0, along the same dim."""
 
     @staticmethod
     def forward(
@@ -84,12 +84,12 @@ class _SoftmaxOfFew(Saving):
         return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
-#: Keys of an attention, along the last of three or more dimensions: more than these.
+#: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
 
 
 class _SoftmaxOfClasses(Saving):
-    """Softmax over four or more classes: the output and the squares of its errors, both packed for this op alone."""
+    """Softmax over four or more classes: saves the output and its squared errors, both packed for this op alone."""
 
     @staticmethod
     def forward(
@@ -114,16 +114,16 @@ class _SoftmaxOfClasses(Saving):
 
 @functools.lru_cache(maxsize=64)
 def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, BackwardSettings]:
-    """Return how probabilities are packed with independent errors, and the squares of the errors."""
+    """Return how to pack probabilities with independent errors, and how to pack squared errors."""
     quantizer = settings.quantizer
-    if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # all elements of a bucket by one shift
+    if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # it rounds a bucket's elements by one shift
         quantizer = replace(quantizer, rounding=Rounding.STOCHASTIC)
     of_squares = UniformQuantizer(bit_width=1, rounding=Rounding.STOCHASTIC)
     return replace(settings, quantizer=quantizer), replace(settings, quantizer=of_squares)
 
 
 def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> type[Saving]:
-    """Return the Function of softmax along a dimension of a tensor, by the number of classes."""
+    """Return the Function of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
         return _Softmax
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
@@ -151,8 +151,6 @@ class _LogSoftmax(Saving):
 
 
 def _handler(function: type[Saving], *options: Any) -> Callable:
-    """Make the handler of a function with the parameters of ``torch.softmax``."""
-
     def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error

@@ -1,8 +1,8 @@
-"""Matrix products: each factor that is an activation is stored packed, weights and small factors as they are.
+"""Matrix products: each activation factor is saved packed, weights and small factors in full precision.
 
 With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
-dimensions; of complex factors their conjugates. A factor is stored only when the other one needs a gradient. Unbiased:
-each gradient is linear in the one factor that it reads, also in products of a tensor with itself.
+dimensions; complex factors are conjugated. A factor is saved only if the other one needs a gradient. Unbiased: each
+gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from brevact.quantizers import is_traced
 
 
 class _Matmul(NamedTuple):
-    """The gradients of ``torch.matmul``; of products whose sum over the batch is returned, too."""
+    """Gradients of ``torch.matmul``, and of products that are summed over the batch."""
 
     first: torch.Size
     second: torch.Size
-    #: Whether the columns of a matrix, the first or the second one, lie in memory one after the other.
+    #: Whether the first and the second factor are matrices in column-major order.
     by_columns: tuple[bool, bool]
 
     @staticmethod
@@ -34,7 +34,7 @@ class _Matmul(NamedTuple):
         return _Matmul(a.shape, b.shape, (_lies_by_columns(a), _lies_by_columns(b)))
 
     def of_first(self, grad: Tensor, b: Tensor) -> Tensor:
-        """dL/dA = g B^T, by columns where A is, as torch's."""
+        """dL/dA = g B^T, in column-major order if A is, as torch's."""
         if self.by_columns[0] and b.dim() == 2:
             return (b @ grad.mT).mT
         grad, b = self._matrices(grad), b.unsqueeze(-1) if b.dim() == 1 else b
@@ -45,7 +45,7 @@ class _Matmul(NamedTuple):
         return (grad @ b.mT).sum_to_size(self.first if len(self.first) > 1 else (1, *self.first)).reshape(self.first)
 
     def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
-        """dL/dB = A^T g, by columns where B is, as torch's."""
+        """dL/dB = A^T g, in column-major order if B is, as torch's."""
         if self.by_columns[1] and a.dim() == 2:
             return (grad.mT @ a).mT
         grad, a = self._matrices(grad), a.unsqueeze(-2) if a.dim() == 1 else a
@@ -58,7 +58,7 @@ class _Matmul(NamedTuple):
         )
 
     def _matrices(self, grad: Tensor) -> Tensor:
-        """Give the gradient the dimensions that vectors lack."""
+        """Add the dimensions that vectors lack to the gradient."""
         grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
         return grad.unsqueeze(-2) if len(self.first) == 1 else grad
 
@@ -68,7 +68,7 @@ def _lies_by_columns(x: Tensor) -> bool:
 
 
 class _Einsum(NamedTuple):
-    """The gradients of an ``einsum`` of two operands, by the labels of their dimensions."""
+    """Gradients of an ``einsum`` of two operands, by their dimension labels."""
 
     first: str
     second: str
@@ -119,7 +119,7 @@ class _Product(Saving):
         alpha, beta = ctx.factors
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
-        if kept_a is not None:  # of the activation, where the other factor is a weight: it is given back first
+        if kept_a is not None:  # the activation, if the other factor is a weight: it is freed first
             grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
         if kept_b is not None:
             grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype).conj()).to(ctx.dtypes[0])
@@ -130,7 +130,7 @@ class _Product(Saving):
 
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
-    """Return whether a Function stores the factors: there is an activation among them, and a gradient."""
+    """Return whether a Function saves the factors: one is an activation, and one needs a gradient."""
     tensors = (a, b) if added is None else (a, b, added)
     if not all(map(region.is_activation, tensors)) and not (
         all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1 and not any(map(is_traced, tensors))
@@ -142,7 +142,7 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
-    """Handle products of two tensors; the second one has another name in each torch function."""
+    """Handle products of two tensors; torch functions name the second one differently."""
     if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2", "vec", "tensor"}:
         return NotImplemented
     (other,) = others or named.values()
@@ -158,8 +158,6 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **nam
 
 
 class _WithWeight(NamedTuple):
-    """The product of an activation and a weight, plus a bias, as a function of the three."""
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None:
             return torch.matmul(x, weight)
@@ -170,7 +168,7 @@ _MATMUL = _WithWeight()
 
 
 def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Remember that the product of an activation and a matrix of weights can be recomputed."""
+    """Record that the product of an activation and a weight matrix can be recomputed."""
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
         remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
 
@@ -210,7 +208,7 @@ def _multiply_add(
 
 
 def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:
-    """Handle equations of two operands; one of them alone keeps nothing, more are left to the hooks."""
+    """Handle equations of two operands; with one nothing is saved, with more the hooks run."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if len(operands) != 2 or not isinstance(equation, str) or not _can_pack(region, *operands):
@@ -222,7 +220,7 @@ def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> An
 
 
 def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
-    """Read an equation of two operands; None for repeated indices, ellipses, broadcast sizes and mistakes."""
+    """Parse an equation of two operands; None for repeated indices, ellipses, broadcast sizes and mistakes."""
     left, arrow, out = equation.partition("->")
     labels = left.split(",")
     if len(labels) != 2 or not all(not part or part.isalpha() for part in (*labels, out)):

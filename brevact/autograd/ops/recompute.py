@@ -1,4 +1,4 @@
-"""Chains of ops that are recorded again in the backward pass, from a weight or from the one tensor that they need."""
+"""Chains of ops that backward records again, from a weight or from the one tensor that they need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brevact.private_names.of_torch import DisableTorchFunction
 
 @contextmanager
 def outside_regions(device: torch.device) -> Iterator[None]:
-    """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs on a device."""
+    """Record a graph on the backward's device as if no region, hooks or autocast were active."""
     with (
         torch.enable_grad(),
         DisableTorchFunction(),
@@ -44,7 +44,7 @@ class _OfWeight(Saving):
         save(ctx, exact=tensors)
         ctx.compute = compute
         out = compute(*tensors)
-        if out.shape == tensors[0].shape:  # statistics are small: kept as they are
+        if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
             known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
         return out
 
@@ -75,19 +75,18 @@ class _OfQuotient(Saving):
 
 
 def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute something of a weight; its gradient recomputes it.
+    """Compute a function of a weight; backward reruns ``compute``, which has no random numbers and no state.
 
-    ``compute`` uses no random numbers and no state of its own. The first tensor is the weight: a parameter, a view of
-    one, or a tensor computed from weights alone.
+    The first tensor is the weight: a parameter, a view of one, or a tensor computed from weights alone.
     """
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
 def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute something new of x / scale, which alone is kept, at full precision; its gradient recomputes it.
+    """Compute a function of x / scale and save only the quotient, in full precision; its gradient recomputes it.
 
-    An op that reads the result keeps the quotient, too. ``compute`` takes the quotient and the scale, and uses no
+    An op that reads the result also saves the quotient. ``compute`` takes the quotient and the scale, and uses no
     random numbers and no state of its own; the scale broadcasts to the shape of ``x``.
     """
     with DisableTorchFunction():

@@ -1,9 +1,9 @@
-"""Rectifiers that one mask and one number do not describe: PReLU, randomized ReLU, the absolute value.
+"""Rectifiers that need more than one mask and one number: PReLU, randomized ReLU, the absolute value.
 
-PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) stored
-packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training stores its slopes packed:
+PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) saved
+packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training saves its slopes packed:
 unbiased, too; on a channels_last CPU tensor torch saves them in another order than it used them, and its gradient is
-wrong there. The absolute value stores the sign in two bits: exact; that of complex numbers their directions, packed.
+wrong there. The absolute value saves the sign in two bits: exact; for complex numbers their directions, packed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ aten = torch.ops.aten
 
 
 def _along_channels(weight: Tensor, x: Tensor) -> Tensor:
-    """Shape one slope a channel, or one for all, so that it broadcasts over ``x``."""
     sizes = [-1 if dim == min(1, x.dim() - 1) else 1 for dim in range(x.dim())]
     return weight.view(sizes if weight.numel() > 1 else [1] * x.dim())
 
@@ -84,7 +83,7 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     if not region.packs_layer(input, weight):
         return NotImplemented
     if weight.requires_grad and region.settings.is_exact:
-        return NotImplemented  # torch keeps the input alone: a mask would come on top
+        return NotImplemented  # torch saves the input alone: a mask would come on top
     if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
         return NotImplemented  # torch raises the error
     return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
@@ -144,7 +143,7 @@ class _Absolute(Saving):
 
 
 class _Magnitude(Saving):
-    """The absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the stored x / |x|."""
+    """Absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor) -> Tensor:

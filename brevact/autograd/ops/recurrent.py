@@ -1,4 +1,4 @@
-"""Recurrent layers: torch runs, and hooks pack its tensors, unless its weights could not be told from activations.
+"""Recurrent layers: torch runs, and hooks pack its tensors, unless its weights are indistinguishable from activations.
 
 On a GPU cuDNN copies weights that are not in one storage into a flat tensor, and autocast copies them all.
 """
@@ -14,7 +14,6 @@ from brevact.private_names.of_torch import is_any_autocast_enabled
 
 
 def _copies_weights(region: Keeper, args: tuple) -> bool:
-    """Whether a recurrent layer has its weights copied: by autocast, or because they are not in one storage."""
     weights = [x for x in tensors_of_call(args, {}) if is_parameter(x) and x.is_cuda]
     if not weights:
         return False

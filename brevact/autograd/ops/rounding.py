@@ -1,4 +1,4 @@
-"""Which functions are torch's, and which code of torch's composes ops that are one op to its caller."""
+"""Which functions are torch's, and which torch code composes ops that are one op to its caller."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from types import FrameType
 
 from brevact.autograd.other_code import OPERATORS, operator_name
 
-#: Modules of torch whose functions are one op to their caller and many to a region: they save tensors
-#: like those of the decompositions that they end in.
+#: Modules whose functions are one op to their caller and many to a region, and save tensors as decompositions do.
 _ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 
 
 def is_of_torch(func: Callable) -> bool:
-    """Return whether a function is one of torch's: the methods that are compiled say no module."""
+    """Return whether a function is torch's; its compiled methods have no module."""
     if isinstance(func, OPERATORS):
         return operator_name(func) is None
     module = getattr(func, "__module__", None)
@@ -21,5 +20,5 @@ def is_of_torch(func: Callable) -> bool:
 
 
 def is_in_algorithm(caller: FrameType | None) -> bool:
-    """Return whether a frame runs one of the functions that torch composes of matrix products and decompositions."""
+    """Return whether a frame runs a torch function composed of matrix products and decompositions."""
     return caller is not None and caller.f_globals.get("__name__") in _ALGORITHMS

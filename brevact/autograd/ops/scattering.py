@@ -1,14 +1,14 @@
-"""Ops that add, copy or reduce rows and elements into others: indices are stored, and of extremes who was chosen.
+"""Ops that add, copy or reduce rows and elements into others: indices are saved, and for extremes which were chosen.
 
 With an index i_e for each element e of the source x, the result y and its gradient g:
 
     index_add, index_copy             dL/dx_e = g[i_e]
     scatter_reduce, index_reduce
-        sum, mean                     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 of a sum
+        sum, mean                     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 for a sum
         amax, amin                    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
 
-No element is needed but to be compared: torch stores source, target and result all the same. Masks of one bit an
-element tell the same; the gradient is torch's to the last bit.
+Elements are only compared, yet torch saves source, target and result. Masks of one bit per element hold the same
+information; the gradient is torch's to the last bit.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from brevact.autograd.store import keep_mask, keep_places
 
 
 class _Places(NamedTuple):
-    """Where elements go: along a dimension, by an index for each of them, or one a row."""
+    """Destinations of elements along a dimension: one index per element, or per row."""
 
     dim: int
     is_by_row: bool
     inplace: bool
 
     def take(self, x: Tensor, index: Tensor) -> Tensor:
-        """Return the elements at the index."""
         return x.index_select(self.dim, index) if self.is_by_row else x.gather(self.dim, index)
 
     def add(self, x: Tensor, index: Tensor, source: Tensor) -> Tensor:
-        """Return ``x`` with elements of the source added."""
+        """Return ``x`` with the source's elements added."""
         return (x.index_add if self.is_by_row else x.scatter_add)(self.dim, index, source)
 
     def clear(self, x: Tensor, index: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ class _Places(NamedTuple):
 
 
 class _Placing(Saving):
-    """``index_add`` or ``index_copy``: rows of a source are added to rows of the input, or take their place."""
+    """``index_add`` or ``index_copy``: rows of a source are added to rows of the input, or replace them."""
 
     @staticmethod
     def forward(
@@ -130,7 +129,7 @@ _EXTREMES = frozenset(("amax", "amin"))
 
 
 def _can_store(region: Keeper, input: Any, dim: Any, index: Any, source: Any) -> bool:
-    """Return whether torch would store elements that are large: of plain tensors of one type, beside an index."""
+    """Return whether torch would save large elements: plain tensors of one dtype, beside an index."""
     if not (region.is_activation(input) and region.is_activation(source) and isinstance(index, Tensor)):
         return False
     if not isinstance(dim, int) or not requires_grad(input, source) or input.dtype != source.dtype:
@@ -148,7 +147,7 @@ def _placing(is_sum: bool) -> Callable:
         if kwargs or isinstance(alpha, complex | Tensor) or not _can_store(region, input, dim, index, source):
             return NotImplemented
         if not source.requires_grad or index.dim() != 1:
-            return NotImplemented  # nothing of the source is stored
+            return NotImplemented  # nothing of the source is saved
         more = {} if alpha in (None, 1) else {"alpha": alpha}
         places = _Places(dim, True, is_inplace(func, (), {}))
 

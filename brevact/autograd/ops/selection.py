@@ -1,8 +1,8 @@
-"""The k-th smallest magnitude of many elements, where k is near their number, as percentiles of activations are.
+"""The k-th smallest magnitude of many elements, for k near their number, as percentiles of activations are.
 
 Each block of elements has a largest magnitude. With r = n - k + 1, the r-th largest of these bounds the r-th largest of
-all from below, so that the blocks that reach it, about r of them, hold every element that does: two passes over all
-elements, which PyTorch vectorizes, and a selection among few.
+all from below, so the blocks that reach it, about r of them, hold every element that does. This takes two passes over
+all elements, which PyTorch vectorizes, and a selection among few.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from torch import Tensor
 
 _BLOCK = 512
 _MOST_OF_BLOCKS = 8
-"""The blocks that are looked through are at most one in so many."""
+"""At most one block in this many is searched."""
 
 
 def kth_magnitude(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the result of ``torch.kthvalue(x.abs(), rank, keepdim=True)``, and the same one of equal elements.
-
-    Args:
-        x: (n,) floating-point tensor.
-        rank: k, from 1 to n.
-    """
+    """Return ``torch.kthvalue(x.abs(), rank, keepdim=True)`` of (n,) floats, with the same choice among equal ones."""
     found = _among_the_largest(x, rank) if x.is_contiguous() else None
     if found is None:
         value, index = torch.kthvalue(x.abs(), rank, dim=0, keepdim=True)
@@ -30,7 +25,7 @@ def kth_magnitude(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
-    """Select in blocks; None where that is no faster, for NaN, and where several elements are the k-th one."""
+    """Select in blocks; None where that is no faster, for NaN, and if several elements are the k-th."""
     numel = x.numel()
     blocks, from_above = numel // _BLOCK, numel - rank + 1
     if not 1 <= from_above <= blocks // _MOST_OF_BLOCKS:
@@ -46,6 +41,6 @@ def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     magnitudes = x[index].abs()
     value = torch.kthvalue(magnitudes, len(magnitudes) - from_above + 1, keepdim=True)[0]
     equal = (magnitudes == value).nonzero()
-    if len(equal) != 1:  # torch picks one of them; of NaN in the tail, none is equal
+    if len(equal) != 1:  # torch picks one of them; none is equal to a NaN in the tail
         return None
     return value, index[equal.view(1)]

@@ -1,9 +1,9 @@
-"""Maxima, minima and sums that skip NaN: which elements were chosen is stored in exact masks.
+"""Maxima, minima and sums that skip NaN: exact masks record which elements were chosen.
 
-Torch saves the elements themselves, which its backward pass compares again: packed elements would differ from those
-chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two
-equal elements a half. The maximum along one dimension stores indices, as torch does. nansum and nanmean store which
-elements are numbers.
+Torch saves the elements themselves and compares them again in backward, where packed elements would differ from those
+chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two equal
+elements a half. The maximum along one dimension saves indices, as torch does. nansum and nanmean save which elements
+are numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from brevact.autograd.store import keep_mask
 
 
 class _Extreme(Saving):
-    """The extreme of some dimensions: one bit an element."""
+    """The extreme over some dimensions: one bit per element."""
 
     @staticmethod
     def forward(
@@ -48,10 +48,10 @@ class _Extreme(Saving):
 
 
 class _Either(Saving):
-    """The larger or smaller one of two elements.
+    """The larger or smaller of two elements.
 
-    Two masks say whether the first one and the second one was chosen: both if they are equal, none if one is NaN. One
-    mask is enough where the second is chosen if the first is not.
+    Two masks record whether the first and the second were chosen: both if equal, none if one is NaN. One mask suffices
+    if the second is chosen whenever the first is not.
     """
 
     @staticmethod
@@ -85,14 +85,14 @@ class _Either(Saving):
 
 
 def _without(grad: Tensor, lost: Tensor, ties: Tensor | None) -> Tensor:
-    """Gradient of one of two elements, 0 where it was lost, by torch's own calls, which decide the strides."""
+    """Gradient of one of two elements, 0 where it was lost, by torch's own calls, which determine the strides."""
     if ties is None:
         return grad.masked_fill(lost, 0)
     return torch.where(ties, grad / 2, grad).masked_fill_(lost, 0)
 
 
 class _Rule(NamedTuple):
-    """Whether the first one of two elements is chosen, which may be NaN; and whether NaN never is."""
+    """Whether the first of two elements, which may be NaN, is chosen; and whether NaN never is."""
 
     is_first: Callable[[Tensor, Tensor], Tensor]
     ignores_nan: bool = False
@@ -107,7 +107,7 @@ def _extreme(region: Keeper, func: Callable, input: Tensor, dim: Any = (), keepd
 
 
 class _OfNumbers(Saving):
-    """The sum or the mean of the elements that are not NaN: one bit an element."""
+    """The sum or mean of the elements that are not NaN: one bit per element."""
 
     @staticmethod
     def forward(
@@ -128,8 +128,6 @@ class _OfNumbers(Saving):
 
 
 def _of_numbers(divides: bool) -> Callable:
-    """Make the handler of ``nansum`` or ``nanmean``."""
-
     def handle(
         region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
     ) -> Any:
@@ -165,14 +163,14 @@ def _whole_or_either(rule: _Rule) -> Callable:
         if list(kwargs) == ["other"] and not args:
             return of_two(region, func, input, kwargs["other"])
         if args or kwargs or not (region.packs_input(input) and input.requires_grad and input.numel() > 0):
-            return NotImplemented  # along a dimension: indices are stored
+            return NotImplemented  # along a dimension: indices are saved
         return region.apply(_Extreme, func, list(range(input.dim())), True, input)
 
     return handle
 
 
 def _is_whole(region: Keeper, args: tuple) -> bool:
-    """Whether a maximum is not one along a dimension, which saves places alone."""
+    """Return whether a maximum is not along a dimension, which would save only places."""
     return not any(type(arg) is int for arg in args[1:])
 
 

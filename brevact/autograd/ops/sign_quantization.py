@@ -1,6 +1,6 @@
-"""Fake quantization to signs: -1 and 1, or -1, 0 and 1, times a scale; kept as codes, and a mask of clipped elements.
+"""Fake quantization to signs, -1 and 1, or -1, 0 and 1, times a scale: saves codes, and a mask of clipped elements.
 
-The saved tensors, and the gradients that are exact, are those of integers (``fake_quantization``).
+The saved tensors, and the exact gradients, are those of integers (``fake_quantization``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from brevact.quantizers import Layout
 
 @dataclass(frozen=True, eq=False)
 class Signs:
-    """How a binary or ternary forward quantizer gets from x to the integers that the scale multiplies.
+    """How a binary or ternary forward quantizer turns x into the integers that the scale multiplies.
 
-    ``of`` returns the integers of x under a scale, from -1 on by steps, and the mask of elements that are not
+    ``of`` returns the integers of x under a scale, starting at -1 in steps, and the mask of elements that are not
     clipped, or None. A zero stops the gradient.
     """
 
@@ -35,12 +35,11 @@ class Signs:
     has_zero: bool
 
     def quantized(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the fake-quantized tensor."""
         return self.of(x, scale)[0] * scale
 
 
 class _SignQuantization(Saving):
-    """Quantize an activation to signs; its bounds, the scale and the negative of that, get gradients of their own."""
+    """Quantize an activation to signs; its bounds, the scale and its negative, get their own gradients."""
 
     @staticmethod
     def forward(
@@ -70,10 +69,7 @@ class _SignQuantization(Saving):
 def _sign_gradients(
     needs: tuple[bool, ...], has_zero: bool, grad: Tensor, q: Any, passes: Tensor | None, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, upper and lower, each by the formula and order of stock ops.
-
-    ``q`` are the integers, None where no gradient reads them.
-    """
+    """Gradients of x, scale, upper and lower, by formulas and order of stock ops; ``q`` is None if none reads it."""
     needs_x, needs_scale, needs_upper, needs_lower = needs
     through = grad * scale
     clipped = through if passes is None else torch.where(passes, through, 0.0)
@@ -113,7 +109,7 @@ class _WeightSignQuantization(Saving):
 def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, *, clipped: bool) -> Any:
     """Fake-quantize an activation or weight to -1 and 1, or -1, 0 and 1, times a scale that broadcasts to it.
 
-    If it is clipped to minus and plus the scale first, the scale gets gradients through that, too. Returns
+    If ``clipped`` to minus and plus the scale first, the scale gets gradients through that, too. Returns
     ``NotImplemented`` where stock ops must run.
     """
     if not is_quantizable(region, x, (scale,)):

@@ -1,13 +1,13 @@
-"""Smooth activation functions: the quantized derivative is stored, so that the gradient stays unbiased.
+"""Smooth activation functions: the quantized derivative is saved, so that the gradient stays unbiased.
 
-dL/dx = g * f'(x): with E[q] = f'(x) for the stored q, E[g q] is the exact gradient. Storing a quantized x and applying
-f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in the tensor that torch
-saves anyway (exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
+dL/dx = g * f'(x): with E[q] = f'(x) for the saved q, E[g q] is the exact gradient. Applying f' to a quantized x would
+be biased, since f' is not linear. Functions whose derivative is linear in the tensor that torch saves anyway (exp,
+square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 
-Where the input is packed in enough bits, its own derivative and the output derive from it (``derived``): that bias,
-f''' Var / 2, is small then, and one tensor is stored in place of two or three. Of a sigmoid or a hyperbolic tangent the
-output is packed in place of an input that nothing is known of: in the saturated one a step may be wider than the slope.
-The derivative, y (1 - y) or 1 - y^2, has the bias of the variance of one copy.
+If the input is packed in enough bits, derivative and output derive from it (``derived``): the bias, f''' Var / 2, is
+then small, and one tensor is saved in place of two or three. Sigmoid and tanh pack the output if no saved form of the
+input is known: in saturation a step of the input may be wider than the slope. The derivative, y (1 - y) or 1 - y^2, has
+a bias of the variance of one copy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Slope(NamedTuple):
 
 
 def _hardswish_slope(x: Tensor, inside: Tensor) -> Tensor:
-    """Derivative of Hardswish at a rounded input; a mask says on which side of its jumps at -3 and 3 the input was."""
+    """Derivative of Hardswish at a rounded input; ``inside``: the unrounded input was between its jumps at -3 and 3."""
     return torch.where(inside, x / 3 + 0.5, x.clamp(0, 1))
 
 
@@ -69,7 +69,7 @@ class _Smooth(Saving):
         ctx.stride, ctx.order = input.stride(), order
         by_output = _BY_OUTPUT.get(derivative) if _packs_output(region, input) else None
         if derivative in _DIVIDED and not inplace:
-            by_output = None  # a Function cannot give up what it has saved for a logarithm of its output
+            by_output = None  # a Function cannot give up its saved tensor for a logarithm of its output
         if by_output is not None:
             out = call(input)
             own = region.keep(out)
@@ -105,7 +105,7 @@ def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
     return _gelu_slope(approximate)
 
 
-@functools.lru_cache  # one object for each setting, by which derivations are found again
+@functools.lru_cache  # one object per setting, so that derivations are found again
 def _gelu_slope(approximate: str) -> Derivative:
     return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
 
@@ -154,7 +154,7 @@ class _GLUSlope(NamedTuple):
 
 
 class _GLU(Saving):
-    """a sigmoid(b) of the halves (a, b): the derivatives are stored."""
+    """a sigmoid(b) of the halves (a, b): the derivatives are saved."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
@@ -182,10 +182,10 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
 
 
 def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: Order = Order.GRAD_FIRST) -> Callable:
-    """Make the handler of a function from a rule that gives the derivative, and has the function's parameters.
+    """Make a function's handler from ``rule``, which takes the function's parameters and returns the derivative.
 
-    It is gentle if a rounding error of the input is a small one of the function, of bounded slope and few turns.
-    ``order`` is that of the operands in torch's backward kernel.
+    ``is_gentle``: a rounding error of the input is a small one of the function, by a bounded slope and few turns.
+    ``order``: the order of operands in torch's backward kernel.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -210,21 +210,20 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
 
 
 def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
-    """Make the rule of functions without settings."""
     return lambda input, inplace=False: derivative
 
 
 def _packs_output(region: Keeper, input: Tensor) -> bool:
-    """Return whether a function of whose output its derivative is one packs that: nothing is known of its input."""
+    """Return whether to pack the output, from which the derivative follows: no saved form of the input is known."""
     settings = region.settings
     is_large = bool(settings.derives_curved and input.numel() >= settings.min_numel)
     return is_large and region.find_kept(input) is None
 
 
 def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
+    """Run torch's own function, which reads its decoded input: for few elements this is faster than a Function.
 
-    Autocast is off, and the input no inference tensor. None where a Function must run.
+    Autocast is off, and the input is no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
@@ -237,9 +236,9 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 
 
 def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, whose gradient reads its output: packed, or a function of an input that is known.
+    """Run torch's own function, whose gradient reads its output: packed, or a function of a known input.
 
-    Autocast is off, and the input no inference tensor. None where a Function must run.
+    Autocast is off, and the input is no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
@@ -255,7 +254,7 @@ def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Ten
 
 
 def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Callable:
-    """Make the handler of a function that torch differentiates twice, of its decoded input or output."""
+    """Make the double-backward handler of a function, which torch differentiates from its decoded input or output."""
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         if is_inplace(func, args, kwargs) or not (args or "input" in kwargs):
@@ -292,19 +291,19 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
     _atan_slope: lambda one, y: y.cos().square(),
     _asinh_slope: lambda one, y: y.cosh().reciprocal(),
 }
-#: Derivatives of functions of whose output losses take the logarithm.
+#: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 _TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), _by_torch(run_torch_by_output)),
 }
-#: Functions of which torch saves the input, or the output, and nothing else.
+#: Functions for which torch saves only the input or only the output.
 _RUNNERS = {
     **dict.fromkeys((F.silu, F.mish, F.gelu), run_torch),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), run_torch_by_output),
 }
-#: Derivatives that have settings, by the functions that have the parameters of these.
+#: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
     _gelu: (F.gelu,),
     _softplus: (F.softplus,),
@@ -323,18 +322,18 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
     _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
 }
-#: As well, of functions whose gradient torch lays out as the output's.
+#: Likewise, for functions whose gradient torch lays out like the output's.
 _LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
     lambda one, x: x.tanh().square(): (F.tanhshrink,),
 }
-#: As well, of functions of which torch multiplies the derivative by the gradient.
+#: Likewise, for functions whose derivative torch multiplies by the gradient, in that order.
 _BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
 }
-#: As well, of functions without a bounded slope, or of many turns.
+#: Likewise, for functions with an unbounded slope or many turns.
 _STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.cos(): (torch.sin, Tensor.sin),
     lambda one, x: -x.sin(): (torch.cos, Tensor.cos),
@@ -342,7 +341,7 @@ _STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
     lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
-#: Functions whose derivative has a jump or a narrow peak, of which a step of the input is a large part.
+#: Functions whose derivative has a jump, or a peak so narrow that a step of the input is a large part of it.
 _SHARP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
 STORED = Stored(
     "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",

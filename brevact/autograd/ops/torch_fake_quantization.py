@@ -1,8 +1,8 @@
 """Fake quantization by torch's own ops, as the modules of ``torch.ao`` and ``torchao`` call them.
 
-y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch keeps a mask of clipped elements, which takes a bit an element.
-Whoever keeps y keeps the integers, in as many bits as their range needs (``known_values``): the gradients are torch's
-to the last bit. Source: torch.fake_quantize_per_tensor_affine.
+y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch saves a mask of clipped elements, here one bit per element. Ops
+that save y save the integers, in as many bits as their range needs (``known_values``): the gradients are torch's to the
+last bit. Source: torch.fake_quantize_per_tensor_affine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from brevact.quantizers import Layout, is_traced
 
 
 def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
-    """Return a scale or a zero point as a float32 tensor that broadcasts to the result, as it is now."""
+    """Copy a scale or a zero point to a float32 tensor that broadcasts to the result."""
     found = torch.as_tensor(statistic, device=out.device).detach().to(torch.float32, copy=True)
     if axis is None:
         return found.reshape(())
@@ -28,7 +28,7 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
 
 
 def _register_integers(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
-    """Register the integers of a result: whoever saves the result saves these."""
+    """Register the integers of a result: ops that save the result save these."""
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
     q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
     decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)
@@ -45,10 +45,7 @@ def _run(
     low: Any,
     high: Any,
 ) -> Any:
-    """Run torch's op, whose mask the hooks save in bits, and register the integers of its result.
-
-    NotImplemented where the result's integers are not registered.
-    """
+    """Run torch's op, whose mask the hooks save in bits, and register its integers; or return NotImplemented."""
     if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
     if is_traced(input) or input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
@@ -81,7 +78,7 @@ def _per_channel(
     quant_max: int,
 ) -> Any:
     if isinstance(zero_point, Tensor) and zero_point.is_floating_point():
-        return NotImplemented  # torch computes (q - z) s by more digits there
+        return NotImplemented  # torch computes (q - z) s with more digits there
     bounds = quant_min, quant_max
     return _run(region, lambda x: func(x, scale, zero_point, axis, *bounds), input, scale, zero_point, axis, *bounds)
 
@@ -103,7 +100,7 @@ def _fused(
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
 ) -> Any:
-    """Observe, and quantize by the scale of now, which the op itself writes."""
+    """Observe, and quantize by the current scale, which the op itself writes."""
     others: tuple[Any, ...] = (observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const)
     others += (quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant)
     if not (isinstance(fake_quant_on, Tensor) and fake_quant_on.is_cpu and bool(fake_quant_on)):

@@ -1,4 +1,4 @@
-"""Gradients that differ between versions of torch: torch itself is asked, once, where one is first needed."""
+"""Gradients that differ between versions of torch: each is probed once, when first needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from brevact.private_names.of_torch import disable_modes
 
 @functools.cache
 def clamp_passes_bounds() -> bool:
-    """Return whether the gradient of an element that equals a bound passes ``clamp``: in torch 2.13, not in 2.15."""
+    """Return whether ``clamp`` passes the gradient of an element equal to a bound: in torch 2.13, not in 2.15."""
     return _gradient(lambda x: x.clamp(0.0, 1.0), 0.0) == 1.0
 
 
@@ -25,7 +25,6 @@ def fmax_shares_ties() -> bool:
 
 
 def _gradient(function: Callable[..., Tensor], *values: float) -> float:
-    """The gradient of the first one of some numbers."""
     with disable_modes(), torch.inference_mode(False), outside_regions(torch.device("cpu")):
         numbers = [torch.tensor(value, device="cpu", dtype=torch.float32).requires_grad_() for value in values]
         return float(torch.autograd.grad(function(*numbers), numbers[0])[0])

@@ -1,6 +1,6 @@
-"""Vector norms, deviations and quotients by them: the normalized tensor is stored packed, the norms as they are.
+"""Vector norms, deviations and quotients by them: the normalized tensor is saved packed, the norms in full precision.
 
-With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has it):
+With n = |x| along some dimensions and u = x / n (0 where n is 0, as in torch):
 
     norm                 dL/dx = g u
     pairwise_distance    n = |a - b + eps|:  dL/da = g u,  dL/db = -g u
@@ -9,13 +9,13 @@ With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has i
     cosine_similarity    s = sum(u v):  dL/dx = g (v - s u) / |x|,  dL/dy = g (u - s v) / |y|
     normalize            y = x / max(n, eps):  dL/dx = (g - y sum(g y)) / n,  and g / eps where n < eps
 
-Each is linear in the tensors that are packed, given the norms, which are as small as the number of vectors: unbiased.
-``normalize`` alone is quadratic in its output, of which one packed copy is stored, shared with readers of the output: a
-bias of -Var(y) g, that of softmax and of RMS norm. The packed tensor has one scale, however different the norms are: a
-rounding error of x itself, of the step of a bucket's largest vector, would be divided by the norm of its smallest.
+Given the norms, one number per vector, each is linear in the packed tensors: unbiased. Only ``normalize`` is quadratic
+in its output, saved as one packed copy that the output's readers share: a bias of -Var(y) g, that of softmax and of RMS
+norm. The packed tensor has one scale, however different the norms are: a rounding error of x itself, the step of a
+bucket's largest vector, would be divided by the norm of its smallest.
 
-Along fewer than :data:`LEAST_LENGTH` elements the norms are no small tensors beside their operands: torch runs,
-at full precision. So are all other norms, whose gradients choose by elements or are singular in them.
+Along fewer than :data:`LEAST_LENGTH` elements, the norms are not small next to their operands: torch runs in full
+precision. It also runs all other norms, whose gradients choose by elements or are singular in them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 
-#: Elements of the shortest vector whose norm is small beside it.
+#: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16
 
 
 class _Group(NamedTuple):
-    """The dimensions of a tensor along which it is reduced."""
-
     dims: tuple[int, ...]
     sizes: tuple[int, ...]
     """Sizes of the result with these dimensions kept."""
@@ -48,7 +46,7 @@ class _Group(NamedTuple):
 
 
 def _group(x: Tensor, dim: Any) -> _Group | None:
-    """Read a ``dim`` argument; None for one that torch refuses, and for vectors that are too short."""
+    """Parse a ``dim`` argument; None if torch refuses it or the vectors are too short."""
     dims = tuple(range(x.dim())) if dim is None or dim == () else (dim,) if isinstance(dim, int) else tuple(dim)
     if not all(isinstance(d, int) and -x.dim() <= d < x.dim() for d in dims):
         return None
@@ -122,7 +120,7 @@ class _Deviation(Saving):
 
 
 class _CosineSimilarity(Saving):
-    """sum(u v) with u = x / max(|x|, eps), whose gradient torch takes as if nothing bounded the norms."""
+    """sum(u v) with u = x / max(|x|, eps); torch differentiates it as if nothing bounded the norms."""
 
     @staticmethod
     def forward(
@@ -219,7 +217,7 @@ def _matrix_norm(
 
 
 def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
-    """Handle the 2-norm of a difference, which may be broadcast."""
+    """Handle the 2-norm of a difference, with broadcasting."""
     if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
         return NotImplemented
     if a.dtype != b.dtype or region.are_weights(a, b) or 0 in (a.dim(), b.dim()):
@@ -260,7 +258,7 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     correction = named.get("correction")
     correction = (1 if named.get("unbiased", True) else 0) if correction is None else correction
     if named.get("dim") == ():
-        return NotImplemented  # torch's gradient has a factor of its own there
+        return NotImplemented  # torch's gradient has an extra factor there
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented

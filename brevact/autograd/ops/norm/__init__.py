@@ -1,1 +1,1 @@
-"""Norms: formulas on numbers, Functions that save their normalized input, calls of torch, and norms written out."""
+"""Norms: formulas on numbers, Functions that save the normalized input, calls of torch, and norms written out."""

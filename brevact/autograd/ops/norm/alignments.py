@@ -1,7 +1,6 @@
-"""How the statistics and weights of norms belong to the elements of their inputs.
+"""How the statistics and weights of norms map to the elements of their inputs.
 
-An alignment knows sizes alone. Equal ones are equal objects, so that the decoder of a norm's input is the same from
-one training step to the next.
+An alignment depends on sizes alone. Equal ones are equal objects: a norm's input keeps its decoder between steps.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from torch import Tensor
 
 
 def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor of this shape."""
+    """Reshape (C,) or (N * C,) numbers to broadcast over an (N, C, ...) tensor of this shape."""
     samples = 1 if x.numel() == shape[1] else shape[0]
     return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
 
 
 class OverChannels(NamedTuple):
-    """One mean and one deviation a channel, or a channel of a sample; so of weights.
+    """One mean and one deviation per channel, or per channel and sample; likewise for weights.
 
-    A norm that keeps variances adds ``eps`` to them; it is None for one that keeps inverse deviations.
+    A norm that saves variances adds ``eps`` to them; it is None for one that saves inverse deviations.
     """
 
     eps: float | None = None
@@ -38,7 +37,7 @@ class OverChannels(NamedTuple):
 
 
 class OverLastDims(NamedTuple):
-    """Statistics that broadcast as they are; weights are one number an element of the last dimensions."""
+    """Statistics that broadcast unchanged; weights have one number per element of the last dimensions."""
 
     def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
         return statistic
@@ -51,7 +50,7 @@ class OverLastDims(NamedTuple):
 
 
 class OverGroups(NamedTuple):
-    """One mean and one deviation a group of the channels of a sample; weights are one number a channel."""
+    """One mean and one deviation per group of a sample's channels; weights have one number per channel."""
 
     groups: int
 
@@ -67,5 +66,5 @@ class OverGroups(NamedTuple):
 
 
 def in_float32(x: Tensor) -> Tensor:
-    """Return a tensor in float32, or in float64 if it is in that."""
+    """Return a tensor in float32, or in float64 if it is float64."""
     return x if x.dtype is torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))

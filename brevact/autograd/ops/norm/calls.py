@@ -1,4 +1,4 @@
-"""The calls of torch's norms, read into `formulas` for `functions`; arguments that torch refuses are left to torch."""
+"""Parses calls of torch's norms into `formulas` for `functions`; torch handles the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from brevact.quantizers import is_traced
 
 
 def _fit(shape: tuple[int, ...], *weights: Any) -> bool:
-    """Whether weights are None, or tensors of this shape whose class leaves torch functions as they are."""
+    """Return whether weights are None, or tensors of this shape whose class does not override torch functions."""
     for x in weights:
         if x is not None and not (isinstance(x, Tensor) and x.shape == shape and not _has_rules(type(x))):
             return False
@@ -31,20 +31,19 @@ def _fit(shape: tuple[int, ...], *weights: Any) -> bool:
 
 @functools.cache
 def _has_rules(kind: type[Tensor]) -> bool:
-    """Return whether a class has rules for functions of torch, as weights with a gradient for each sample have."""
+    """Return whether a class overrides torch functions, as weights with per-sample gradients do."""
     rule = getattr(kind.__torch_function__, "__func__", None)  # nn.Parameter has none
     return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def _have_last_dims(input: Any, shape: Any) -> bool:
-    """Whether ``shape`` is that of the last dimensions of a tensor."""
     if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
         return False
     return tuple(input.shape[-len(shape) :]) == tuple(shape)
 
 
 def _by_torch(region: Keeper, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """Run torch's own norm, whose gradient can be differentiated again, on its input less its means."""
+    """Run torch's own norm, which supports double backward, on its input less its means."""
     if region.settings.for_normalized is not None or not requires_grad(input, weight):
         return NotImplemented
     runner = region.torch_runner(input, *norm.running)

@@ -1,7 +1,7 @@
-"""Norms as ATen computes them: the output and the statistics of a forward pass, and the gradients from an input.
+"""Norms as ATen computes them: output and statistics of a forward pass, and gradients from an input.
 
-One small object a call holds the arguments that are no activations. The normalized input is
-N(x) = (x - mean) * invstd, with one mean and one invstd for each group of elements that a norm normalizes.
+One small object per call holds the arguments that are not activations. The normalized input is
+N(x) = (x - mean) * invstd, with one mean and one invstd per group of elements that a norm normalizes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`batch_norm`, and its normalized values quantized as `kernel_ops.quantize_normalized` does.
+    """:func:`batch_norm`, with its normalized values quantized as `kernel_ops.quantize_normalized` does.
 
-    No tensor is of a subclass, but for parameters, or of a ``torch.func`` transform.
+    No tensor is of a subclass, except parameters, or of a ``torch.func`` transform.
     """
     run, kernels = batch_norm.reference, cpu_kernels() if x.is_cpu else None
     if kernels is not None:
@@ -77,10 +77,7 @@ def packed_batch_norm_backward(
     eps: float,
     mask: list[bool],
 ) -> Gradients:
-    """Gradients of batch norm by the statistics of the batch, from the codes of :func:`packed_batch_norm`.
-
-    The kernel adds the terms of sums in another order than ATen.
-    """
+    """Gradients by batch statistics from :func:`packed_batch_norm`'s codes; kernels sum in another order than ATen."""
     place = packing.place
     is_taken = buffer.is_cpu and packing.layout.dtype is torch.float32 and place.row > 1 and place.run > 1
     kernels = cpu_kernels() if is_taken else None  # maps of several channels: no memory for others
@@ -104,8 +101,8 @@ def batch_norm_backward(
     mask: list[bool],
     overwrites: bool,
 ) -> Gradients:
-    """Gradients of batch norm by the statistics of the batch, from its input, in whose memory that of the input may lie
-    if it is to be overwritten. The kernel adds the terms of sums in another order than ATen.
+    """Gradients of batch norm by batch statistics; if it ``overwrites``, the input's may reuse the memory of ``x``.
+    The kernel adds the terms of sums in another order than ATen.
     """
     return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
 
@@ -121,11 +118,10 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm of an (N, C, ...) tensor by the statistics of the batch, as PyTorch computes it; the others are (C,)
-    each.
+    """Batch norm of an (N, C, ...) tensor by batch statistics, as PyTorch computes it; the others are (C,) each.
 
-    It moves the running statistics by a part of the difference, the momentum, and returns the output, means and inverse
-    deviations. cuDNN may run on a GPU where that is enabled.
+    It moves the running statistics by ``momentum`` of the difference, and returns output, means and inverse deviations.
+    cuDNN may run on a GPU if it is enabled.
     """
     running = running_mean, running_var
     out, mean, invstd, _, _ = batch_norm_impl_index(x, weight, bias, *running, True, momentum, eps, cudnn_enabled)
@@ -133,7 +129,7 @@ def batch_norm(
 
 
 class Norm:
-    """A norm by statistics of its input, as the Functions call it; weights and biases are one number a channel."""
+    """A norm by statistics of its input; weights and biases have one number per channel."""
 
     name: str
     has_mean = True
@@ -141,27 +137,27 @@ class Norm:
 
     @property
     def running(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the running mean and the running variance, if it has them."""
+        """Return the running mean and the running variance, if any."""
         return None, None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the output, the means and the inverse deviations, as ATen gives them."""
+        """Return the output, the means and the inverse deviations, as ATen does."""
         raise NotImplementedError
 
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        """Return the gradients of input, weight and bias that the mask asks for, by ATen's formula."""
+        """Return the gradients of input, weight and bias that ``mask`` selects, by ATen's formula."""
         raise NotImplementedError
 
     @property
     def alignment(self) -> Alignment:
-        """Return how statistics, those of :meth:`forward`, and weights belong to the elements of the input."""
+        """Return how the statistics of :meth:`forward` and the weights map to the input's elements."""
         return _OVER_CHANNELS
 
     @property
     def key(self) -> Hashable | None:
-        """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
+        """Equal for norms that normalize a tensor to the same values; None for norms with statistics of their own."""
         return None
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
@@ -170,7 +166,7 @@ class Norm:
 
 
 def runs_in_float32(name: str, x: Tensor) -> bool:
-    """Return whether autocast, if it is enabled, runs a norm of this name in float32 on the device of a tensor."""
+    """Return whether autocast, if enabled, runs the norm of this name in float32 on the tensor's device."""
     if not is_any_autocast_enabled():
         return False
     device = x.device.type
@@ -190,20 +186,19 @@ def sum_of_channels(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class BatchNorm(Norm):
-    """Batch norm by the statistics of the batch; updates the running ones."""
+    """Batch norm by batch statistics; updates the running ones."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
     eps: float
     cudnn_enabled: bool
-    #: How the input is packed where the gradients are to be those of :func:`packed_batch_norm_backward`.
+    #: How the input is packed if :func:`packed_batch_norm_backward` computes the gradients.
     packing: NormalizedPlan | None = None
     name = "batch_norm"
 
     @property
     def running(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the running mean and the running variance."""
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,7 +217,7 @@ class BatchNorm(Norm):
 
 @dataclass(eq=False)
 class InstanceNorm(BatchNorm):
-    """Instance norm by the statistics of each sample: the batch norm of a batch of one with N * C channels."""
+    """Instance norm by sample statistics: batch norm of one sample with N * C channels."""
 
     name = "instance_norm"
 
@@ -245,7 +240,7 @@ class InstanceNorm(BatchNorm):
         return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
 
     def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
-        """Shape the gradients of the one batch as those of the samples, whose weights are the same."""
+        """Turn gradients of the one batch into those of the samples, which share their weights."""
         grad_input, of_weight, of_bias = grads
         of_weight, of_bias = (
             None if total is None else total.view(x.shape[:2]).sum(0) for total in (of_weight, of_bias)
@@ -258,7 +253,7 @@ def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
 
 
 def _spread(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """Repeat a weight in backward, in other words than in forward, of which a graph would keep the result."""
+    """Repeat a weight in backward by other ops than forward's, whose result a graph would save."""
     return None if weight is None else weight.expand(x.shape[:2]).reshape(-1)
 
 
@@ -268,7 +263,7 @@ def _as_one(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Frozen(Norm):
-    """A batch or instance norm whose statistics are constants: one mean and one variance a channel."""
+    """A batch or instance norm with constant statistics: one mean and one variance per channel."""
 
     function: Callable[..., Tensor]
     mean: Tensor
@@ -289,21 +284,21 @@ class Frozen(Norm):
         """Return output, means and variances."""
         rest = False, self.momentum, self.eps, self.cudnn_enabled
         out = self.function(x, weight, bias, self.mean, self.var, *rest)
-        if self.function is torch.instance_norm:  # which writes to the statistics even so
+        if self.function is torch.instance_norm:  # it writes to the statistics even so
             return out, self.mean.clone(), self.var.clone()
         return out, self.mean, self.var
 
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        if self.function is torch.instance_norm:  # which lays out samples as channels
+        if self.function is torch.instance_norm:  # it lays out samples as channels
             grad, x = grad.contiguous(), x.contiguous()
         return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
 
 
 @dataclass(eq=False)
 class _OfLastDims(Norm):
-    """A norm over the last dimensions; weight and bias are one number an element of those."""
+    """A norm over the last dimensions; weight and bias have one number per element of those."""
 
     normalized_shape: tuple[int, ...]
     eps: float | None
@@ -319,8 +314,6 @@ class _OfLastDims(Norm):
 
 @dataclass(eq=False)
 class LayerNorm(_OfLastDims):
-    """Layer norm over the last dimensions."""
-
     eps: float
     name = "layer_norm"
 
@@ -330,7 +323,7 @@ class LayerNorm(_OfLastDims):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        # Of the bias ATen reads the dtype: the weight's.
+        # ATen reads the bias's dtype alone, which is the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
@@ -339,7 +332,7 @@ class LayerNorm(_OfLastDims):
 
 @dataclass(eq=False)
 class GroupNorm(Norm):
-    """Group norm over the elements of a sample's channels, a number of channels a group."""
+    """Group norm: statistics per group of a sample's channels."""
 
     groups: int
     eps: float
@@ -370,18 +363,18 @@ class GroupNorm(Norm):
 
 
 def _dense(weight: Tensor | None) -> Tensor | None:
-    """A weight as ATen's group norm reads it: without a look at its strides."""
+    """Make a weight contiguous: ATen's group norm ignores its strides."""
     return None if weight is None else weight.contiguous()
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
-    """The memory order in which ATen's group norm reads an input."""
+    """Memory format in which ATen's group norm reads an input."""
     return suggest_memory_format(x) if x.device.type in ("cpu", "xpu") else torch.contiguous_format
 
 
 @dataclass(eq=False)
 class RMSNorm(_OfLastDims):
-    """RMS norm over the last dimensions: x * invstd with the inverse root of the mean square in place of invstd."""
+    """RMS norm over the last dimensions: x * invstd, where invstd is the inverse root of the mean square."""
 
     name = "rms_norm"
     has_mean = False
@@ -389,7 +382,7 @@ class RMSNorm(_OfLastDims):
     def forward(  # type: ignore[override]
         self, x: Tensor, weight: Tensor | None, bias: None
     ) -> tuple[Tensor, None, Tensor]:
-        if x.is_cuda and not self._is_fused(x, weight):  # ATen's own fused kernel is for one dtype and memory order
+        if x.is_cuda and not self._is_fused(x, weight):  # ATen's fused kernel supports one dtype and memory order
             square, eps = x.to(torch.promote_types(x.dtype, torch.float32)).square(), self.eps
             eps = torch.finfo(square.dtype).eps if eps is None else eps
             invstd = square.mean(self._dims, keepdim=True).add_(eps).rsqrt_()

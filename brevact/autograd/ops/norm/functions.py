@@ -1,17 +1,15 @@
-"""Norms: their normalized input x^ = (x - mean) * invstd is stored packed, and the inverse deviations as they are.
+"""Norms: the normalized input x^ = (x - mean) * invstd is saved packed, the inverse deviations in full precision.
 
-The backward pass is PyTorch's own formula on x^ / invstd, the input less its means, which it reads as well as the
-input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
-feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: the input is normalized before it is
-quantized, so that groups of other scales in one bucket do not add their noise to each other's gradients. Batch norm by
-the statistics of the batch packs its input by a plan where it can (`planned_batch_norm`), and its gradients are a
-kernel's, whatever is around the region. Without a plan it is torch's own op where that is
-possible, as convolutions are, and is given x^ / invstd.
+Backward is PyTorch's own formula on x^ / invstd, the input less its means, which suits it as well as the input. It
+reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature
+map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: the input is normalized before it is quantized, so that
+groups with different scales in one bucket do not add their noise to each other's gradients. Batch norm by batch
+statistics packs its input by a plan if it can (`planned_batch_norm`), and a kernel computes its gradients, whatever is
+around the region. Without a plan, torch's own op runs on x^ / invstd where possible, as for convolutions.
 
-A quantizer with ``for_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
-and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
-gradient passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to
-1.5.
+A quantizer with ``for_normalized`` saves x^ on a fixed grid. If a group has NaN or an infinity, its invstd and its
+gradients are NaN. With ``quantize_forward`` the affine step reads the saved values in place of x^, and the gradient
+passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to 1.5.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from brevact.autograd.saved import Saved
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
-    """Return whether a region has something to do for a norm with these arguments."""
+    """Return whether a region handles a norm with these arguments."""
     if has_mean and region.settings.quantizes_forward:
         return region.is_activation(input) and input.numel() > 0
     return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
@@ -59,8 +57,6 @@ def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias
 
 
 class _Norm(Saving):
-    """A norm by statistics of its input."""
-
     @staticmethod
     def forward(
         ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -97,7 +93,7 @@ class _Norm(Saving):
             x, mean, invstd = kept.with_statistics()
             x = x if x.dtype is dtype else x.to(dtype)
             w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
-            wanted = [*mask[:2], mask[2] and w is not None]  # ATen gives no bias its gradient without a weight
+            wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
             grads = norm.backward(grad, x, mean, invstd, w, wanted)
             if wanted == mask:
                 return None, None, *grads
@@ -108,7 +104,7 @@ class _Norm(Saving):
 def _backward_of_recomputed(
     norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
 ) -> Gradients:
-    """Gradients of a batch norm that has a plan, from an input that is recomputed, whose memory they may take."""
+    """Gradients of a batch norm with a plan, from a recomputed input, whose memory they may reuse."""
     source, decoder = kept.decoder.without_statistics(kept.tensors)
     x, is_owned = take(decoder, source)
     mean, invstd = kept.tensors[-2:]
@@ -116,7 +112,7 @@ def _backward_of_recomputed(
 
 
 class _Frozen(Saving):
-    """A norm whose statistics are constants: it reads its input for the gradient of the weight alone."""
+    """A norm with constant statistics: only the weight's gradient reads its input."""
 
     @staticmethod
     def forward(
@@ -154,7 +150,7 @@ class _Frozen(Saving):
 def _frozen_backward(
     grad: Tensor, weight: Tensor | None, invstd: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, None, Tensor | None]:
-    """Gradients of x and bias when mean and variance are constants: g * weight * invstd, sum of g."""
+    """Gradients of x and bias for constant mean and variance: g * weight * invstd, sum of g."""
     grad_input = grad_bias = None
     if mask[0]:
         factor = invstd if weight is None else weight * invstd
@@ -167,7 +163,7 @@ def _frozen_backward(
 def _run_levels(
     region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
-    """Output, saved form of the normalized input, and the input's statistics: invstd is NaN where it is not finite."""
+    """Output, saved form of the normalized input, and its statistics: invstd is NaN for a non-finite group."""
     out, mean, invstd = norm.forward(x, weight, bias)
     assert mean is not None
     invstd = mean * 0 + invstd
@@ -181,7 +177,7 @@ def _run_levels(
 def _run_frozen(
     region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput, Tensor]:
-    """Output, saved form of N(x), the statistics, and a zero a channel: NaN where a value is not finite."""
+    """Output, saved form of N(x), the statistics, and one zero per channel: NaN where a value is not finite."""
     out, mean, var = norm.forward(x, weight, bias)
     given = NormInput(norm, mean, var, x.dtype)
     kept = region.keep_levels(input, given)
@@ -193,7 +189,7 @@ def _run_frozen(
 def _write_affine(
     out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) was none."""
+    """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) is not finite."""
     levels = normalized_early(kept) + mark
     if weight is not None:
         levels.mul_(norm.alignment.align_weight(weight, levels.shape))
@@ -203,7 +199,7 @@ def _write_affine(
 
 
 def _to_autocast(norm: Norm, *tensors: Any) -> tuple[Any, ...]:
-    """Cast input, weight and bias to float32 where autocast runs this norm in it."""
+    """Cast input, weight and bias to float32 if autocast runs this norm in float32."""
     if not runs_in_float32(norm.name, tensors[0]):
         return tensors
     return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)

@@ -1,8 +1,8 @@
 """Batch norm whose input is packed by a plan: the same bytes and gradients as by ``functions``, in fewer calls.
 
-In small feature maps the calls around the kernels take more time than the kernels. Values that depend on sizes alone
-are in a plan, found again in each step (:func:`find_plan`). Where something is known of the input, or a report asks,
-`functions` runs the norm by the same kernel.
+For small feature maps the calls around the kernels take longer than the kernels. A plan holds values that depend on
+sizes alone and is found again in each step (:func:`find_plan`). If a saved form of the input is known, or a report is
+active, `functions` runs the norm by the same kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OVER_CHANNELS = OverChannels()
 
 
 class _Plan(NamedTuple):
-    """Constants of the sizes of a call: how the input is packed, and the decoders of input and output."""
+    """Constants for a call's sizes: how the input is packed, and the decoders of input and output."""
 
     packing: NormalizedPlan
     source: PackedDecoder
@@ -52,7 +52,7 @@ def _plan_of(
     of_weight: torch.Size | None,
     of_bias: torch.Size | None,
 ) -> _Plan | None:
-    """Return the plan of calls with tensors of these sizes, the same in each step; None where there is none."""
+    """Return the plan for tensors of these sizes, the same in each step, or None."""
     layout = Layout.of_sizes(shape, stride, dtype)
     packing = plan_of_channels(quantizer, layout)
     if packing is None or not shape.numel() == layout.numel > shape[1]:
@@ -86,7 +86,7 @@ class _PlannedBatchNorm(Saving):
         region.share_normalized(input, norm, (buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == spec.layout.result_stride:
             kept: tuple[Tensor, ...] = (buffer,)
-            if weight is not None:  # as they are now, see `as_now`
+            if weight is not None:  # their current values, see `as_now`
                 kept += (weight.clone() if region.is_distributed else weight.detach(),)
             if bias is not None:
                 kept += (bias.clone(),)
@@ -115,10 +115,7 @@ def find_plan(
     bias: Tensor | None,
     eps: float,
 ) -> _Plan | None:
-    """Return how a batch norm by the statistics of the batch packs its input, whatever is around the region.
-
-    None where an argument is of another kind than in most nets.
-    """
+    """Return how batch norm by batch statistics packs its input, in any surroundings; None for unusual arguments."""
     if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
         return None
     if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
@@ -137,14 +134,13 @@ def find_plan(
     if input.is_neg() or input.layout is not torch.strided:
         return None
     if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
-        return None  # its statistics may be of its type, or autocast casts it
+        return None  # its statistics may have its dtype, or autocast casts it
     of_weight, of_bias = None if weight is None else weight.shape, None if bias is None else bias.shape
     return _plan_of(settings.quantizer, input.shape, input.stride(), input.dtype, of_weight, of_bias)
 
 
 def packs_anew(region: EagerKeeper, input: Tensor) -> bool:
-    """Return whether a batch norm that has a plan only has to pack its input: nothing is known of that, and no report
-    asks how it is kept."""
+    """Return whether a batch norm with a plan just packs its input: no saved form is known, and no report is active."""
     is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
     return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
 
@@ -157,7 +153,7 @@ def run(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Run a batch norm by the statistics of the batch, and pack its input anew (:func:`packs_anew`)."""
+    """Run a batch norm by batch statistics and pack its input anew (:func:`packs_anew`)."""
     settings = norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.cudnn_enabled
     out: Tensor = region.apply(_PlannedBatchNorm, plan, settings, input, weight, bias)
     ModelState.mark_activation(out)

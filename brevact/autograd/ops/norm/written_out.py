@@ -1,8 +1,8 @@
-"""Norms that are written out: their input is kept by rows of one scale.
+"""Norms that are written out: their input is saved by rows, each with its own scale.
 
-``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, as Llama and its like compute an RMS norm, or ``x`` over a
+``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, the RMS norm of Llama and similar models, or ``x`` over a
 root: the square and the product, or the quotient, save x, and their gradients multiply its error by powers of a row's
-inverse deviation. Rows are divided by their own root mean square before they are packed, which takes two more bytes a
+inverse deviation. Rows are divided by their own root mean square before they are packed, which takes two more bytes per
 row, once for both ops.
 """
 
@@ -19,13 +19,13 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.norm.alignments import OverLastDims
 from brevact.autograd.saved import Saved, one_object_each
 
-#: Elements of the shortest rows that a scale of their own is worth.
+#: Elements of the shortest rows that get their own scale.
 SHORTEST_ROW = 64
-#: Norms that a row is divided by: their inverses, and those of the inverses, are normal bfloat16 numbers.
+#: Bounds of a row's norm as a divisor: inverses, and inverses of these, are normal bfloat16 numbers.
 _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
-#: Nodes whose results are inverse deviations: of roots and reciprocals, and of powers, which may be those.
+#: Nodes whose results are inverse deviations: roots, reciprocals, and powers, which may be either.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
-#: Nodes whose results are deviations or norms, ours among them; and those that add to a result, bound or convert it.
+#: Nodes whose results are deviations or norms, ours included; and nodes that add to a result, bound or convert it.
 _DEVIATIONS = (
     *("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),
     *("_NormBackward", "_DeviationBackward"),
@@ -34,7 +34,7 @@ _ON_THE_WAY = ("AddBackward", "ClampBackward", "ClampMinBackward", "MaximumBackw
 
 
 class RowScale(NamedTuple):
-    """Rows of elements along dimensions, counted from the last, with the inverse of their root mean square."""
+    """Rows along dimensions, counted from the last, with the inverse of their root mean square."""
 
     dims: tuple[int, ...]
 
@@ -48,17 +48,14 @@ class RowScale(NamedTuple):
 
 
 def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
-    """Keep an activation whose rows may differ in scale; with a bfloat16 number a row where it is packed.
-
-    ``dims`` are the dimensions of a row, counted from the last.
-    """
+    """Save an activation by rows along ``dims``, counted from the last: if packed, with a bfloat16 scale per row."""
     length = math.prod(x.shape[dim] for dim in dims)
     inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
     return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, alone=True))
 
 
 def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """2-norm of each row's finite elements; the copy without the others is spared where a look is free."""
+    """2-norm of each row's finite elements; where a check is free, without a copy if all elements are finite."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if type(x) is Tensor and x.is_cpu:
         norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
@@ -68,18 +65,18 @@ def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    """Return whether rows of a shape, along these dimensions, are long enough for scales of their own."""
+    """Return whether rows along these dimensions are long enough for their own scales."""
     return len(shape) > 0 and math.prod(shape[dim] for dim in dims) >= SHORTEST_ROW
 
 
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
-    """Dimensions of the rows of ``x``, from the last, of each of which a factor is the inverse deviation; else none."""
+    """Dimensions, from the last, of the rows of ``x`` if ``factor`` has their inverse deviations, else ()."""
     node = factor.grad_fn
     return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
 
 
 def is_deviation(x: Tensor) -> bool:
-    """Return whether a tensor is the result of a root, a norm or a deviation, with something added or a bound."""
+    """Return whether a tensor is the result of a root, a norm or a deviation, perhaps with an addend or a bound."""
     node = x.grad_fn
     while node is not None and node.name().startswith(_ON_THE_WAY):
         node = node.next_functions[0][0]
@@ -87,7 +84,7 @@ def is_deviation(x: Tensor) -> bool:
 
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
-    """Dimensions, counted from the last, of the rows of ``x`` for each of which a factor has one number, if it does."""
+    """Dimensions, from the last, of the rows of ``x`` if ``factor`` has one number per row, else ()."""
     return _dims_of_rows(x.shape, factor.shape)
 
 
