@@ -1,8 +1,8 @@
 """Kernels of fake quantization to integers; the bytes of `quantizers.integer_ops`.
 
-Each op of Brevitas is computed in its order and rounded once to the type of the elements. A pointer of None stands for
-an array that nobody asked for. Scales and zero points are one number or one a group. With NUMBERS_ROUND they are
-rounded to the type of the elements first: CUDA does so with 0-d tensors of another type, the CPU does not.
+Brevitas' ops are computed in their order, each rounded once to the elements' dtype. Pointers of unwanted arrays are
+None. Scales and zero points are one number, or one per group. With NUMBERS_ROUND they are first rounded to the
+elements' dtype: CUDA does so with 0-d tensors of another dtype, the CPU does not.
 """
 
 import triton
@@ -47,7 +47,7 @@ def _group(
 
 @triton.jit
 def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.constexpr, GROUPED: tl.constexpr):
-    """A scale or a zero point: of each element's group, or the only one."""
+    """A scale or a zero point: each element's group's, or the only one."""
     if GROUPED:
         number = widen(tl.load(pointer + group, mask=valid, other=1.0))
     else:
@@ -59,7 +59,7 @@ def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.conste
 
 @triton.jit
 def _rounded(t, ROUNDING: tl.constexpr):
-    """To integers, see `integers.IntegerRounding`."""
+    """Round to integers, see `integers.IntegerRounding`."""
     if ROUNDING == _FLOOR:
         r = tl.floor(t)
     elif ROUNDING == _CEIL:
@@ -82,7 +82,7 @@ def _shifted(x, scale, zero, dtype: tl.constexpr):
 
 @triton.jit
 def _clipped(r, lowest, highest):
-    """Within bounds; NaN stays."""
+    """Clamp to the bounds; NaN stays."""
     r = tl.where(r > highest, highest, r)
     return tl.where(r < lowest, lowest, r)
 
@@ -231,7 +231,7 @@ def fake_quantize_backward_tile(
                 if HAS_SPARE:
                     q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
             q = settle(q - zero, dtype)
-            if residual_ptr is not None:  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
+            if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
                 q = tl.where(code_of_residual != 0, q * 0.0, q)
                 steps = left
             else:
@@ -298,7 +298,7 @@ def fake_quantize_kernel(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize: tiles of ROWS whole blocks and a last ragged one."""
+    """Quantize: tiles of ROWS whole blocks and an incomplete last one."""
     first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
     fake_quantize_tile(
         x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
@@ -307,7 +307,7 @@ def fake_quantize_kernel(
         BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
         RAGGED=False,
     )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
     if count > 0:
         fake_quantize_tile(
             x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
@@ -338,7 +338,7 @@ def fake_quantize_backward_kernel(
         BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
         RAGGED=False,
     )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
     if count > 0:
         fake_quantize_backward_tile(
             g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
@@ -364,7 +364,7 @@ def decode_integers_kernel(
         BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
         RAGGED=False,
     )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
     if count > 0:
         decode_integers_tile(
             codes_ptr, scale_ptr, zero_ptr, target_ptr,

@@ -1,11 +1,11 @@
 """Tiles: the eight planes of a few packing blocks, in device memory and in registers.
 
-A plane of R blocks is one [R, W] tensor, so a thread that holds a column holds it in every plane: a column's eight
-codes, its bytes and its random bits meet in one thread, and packing moves nothing between threads.
+A plane of R blocks is one [R, W] tensor, so a thread has the same column in every plane: a column's eight codes, its
+bytes and its random bits meet in one thread, and packing moves nothing between threads.
 
-A tile is described by five values. `row` [R, 1] and `column` [1, W] are indices. Whole blocks: planes are `stride` = W
-columns apart and `limit` is the number of rows that exist. One ragged block (RAGGED, R = 1): planes are `stride` =
-ceil(limit / 8) columns apart, `limit` is its number of elements, and W is a power of two of at least `stride`.
+Five values describe a tile. `row` [R, 1] and `column` [1, W] are indices. Whole blocks: planes are `stride` = W columns
+apart and `limit` is the number of existing rows. One incomplete block (RAGGED, R = 1): planes are `stride` = ceil(limit
+/ 8) columns apart, `limit` is its number of elements, and W is a power of two of at least `stride`.
 """
 
 import triton
@@ -21,15 +21,16 @@ def whole_blocks(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The block that a program treats as ragged: the last one, if it is, or, ROWS = 0, its only one, of any size.
+def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_INT64: tl.constexpr = False):
+    """A program's incomplete block: the last one, if incomplete, or, ROWS = 0, its only one, of any size.
 
-    Returns the same as `whole_blocks`; a limit of 0 for no such block. COLUMNS is a power of two >= BLOCK / 8.
+    Returns the same values as `whole_blocks`; a limit of 0 for no such block. COLUMNS is a power of two >= BLOCK / 8.
     """
     if ROWS > 0:
         blocks = numel // BLOCK
         first = (blocks * BLOCK).to(tl.int64)
-        is_last = blocks - tl.program_id(0).to(tl.int64) * ROWS < ROWS
+        rows = blocks - tl.program_id(0).to(tl.int64) * ROWS
+        is_last = rows < ROWS if IN_INT64 else tl.minimum(rows, ROWS).to(tl.int32) < ROWS
         count = tl.where(is_last, numel - first, 0).to(tl.int32)
     else:
         first = tl.program_id(0).to(tl.int64) * BLOCK
