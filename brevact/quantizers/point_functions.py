@@ -14,10 +14,12 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import FUSED, Groups, decode_affine, groups_of, is_uniform
-from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.normalizing import decode_affine, has_uniform_codes
+from brevact.quantizers.normalizing_plans import FUSED, NormalizedPlan, groups_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
+#: Means and factors of groups, and which is whose; None where there is no affine map.
+Groups = tuple[Tensor | None, Tensor | None, Place | None]
 #: Elements of a segment from which on a table pays; at 4 bits it has a quarter of the tensor's size then.
 _LEAST_OF_SEGMENTS = 64
 #: Elements to which a function is applied at once: few enough for a cache on the CPU, enough for a whole GPU.
@@ -67,16 +69,12 @@ def decode_through(
     decode = functools.partial(decode_affine, packed, scale, shift, dtype)
     if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
         return _multiplied(function(decode()), grad)
-
-    def look_up(other: Tensor | None) -> Tensor | None:
-        if not is_uniform(packed, dtype):
-            return None
-        if scale is None and shift is None:
-            return _looked_up(buffer, packed.spec, function, None, dtype, other)
+    groups: Groups | None = (None, None, None)
+    if not (has_uniform_codes(packed.spec) and layout.dtype in FUSED and dtype in FUSED):
+        groups = None
+    elif scale is not None or shift is not None:
         groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
-        return None if groups is None else _looked_up(buffer, packed.spec, function, groups, dtype, other)
-
-    return _apply(function, look_up, decode, layout, grad)
+    return _apply(function, packed.spec, buffer, groups, dtype, decode, grad)
 
 
 def decode_through_plan(
@@ -87,47 +85,28 @@ def decode_through_plan(
     shift: Tensor | None,
     grad: Tensor | None,
 ) -> Tensor:
-    """Return the result of :func:`decode_through` for normalized values that a plan has packed.
-
-    Args:
-        plan: The plan; it has the memory order of the values, and the type of the function's argument.
-        buffer: The stored bytes.
-        function: See :func:`decode_through`.
-        scale: (C,) float32 factors.
-        shift: (C,) float32 numbers; None for 0.
-        grad: See :func:`decode_through`.
-    """
+    """The result of :func:`decode_through` for normalized values that a plan has packed, whose layout has its type."""
     decode = functools.partial(plan.decode_affine, buffer, scale, shift)
     if not _has_memory(buffer, scale, shift):
         return _multiplied(function(decode()), grad)
-
-    def look_up(other: Tensor | None) -> Tensor | None:
-        groups = Groups(None if shift is None else shift.contiguous(), scale.contiguous(), plan.place)
-        return _looked_up(buffer, plan.spec, function, groups, plan.layout.dtype, other)
-
-    return _apply(function, look_up, decode, plan.spec.layout, grad)
+    return _apply(function, plan.spec, buffer, plan.groups(shift, scale), plan.layout.dtype, decode, grad)
 
 
 def _apply(
     function: PointFunction,
-    look_up: Callable[[Tensor | None], Tensor | None],
+    spec: PackedSpec[Any],
+    buffer: Tensor,
+    groups: Groups | None,
+    dtype: torch.dtype,
     decode: Callable[[], Tensor],
-    layout: Layout,
     grad: Tensor | None,
 ) -> Tensor:
     """Return f of the decoded values, times `grad` if there is one: from a table, or in pieces of the decoded tensor.
 
-    A gradient that lies in the same memory order is multiplied on the way.
-
-    Args:
-        function: The function f.
-        look_up: Returns f of the values by a table, times its argument if there is one; None where no table pays.
-        decode: Returns the values as a tensor of their own.
-        layout: Of the values.
-        grad: The gradient; None for f alone.
+    A gradient that lies in the same memory order is multiplied on the way. Without groups no table pays.
     """
-    other = grad if grad is not None and _is_readable(grad, layout) else None
-    values = look_up(other)
+    other = grad if grad is not None and _is_readable(grad, spec.layout) else None
+    values = None if groups is None else _looked_up(buffer, spec, function, groups, dtype, other)
     if values is None:
         values = _in_pieces(decode(), function, other)
     return values if other is not None else _multiplied(values, grad)
@@ -141,12 +120,12 @@ def _looked_up(
     buffer: Tensor,
     spec: PackedSpec[Any],
     function: PointFunction,
-    groups: Groups | None,
+    groups: Groups,
     dtype: torch.dtype,
     other: Tensor | None,
 ) -> Tensor | None:
     """Return the result of `decode_through` from a table of all codes of all segments; None if segments are short."""
-    mean, factor, place = (None, None, None) if groups is None else groups
+    mean, factor, place = groups
     plan: UniformPlan = spec.plan or plan_of(spec)
     segments = _long_segments(plan, place)
     if segments is None:

@@ -89,16 +89,8 @@ def calibrate(
     """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
 
     See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
-    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN.
-
-    Args:
-        low_key: Lowest keys, above `high_key` where no element is finite.
-        high_key: Highest keys.
-        flagged: Whether groups hold elements that are not finite.
-        zero: Whether groups hold elements that are 0.
-        BIT_WIDTH: Bits a code.
-        scale_dtype: Stored type of the scale.
-        minimum_dtype: Stored type of the minimum.
+    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN. The lowest
+    key is above the highest where no element is finite.
     """
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -157,14 +149,9 @@ def quotient(x, inner):
 
 @triton.jit
 def group_of(first, offset, inner, groups, INNER: tl.constexpr):
-    """Group of element first + offset: (first + offset) // inner % groups.
+    """Group of element first (int64) + offset (int32, below 2^14): (first + offset) // inner % groups.
 
-    Args:
-        first: Scalar int64, first element of a tile.
-        offset: int32 tensor of values in [0, 2^14).
-        inner: Consecutive elements of one group; unused where INNER is given.
-        groups: Number of groups; unused where INNER is given.
-        INNER: inner where every group is one run of known length, else 0.
+    INNER is `inner` where every group is one run of known length, else 0.
     """
     if INNER > 0:
         group = first // INNER + ((first % INNER).to(tl.uint32) + offset.to(tl.uint32)) // INNER

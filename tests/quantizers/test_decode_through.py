@@ -17,7 +17,7 @@ from brevact.quantizers import (
     WeibullQuantizer,
     decode_affine,
     decode_through,
-    normalizing,
+    normalizing_plans,
     point_functions,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
@@ -54,7 +54,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def is_looked_up(packed, scale: Tensor | None) -> bool:
-    place = None if scale is None else normalizing.groups_of(packed.layout, None, scale).place
+    place = None if scale is None else normalizing_plans.groups_of(packed.layout, None, scale)[2]
     return point_functions._long_segments(plan_of(packed.spec), place) is not None
 
 

@@ -77,7 +77,7 @@ class _PlannedBatchNorm(Saving):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        spec, uniform, place, _ = plan.packing
+        spec, uniform, place, *_ = plan.packing
         eps = settings[3]
         seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
         buffer = spec.empty(input)
