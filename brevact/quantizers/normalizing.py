@@ -146,15 +146,15 @@ def decode_in_one_pass(
     *,
     overwrites: bool = False,
 ) -> Tensor | None:
-    """What `decode_affine` gives, and a tensor added to it, with zeros outside of a mask, if one pass does all of that.
+    """Decode as `decode_affine`, add a tensor and set elements outside of a mask to 0, if one pass does all of that.
 
     Args:
         packed: A packed tensor.
         scale: Factors, of a shape that broadcasts to that of the tensor.
-        shift: What to add, of the same shape as `scale`; None for 0.
+        shift: Addends, of the same shape as `scale`; None for 0.
         dtype: Data type of the result.
-        addend: float32 tensor of the packed one's shape, whose sum with values of that type is the result; None for 0.
-        mask: What `pack_mask` returned for a tensor of the packed one's shape and memory order; None for no mask.
+        addend: float32 tensor of the packed one's shape, for a result of that type; None for 0.
+        mask: Result of `pack_mask` for a tensor of the packed one's shape and memory order; None for no mask.
         overwrites: Whether the result may take the memory of `addend`.
 
     Returns:

@@ -146,14 +146,8 @@ def _looked_up(
 def multiply_by_function(x: Tensor, function: PointFunction, grad: Tensor, *, overwrites: bool) -> Tensor:
     """Return grad * function(x), with temporaries of a piece each where both lie in one order of memory.
 
-    Args:
-        x: Tensor of any strides.
-        function: The function; see :func:`decode_through`.
-        grad: Tensor of the same shape.
-        overwrites: Whether the result may take the memory of `x`.
-
-    Returns:
-        Tensor of the shape of both.
+    Shapes are equal, strides any. If it `overwrites`, the result may take the memory of `x`; see
+    :func:`decode_through`.
     """
     layout = Layout.of(x)
     if not layout.is_dense or layout.numel != x.numel() or x.dtype is not grad.dtype or not _has_memory(x):

@@ -40,13 +40,7 @@ def to_text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> Any:
-    """Return the object of a text, the inverse of `to_text`; equal texts give one shared object.
-
-    Args:
-        text: What `to_text` returned.
-
-    Returns:
-        The dataclass.
+    """Return the dataclass of a text, the inverse of `to_text`; equal texts give one shared object.
 
     Raises:
         TypeError: If a class that it names is not where it says.
