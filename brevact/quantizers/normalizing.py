@@ -22,15 +22,10 @@ from brevact.quantizers.tracing import is_traced
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
-    """Normalize a tensor: (x - mean) * invstd.
+    """Normalize a tensor: (x - mean) * invstd, in float32; in float64 if `x` is.
 
-    Args:
-        x: Floating-point tensor of any shape and strides.
-        mean: Means, of a shape that broadcasts to that of `x`; None for 0.
-        invstd: Inverse deviations, of a shape that broadcasts as well.
-
-    Returns:
-        A dense tensor of the shape, memory order and expanded dimensions of `x`, in float32; in float64 where `x` is.
+    The statistics broadcast to the shape of `x`; a mean of None is 0. The result is dense, with the shape, memory order
+    and expanded dimensions of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     distinct = [_distinct(part, x) for part in (x, mean, invstd) if part is not None]
@@ -51,16 +46,6 @@ def quantize_normalized(
 
     The uniform quantizer's kernels normalize what they load, where its groups are buckets that lie in blocks; other
     formats read a copy that is normalized beforehand.
-
-    Args:
-        quantizer: Any activation quantizer.
-        x: Floating-point tensor of any shape and strides.
-        mean: Means, of a shape that broadcasts to that of `x`; None for 0.
-        invstd: Inverse deviations, of a shape that broadcasts as well.
-        seed: Seed of the quantizer.
-
-    Returns:
-        The packed normalized values.
     """
     if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg():
         if type(x) is Tensor:
@@ -79,20 +64,11 @@ def quantize_normalized(
 
 
 def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode a normalized input and undo the normalization: x^ / invstd + mean.
+    """Decode a normalized input and undo the normalization: x^ / invstd + mean; a mean of None gives the centred input.
 
     It is computed in float32 (float64 for float64), with one reciprocal for each deviation, and clamped to the finite
-    range where `dtype` is float16.
-
-    Args:
-        packed: What :func:`quantize_normalized` returned.
-        mean: What to add, of a shape that broadcasts; None for 0: the result is then centred.
-        invstd: The inverse deviations that it was normalized with.
-        dtype: Data type of the result.
-
-    Returns:
-        Tensor of the normalized one's shape and strides. NaN where the inverse deviation is; a deviation that is
-        infinite, of elements that are 0 as soon as they are normalized, counts as 0.
+    range where `dtype` is float16. It is NaN where the inverse deviation is; a deviation that is infinite, of elements
+    that are 0 as soon as they are normalized, counts as 0.
     """
     if (
         is_traced(packed.buffer)
@@ -105,18 +81,11 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
 
 
 def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Decode a tensor z and apply an affine map to it: z * scale + shift.
+    """Decode a tensor z and apply an affine map: z * scale + shift, as a tensor of this dtype, the same shape and
+    strides.
 
-    It is computed in float32 (float64 for float64), and clamped to the finite range where `dtype` is float16.
-
-    Args:
-        packed: A packed tensor.
-        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
-        shift: What to add, of the same shape as `scale`; None for 0.
-        dtype: Data type of the result.
-
-    Returns:
-        Tensor of the packed one's shape and strides.
+    Factors broadcast to the shape of the tensor, addends have theirs; None is 1 and 0. It is computed in float32
+    (float64 for float64), and clamped to the finite range where `dtype` is float16.
     """
     found = decode_in_one_pass(packed, scale, shift, dtype)
     if found is not None:

@@ -47,23 +47,15 @@ def decode_through(
     """Decode a tensor z and apply a function behind an affine map: f(z * scale + shift), or its product with `grad`.
 
     Up to 4 bits, where runs of elements that share a bucket and a scale (see `geometry.Segments`) have 64 elements or
-    more in the mean, the function is applied to a table of what the codes of each run stand for, and elements are
-    looked up there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor.
-    Torch's own functions may differ by roundings between the two, as they do between elements of one tensor on the CPU.
-    Which way is taken depends on quantizer, layout, types and the shape of `scale` alone.
+    more in the mean, the function is applied to a table of the values of each run's codes, and elements are looked up
+    there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor. Torch's own
+    functions may differ by roundings between the two, as they do between elements of one tensor on the CPU. Which way
+    is taken depends on quantizer, layout, types and the shape of `scale` alone.
 
-    Args:
-        packed: A packed tensor.
-        function: The function f; it is applied to float32, bfloat16 or float16 tensors of any shape, or to float64.
-        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
-        shift: What to add, of the same shape as `scale`; None for 0.
-        dtype: Data type of what the function is applied to.
-        grad: Tensor of the packed one's shape, to multiply; None for the values alone.
-
-    Returns:
-        Tensor of the packed one's shape and strides (dense ones where those leave gaps), of the type that the function
-        gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same
-        memory order, otherwise of those that torch gives the product.
+    `scale` and `shift` are those of `decode_affine`; the function's argument is of this dtype, and of any shape. The
+    result has the packed tensor's shape and strides (dense ones where those leave gaps), and the type that the function
+    gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same memory
+    order, otherwise of those that torch gives the product.
     """
     layout, buffer = packed.layout, packed.buffer
     decode = functools.partial(decode_affine, packed, scale, shift, dtype)

@@ -20,20 +20,14 @@ _CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
 
 
 def to_text(value: Any) -> str:
-    """Return a dataclass whose fields are numbers, strings, None, enums, dtypes, tuples or such dataclasses as text.
+    """Return a dataclass whose fields are numbers, strings, None, enums, dtypes, tuples or such dataclasses as JSON.
 
     >>> from brevact.quantizers import UniformQuantizer
     >>> from_text(to_text(UniformQuantizer(bit_width=3))).bit_width
     3
 
-    Args:
-        value: Dataclass of a module's top level.
-
-    Returns:
-        Its class and fields as JSON.
-
     Raises:
-        TypeError: If it is no such dataclass.
+        TypeError: If it is no such dataclass of a module's top level.
     """
     return json.dumps(_plain(value), sort_keys=True)
 

@@ -59,11 +59,7 @@ class NormalizedFormat(str, Enum):
         return int(self.value[1:])
 
     def halves(self) -> tuple[list[float], list[float]]:
-        """Positive levels, ascending, and the magnitudes from which each but the first is taken.
-
-        Returns:
-            `(levels, bounds)`, one bound less than levels.
-        """
+        """Positive levels, ascending, and the magnitudes from which each but the first is taken."""
         root, a = math.sqrt(2.0), 1.29
         log = {
             "L2": (2.0, 1.034, -1, 0, 0.5),

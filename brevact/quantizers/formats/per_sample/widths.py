@@ -29,14 +29,10 @@ class SampleWeights:
         self.values: Tensor | None = None
 
     def of_parts(self, parts: int, samples: int) -> Tensor | None:
-        """Factors of equal parts of a tensor, some for each sample, or each of some samples.
+        """(parts,) float64 factors of equal parts of a tensor, some for each sample, or each of some samples.
 
-        Args:
-            parts: Number of parts.
-            samples: Size of the dimension along which the tensor holds samples, or several rows of each.
-
-        Returns:
-            (parts,) float64 factors on the CPU; None where there are none, or where they are of another batch.
+        `samples` is the size of the dimension along which the tensor holds samples, or several rows of each. None if
+        there are no factors, or if they are of another batch.
         """
         values = self.values
         count = 0 if values is None else values.numel()

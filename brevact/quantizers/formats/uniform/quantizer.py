@@ -134,7 +134,7 @@ class UniformQuantizer(Quantizer):
         return known
 
     def __getstate__(self) -> dict[str, object]:
-        """What is pickled and copied: hashes do not outlive the process."""
+        """Hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @functools.cached_property
@@ -190,7 +190,6 @@ class UniformQuantizer(Quantizer):
 
 @functools.lru_cache(maxsize=4096)
 def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
-    """Blocks and groups of a tensor under a quantizer."""
     granularity, n, bit_width = quantizer.granularity, layout.numel, quantizer.bit_width
     if granularity is Granularity.BUCKET:
         return Geometry.of_buckets(n, bit_width, quantizer.bucket_size)

@@ -52,7 +52,7 @@ class SideFits:
         """Fit distributions to (G, 6) float64 moments, those of the values below the middle, then of those above it.
 
         Each are number, sum and sum of squares in units, of buckets of a (G,) size whose minimum and maximum are (G,)
-        distances below and above the middle. The count of levels is 4, 8 or 16.
+        distances below and above the middle.
 
         Source: TinyScript, ICML 2020, algorithm 1.
         """
