@@ -1,4 +1,4 @@
-"""The one place that chooses what runs a kernel op: Numba's kernels, Triton's, or its reference in plain torch.
+"""The one place that chooses the backend of a kernel op: Numba's kernels, Triton's, or its reference in plain torch.
 
 `brevact.cpu_kernels.launch` and `brevact.triton_kernels` define launchers, functions of the names and parameters of the
 references in `kernel_ops`. Where one is missing, or returns `NotImplemented` because it cannot take its arguments, the
@@ -43,7 +43,7 @@ class KernelOp(Protocol, Generic[P, R]):
 def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Run a reference's kernels in its place if they take its arrays; arguments are given by position.
 
-    Arrays are the parameters annotated `Tensor` or `Tensor | None`, the first of which is never None.
+    Arrays are the parameters annotated `Tensor` or `Tensor | None`; the first is never None.
     """
     name = reference.__name__
     kinds = [parameter.annotation for parameter in inspect.signature(reference).parameters.values()]

@@ -124,7 +124,7 @@ def mask_multiply(
 
 
 def masked_fill_(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """`x.masked_fill_(mask, value)`, of which ATen takes one element at a time on the CPU."""
+    """`x.masked_fill_(mask, value)`; ATen takes one element at a time on the CPU."""
     is_flat = x.shape == mask.shape and x.stride() == mask.stride() and Layout.of(x).is_dense
     if not is_flat or is_traced(x):
         return x.masked_fill_(mask, value)

@@ -1,4 +1,4 @@
-"""Normalized inputs: what a norm computes from its input on the way, quantized and given back.
+"""Normalized inputs of norms, quantized and given back.
 
 x^ = (x - mean) * invstd is of one scale everywhere, whatever the scales of rows or channels: a bucket that lies in
 several of them has the same step for all. The statistics are the norm's own, which keeps them anyway.
@@ -44,7 +44,7 @@ def quantize_normalized(
 ) -> PackedActivation:
     """Quantize a normalized input; the bytes are those of `quantizer.quantize(normalize(x, mean, invstd), seed)`.
 
-    The uniform quantizer's kernels normalize what they load, where its groups are buckets that lie in blocks; other
+    The uniform quantizer's kernels normalize while they load, where its groups are buckets that lie in blocks; other
     formats read a copy that is normalized beforehand.
     """
     if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg():

@@ -1,4 +1,4 @@
-"""The stored form of an activation: packed codes, metadata, and what restores the tensor."""
+"""The stored form of an activation: packed codes, metadata, and the layout of the tensor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from brevact.quantizers.tracing import is_traced
 class ActivationQuantizer(Protocol):
     """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
 
-    It is immutable and hashable, a frozen dataclass for example: quantizers that are equal share what they packed, and
-    specs are cached by quantizer and layout. Norms let it quantize what they have normalized, unless it has a true
+    It is immutable and hashable, a frozen dataclass for example: equal quantizers share packed tensors, and specs
+    are cached by quantizer and layout. Norms let it quantize their normalized input, unless it has a true
     attribute `is_lossless`: then their input itself. `quantize` returns a `PackedActivation`, whose
-    `buffer` is what autograd keeps and whose `spec` (a `Decoder`, often the quantizer itself, and the layout) is what
-    `dequantize` and `dequantize_multiply` decode it with.
+    `buffer` autograd keeps; `dequantize` and `dequantize_multiply` decode it by its `spec`: a `Decoder`, often the
+    quantizer itself, and the layout.
     """
 
     @property
@@ -83,7 +83,7 @@ class PackedSpec(Generic[D]):
         self.nbytes = end
         self.shape = torch.Size((end,)) if type(end) is int else (end,)  # of the buffer; symbols stay as they are
         self.has_padding = used < end
-        self.plan: Any = None  # what the quantizer derives from it for its passes
+        self.plan: Any = None  # the quantizer derives it for its passes
 
     @staticmethod
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
@@ -333,7 +333,7 @@ class PackedActivation:
             raise TypeError(f"{name}: got {brief(tensor)}; accepted is a tensor of shape {layout.shape} on {device}")
         if tensor.shape != layout.shape:
             raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of what is packed"
+                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of the packed tensor"
             )
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")

@@ -1,4 +1,4 @@
-"""Decoding with a function on the way: applied to what codes stand for, where that is less than the elements."""
+"""Decoding with a function on the way: applied to the values of codes, where these are fewer than the elements."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from brevact.quantizers.tracing import is_traced
 
 
 class Quantizer(ABC):
-    """Quantizer that writes the bytes of a tensor, the number of which follows from the tensor's layout.
+    """Quantizer that writes the bytes of a tensor, whose number follows from the tensor's layout.
 
     A format is a frozen dataclass with a field `rounding`, or an `is_stochastic` of its own. It says which arrays it
     stores (`parts`), writes them (`encode`) and reads them (`decode`).

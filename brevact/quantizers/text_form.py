@@ -66,8 +66,8 @@ def _place(kind: type, value: Any) -> str:
 
 def _refusal(value: Any) -> TypeError:
     return TypeError(
-        f"got {brief(value)} of type {type(value).__name__}; what a compiled graph holds of a quantizer is its class "
-        "and fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
+        f"got {brief(value)} of type {type(value).__name__}; a compiled graph holds the class and fields of a "
+        "quantizer: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
         "strings, None, enums, torch.dtype, tuples or such dataclasses"
     )
 

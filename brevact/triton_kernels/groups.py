@@ -35,7 +35,7 @@ def is_flagged(scale):
 
 @triton.jit
 def _with_sign(x, flagged):
-    """Float32 without a sign bit, with one where flagged: the `-` operator leaves 0 as it is."""
+    """Float32 without a sign bit, with one where flagged: the `-` operator leaves 0 alone."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(flagged, bits ^ _SIGN, bits).to(tl.float32, bitcast=True)
 
@@ -140,8 +140,8 @@ def store_metadata(pointer, value, mask):
 def quotient(x, inner):
     """x // inner for 0 <= x < 2^14 and inner >= 1, by one multiplication.
 
-    M = ceil(2^31 / inner) is off by less than 1, so x * M / 2^31 by less than 2^-17 <= 1 / inner, which is what it may
-    be off where inner < 2^17. Where inner is larger, M <= 2^14 and x * M < 2^28.
+    M = ceil(2^31 / inner) is off by less than 1, so x * M / 2^31 by less than 2^-17 <= 1 / inner, which is allowed
+    where inner < 2^17. Where inner is larger, M <= 2^14 and x * M < 2^28.
     """
     magic = (0x7FFFFFFF // tl.minimum(inner, 1 << 30).to(tl.int32)).to(tl.uint32) + 1
     return ((x.to(tl.uint64) * magic.to(tl.uint64)) >> 31).to(tl.int32)

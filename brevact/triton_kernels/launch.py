@@ -18,7 +18,7 @@ WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
 LARGEST_TILE = 16384
 """Elements of the largest group that one program holds in registers."""
-_LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
+_LEAST_TILES = 8  # of a part of a group, so that results of parts stay small beside the tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PROGRAMS = 1024  # that keep a large GPU busy
 

@@ -51,7 +51,7 @@ def group_of_plane(
     i: tl.constexpr, first, row, column, stride, inner, groups,
     BLOCK: tl.constexpr, INNER: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Groups of plane i of a tile, one a row if BY_ROW, else one an element."""
+    """Groups of plane i of a tile, per row if BY_ROW, else per element."""
     offset = row * BLOCK + i * stride
     if not BY_ROW:
         offset += column

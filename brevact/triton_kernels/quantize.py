@@ -47,8 +47,8 @@ def _positions(
 ):  # fmt: skip
     """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
 
-    In groups whose inverse has its sign bit set the last level stands for what is not finite. Where nothing is MISSING,
-    all is finite and valid.
+    In groups whose inverse has its sign bit set the last level stands for elements that are not finite. Where nothing
+    is MISSING, all is finite and valid.
     """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged, most = widen(x), is_flagged(inverse), TOP

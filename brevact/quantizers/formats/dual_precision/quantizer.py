@@ -1,4 +1,4 @@
-"""Dual precision: block means of a map in float16, what they leave in a few bits."""
+"""Dual precision: block means of a map in float16, the residual in a few bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGEST_MEAN = 65504.0
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
 LARGEST_HALF = 0x7C00
-"""Bits of infinity in float16; those of NaN are larger, and the sign of what is stored as NaN is not set."""
+"""Bits of infinity in float16; those of a stored NaN are larger, without a sign."""
 
 SPATIAL = 3
 """Axes of a map; shapes with fewer have sides of 1 in front."""

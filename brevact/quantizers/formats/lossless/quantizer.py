@@ -1,4 +1,4 @@
-"""No quantization: what a policy stands for that packs only what is exact."""
+"""No quantization: for policies that pack only exactly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ELEMENTS = ElementsQuantizer()
 
 @dataclass(frozen=True)
 class LosslessQuantizer:
-    """Stores a tensor as it is: a region keeps the tensor itself, by itself it makes a copy.
+    """Stores a tensor exactly: a region keeps the tensor itself; a call makes a copy.
 
     >>> import torch
     >>> x = torch.rand(8)

@@ -34,7 +34,7 @@ class MixingQuantizer(ABC):
     not. The same holds for a CUDA graph. A non-reentrant checkpoint around a region wants tensors of the same sizes
     when it recomputes them: there k is drawn once for each number of elements.
 
-    A subclass is a frozen dataclass, one field of which is the probability.
+    A subclass is a frozen dataclass, with a field for the probability.
     """
 
     __slots__ = ()

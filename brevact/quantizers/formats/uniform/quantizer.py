@@ -71,7 +71,7 @@ class UniformQuantizer(Quantizer):
     tensor([0., 1., 2., 3.])
 
     Args:
-        bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the tensor as it is.
+        bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the elements.
         rounding: Nearest, stochastic or dithered.
         bucket_size: Consecutive elements that share a scale under `Granularity.BUCKET`; None for the whole tensor.
             Dithered rounding takes at most 512, or a multiple of 8 up to 4096.
