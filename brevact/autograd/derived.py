@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.call_arguments import CONSTANT_TYPES
+from brevact.autograd import known_values
+from brevact.autograd.call_arguments import bound_call, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import (
     MOST_ADDED_AGAIN,
@@ -37,7 +38,6 @@ from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.store import reported
-from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
 
 #: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
@@ -140,41 +140,6 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
     return None if kept[1] is AS_IT_IS else kept
 
 
-class _BoundCall(NamedTuple):
-    """A torch function call as a function of its tensor arguments."""
-
-    function: Callable[..., Tensor]
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.function(*args, **kwargs)
-
-
-class _PositionalCall(NamedTuple):
-    """A torch function call with positional tensors and constants only, as a function of its tensors."""
-
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...]
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        return self.function(*[next(given) if arg is Tensor else arg for arg in self.args])
-
-
-def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
-    if not kwargs:
-        flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
-        constants = [type(arg) for arg in flat if arg is not Tensor]
-        if CONSTANT_TYPES.issuperset(constants):
-            return _PositionalCall(func, flat) if constants else func
-    leaves, spec = tree_flatten((args, kwargs))
-    return _BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
-
-
 class Kind(Enum):
     """How a tracked function's result depends on its arguments."""
 
@@ -201,6 +166,24 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     return operands
 
 
+def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Record the result of an op that moves elements of tensors that are all known losslessly, whatever the settings.
+
+    A view of an argument is known already.
+    """
+    if type(result) is not Tensor or known_values.find(result) is not None:
+        return
+    operands = []
+    for x in tensors_of_call(args, kwargs):
+        known = known_values.find(x)
+        if known is None:
+            return
+        operands.append(known)
+    found = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False) if operands else None
+    if found is not None:
+        known_values.register(result, *found)
+
+
 def track_derived(
     region: Keeper,
     func: Callable[..., Tensor],
@@ -224,7 +207,7 @@ def track_derived(
     if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
-        *(region, out, _as_function(func, args, kwargs), operands),
+        *(region, out, bound_call(func, args, kwargs), operands),
         is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -331,3 +331,34 @@ def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
     """Return the saved form of ``x``, a view at this offset of the tensor that ``base`` saves."""
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
+
+
+def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
+    """Register the codes of the elements that pooling has picked from a known tensor.
+
+    ``index`` has the result's shape and is flat over the input's last ``rank`` dimensions.
+    """
+    known = find(input)
+    found = None if known is None else _codes_of(*known)
+    if known is None or found is None or len(known[0]) > 3:  # with a NaN mask, which is not picked from
+        return
+    (_, zero_point, scale), (codes, integers) = known[0], found
+    for x in (zero_point, scale):
+        if x.numel() != 1 and not (known[1] is integers and x.dim() == input.dim() and x.shape[-rank:].numel() == 1):
+            return  # groups of a map have their own scales
+    picked = torch.empty_like(out, dtype=torch.uint8)
+    picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
+    layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
+    tensors = pack_codes(layout.flatten(picked), integers.bit_width), zero_point, scale
+    register(out, tensors, replace(integers, layout=layout, nbytes=out.nbytes))
+
+
+def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, IntegerCodes] | None:
+    """Return a known tensor's codes in its shape, and their decoder; None if it has no codes."""
+    if isinstance(decoder, IntegerCodes):
+        flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
+        return decoder.layout.restore(flat), decoder
+    if isinstance(decoder, View):
+        found = _codes_of(tensors, decoder.decoder)
+        return found and (found[0].as_strided(decoder.shape, decoder.stride, decoder.offset), found[1])
+    return None

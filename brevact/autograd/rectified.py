@@ -13,12 +13,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derivations import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
@@ -63,14 +64,6 @@ def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
-class _Inverse(NamedTuple):
-    function: Callable[..., Tensor]
-    number: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.function(x, self.number)
-
-
 _INVERSES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
     **dict.fromkeys(("sub", "__sub__"), torch.add),
@@ -79,7 +72,7 @@ _INVERSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -> None:
+def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = ()) -> None:
     """Attach to a tensor the stand-in for it, or for the result that these functions give for it."""
     if x.is_inference() or x.layout is not torch.strided:
         return
@@ -134,7 +127,7 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
     for reference, version, dtype, own_place, inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
         stored = reference()
         if stored is not None and version == x._version and dtype is x.dtype and own_place == place:
-            offer(out, stored, (_Inverse(inverse, number), *inverses))
+            offer(out, stored, (BoundCall(inverse, (Tensor, number)), *inverses))
 
 
 def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,19 @@ from brevact.autograd.decoders import (
     pairs_of,
     without_gaps,
 )
-from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.layer_recompute import goes_deep, serves_norms
+from brevact.autograd.layer_recompute import DEEP, serves_norms
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
+from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import is_held, is_tracked
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
+
+if TYPE_CHECKING:
+    from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 
 _is_grad_enabled = torch.is_grad_enabled
 _NO_CONTEXT = nullcontext()
@@ -122,11 +125,24 @@ def reported(kept: Saved, why: str = "") -> Saved:
     return kept
 
 
-class Store(EagerKeeper):
+class Store:
     """The part of a region that saves tensors: in their registered form, packed once for all ops, or unpacked."""
 
+    settings: Any
+    """The ``BackwardSettings``: never None where a handler runs."""
+    recompute: int
+    """Maximum multiplications and additions per element of a layer that is recomputed for any reader."""
+    seeds: SeedStream
+    hooks: SavedTensorHooks
+    is_counted: bool
+    """Whether a selective checkpoint's mode counts ops. It must not count those of packing: a tensor may be packed
+    already in forward, and not in recomputation."""
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics packs."""
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a weight of the region's model."""
+        raise NotImplementedError
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
@@ -170,7 +186,7 @@ class Store(EagerKeeper):
         place = next(self.places) if settings.observes else 0
         normalizes = norm is not None and not settings.is_lossless
         is_small = x.numel() < settings.min_numel
-        if is_small and not goes_deep(self):
+        if is_small and self.recompute < DEEP:
             return _beside(keep_small(x, settings), norm)
         may_be_known = share and is_tracked(x)
         if may_be_known:

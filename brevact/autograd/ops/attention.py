@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
+from brevact.autograd.keeper import Keeper, with_settings
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
@@ -136,7 +136,6 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     known = region.find_known(mask)
     if known is not None:
         return reported(known)
-    region = cast("EagerKeeper", region)
     key, root = (region.settings.key,), region.seeds.number if region.settings.is_random else 0
     found = _masks.find(mask, key, root)
     if found is not None:
@@ -213,7 +212,7 @@ def _remember(
     depth = max(decoder.depth for _, decoder in sources)
     if not 2 * keys <= region.recompute or len(sources) < 3 or depth >= MOST_NESTED:
         return None
-    if not can_recompute(cast("EagerKeeper", region), out):
+    if not can_recompute(region, out):
         return None
     quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
     lasts = all(decoder.lasts for _, decoder in sources)
