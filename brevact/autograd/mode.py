@@ -18,8 +18,7 @@ from brevact.autograd.active_regions import active
 from brevact.autograd.aten_calls import as_torch_function
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import Kind, operands_of, track_derived, track_moved
+from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops import run_counterpart

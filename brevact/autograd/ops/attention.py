@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from brevact.autograd import sharing
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.keeper import Keeper, with_settings
@@ -35,7 +36,6 @@ from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -119,7 +119,6 @@ class _FromLargest(PassesOn):
 
 
 _from_largest = one_object_each(_FromLargest)
-_masks = SharedPacks()
 #: Scores this far below their row's largest have a negligible probability, e^-60.
 _LOWEST = -60.0
 
@@ -136,8 +135,8 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     known = region.find_known(mask)
     if known is not None:
         return reported(known)
-    key, root = (region.settings.key,), region.seeds.number if region.settings.is_random else 0
-    found = _masks.find(mask, key, root)
+    key, root = ("mask", region.settings.key), region.seeds.number if region.settings.is_random else 0
+    found = sharing.find(mask, key, root)
     if found is not None:
         return reported(found)
     x = distinct_elements(mask.detach())
@@ -146,7 +145,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     x = x - largest
     tensors, decoder = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
     found = (*tensors, largest), _from_largest(decoder, mask.shape)
-    _masks.add(mask, key, *found, root)
+    sharing.add(mask, key, *found, root)
     return found
 
 
