@@ -125,22 +125,18 @@ def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
 class Derivation(NamedTuple):
     """How an op's result derives from its operands' saved forms, independent of their values.
 
-    ``decoder`` is None if the result depends on too many tensors. It reads the operands' tensors at ``picks`` in that
-    order, or all of them. ``is_light``: the decoded packed sources are no larger than a few results. The sources at
-    ``small`` are saved unpacked. The key in the table contains the ids of ``holds``.
+    The decoder reads the operands' tensors at ``picks``. ``is_light``: the decoded packed sources are no larger than a
+    few results. The sources at ``small`` are saved unpacked.
     """
 
-    decoder: Derived | None
-    picks: tuple[int, ...] | None = None
-    is_light: bool = True
-    small: tuple[int, ...] = ()
-    holds: tuple[Any, ...] = ()
+    decoder: Derived
+    picks: tuple[int, ...]
+    is_light: bool
+    small: tuple[int, ...]
 
-    def bind(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
-        """Return the result's saved form for the operands' tensors; None if it depends on too many."""
-        if self.decoder is None:
-            return None
-        return tensors if self.picks is None else tuple([tensors[place] for place in self.picks]), self.decoder
+    def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
+        """Return the result's saved form for the operands' tensors."""
+        return tuple([tensors[place] for place in self.picks]), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
         """Return whether the derivation is light, and its unpacked sources take at most a bit per result element."""
@@ -150,7 +146,7 @@ class Derivation(NamedTuple):
 
 
 #: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
-_derivations: dict[Hashable, Derivation] = {}
+_derivations: dict[Hashable, tuple[Derivation | None, tuple[Decoder, ...]]] = {}
 _MOST_DERIVATIONS = 4096
 _CONSTANTS = (
     *(bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format, TreeSpec),
@@ -177,8 +173,10 @@ class DerivationRule(NamedTuple):
     most_decoded: float = MOST_DECODED
 
 
-def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
-    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them."""
+def derivation(
+    rule: DerivationRule, operands: Sequence[Saved], like: Tensor
+) -> tuple[tuple[Tensor, ...], Derivation | None]:
+    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
     tensors: tuple[Tensor, ...] = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
@@ -188,7 +186,7 @@ def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) ->
     first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
     key = (rule, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
     try:
-        return tensors, _derivations[key]  # the entry holds the decoders, so their ids are not reused
+        return tensors, _derivations[key][0]  # the entry holds the decoders, so their ids are not reused
     except KeyError:
         lasts = all(decoder.lasts for decoder in decoders) and _is_constant(rule.function)
     except TypeError:  # symbols, and some functions' arguments, are unhashable
@@ -197,7 +195,7 @@ def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) ->
     if lasts:
         if len(_derivations) >= _MOST_DERIVATIONS:
             _derivations.clear()
-        _derivations[key] = found._replace(holds=decoders)
+        _derivations[key] = found, decoders
     return tensors, found
 
 
@@ -212,20 +210,18 @@ def _is_constant(value: Any) -> bool:
 
 def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
-) -> Derivation:
-    """Derive a result from operands; ``places`` has their tensors' positions by id."""
+) -> Derivation | None:
+    """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
     found = _Expressions(rule.enters_layers)
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
-        return Derivation(None)
+        return None
     if rule.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
-        return Derivation(None)  # cancelling neighbours leave both errors, which scale with a far wider range
-    only = -1
-    if rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions):
-        only = 0
-    expression = Call(rule.function, expressions, only)
+        return None  # cancelling neighbours leave both errors, which scale with a far wider range
+    is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions)
+    expression = Call(rule.function, expressions, 0 if is_of_one else -1)
     if expression.calls > MOST_CALLS:
-        return Derivation(None)
+        return None
     quality = found.quality
     if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
@@ -238,13 +234,11 @@ def _derive_anew(
             small.append(places[id(kept[0])])
         elif not decoder.quality.is_exact:
             decoded_bytes += decoder.described(kept)[1]
-    decoder = Derived.of(expression, found.sources, like, stride, quality, lasts=lasts)
-    picks: tuple[int, ...] | None = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    if picks == tuple(range(sum(len(kept) for kept, _ in operands))):
-        picks = None
-    most_decoded = max(rule.most_decoded, rule.most_packed)
-    is_light = is_traced(like) or decoded_bytes <= most_decoded * like.nbytes
-    return Derivation(decoder, picks, is_light, tuple(small))
+    sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
+    made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
+    picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    is_light = is_traced(like) or decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    return Derivation(made, picks, is_light, tuple(small))
 
 
 def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
@@ -258,7 +252,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
     The result has the sizes, strides and dtype of ``like``. ``properties`` are those of :class:`DerivationRule`.
     """
     tensors, found = derivation(DerivationRule(function, **properties), operands, like)  # type: ignore[arg-type]
-    return found.bind(tensors)
+    return None if found is None else found.bind(tensors)
 
 
 def derive_output(
@@ -307,11 +301,10 @@ def derive(
         if is_deep and is_average:
             properties["most_decoded"] = math.inf
         tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
-        if is_deep and adds and len(tensors) > MOST_TENSORS:
+        if found is None or (is_deep and adds and len(tensors) > MOST_TENSORS) or not found.is_worth_it(tensors, out):
             return
-        result = found.bind(tensors)
-        if result is not None and found.is_worth_it(tensors, out):
-            region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
+        is_new = is_new and found.decoder.stride is not None
+        region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:

@@ -790,7 +790,7 @@ def test_outputs_are_overwritten_only_where_nobody_else_holds_them(held):
     out, is_owned = held_outputs.take(Given(held), (token,))
     assert is_owned == (held is None) and torch.equal(out, torch.ones(Given.shape))
     alignment = type("Alone", (), {"inverse": staticmethod(lambda spread: spread)})()
-    norm = ChannelsAgain((Given(held), 1), alignment, (False,), Given.shape, out.stride(), out.dtype)
+    norm = ChannelsAgain(Given(held), 1, alignment, (False,), Given.shape, out.stride(), out.dtype)
     found = norm.decode((token, torch.full((3,), 2.0), torch.ones(3)))
     assert torch.equal(found, torch.full(Given.shape, 3.0))
     assert all(torch.equal(each, torch.ones(Given.shape)) for each in held or ())
