@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.call_arguments import bound, tensors_of_call
 from brevact.autograd.compiled.tracking import TRACKED, run_tracked
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
@@ -98,7 +97,7 @@ def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tupl
     return result if is_weight else _Product.apply(result)
 
 
-def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     by_op = region.settings.by_op
     if by_op:
         name = OP_NAMES.get(func)
@@ -114,7 +113,7 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
     return run_tracked(region, functools.partial(_run, region, func), func, args, kwargs)
 
 
-def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function's counterpart, or the function itself."""
     if func in NAMES:
         is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
@@ -175,7 +174,7 @@ class _Product(Saving):
         return grad
 
 
-class _TracedRegion(Keeper):
+class _TracedRegion:
     """Handlers' view of a region, for one call in a traced graph."""
 
     recompute = 0  # the compiler decides which tensors a graph recomputes
