@@ -146,7 +146,6 @@ def ops():
     yield "GELU", F.gelu, rows
     yield "PReLU", lambda x: F.prelu(x, weight[:4]), maps
     yield "softmax", lambda x: x.softmax(-1) ** 2, rows
-    yield "pooling", lambda x: F.adaptive_avg_pool2d(x, 3), maps
     yield "attention", lambda x: F.scaled_dot_product_attention(x, x, x), heads
     yield "attention with dropout", lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), heads
     yield "autocast", lambda x: torch.autocast("cpu", torch.bfloat16)(linear)(x), rows

@@ -139,6 +139,19 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return tuple(places), found
 
 
+_signature = functools.cache(inspect.signature)
+
+
+def arguments_of(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments of a call of a Python function by name, defaults too; None if the function refuses them."""
+    try:
+        found = _signature(func).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    found.apply_defaults()
+    return found.arguments
+
+
 def fills_storage(x: Any) -> bool:
     """Return whether a tensor covers its whole storage, so that overwriting it leaves no old value there."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:

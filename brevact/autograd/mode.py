@@ -170,13 +170,14 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.reads_sizes = row.reads_sizes
         if keeps_distinct or row.places is not None:
             hooks.keeps_distinct = keeps_distinct
             hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes = None
+            hooks.cast_shapes, hooks.reads_sizes = None, False
             if keeps_distinct or row.places is not None:
                 hooks.keeps_distinct, hooks.places = False, 0
     region.mark(result, is_weight=False)

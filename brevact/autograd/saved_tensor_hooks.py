@@ -33,7 +33,7 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_complex, is_plain
+from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
 from brevact.autograd.other_code import saver_of
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer, offer_saturated
 from brevact.autograd.saved import Saved
@@ -60,6 +60,8 @@ class SavedTensorHooks(HookStack):
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
         # Whether the function's saved tensors take their distinct forms, and those without one stay unpacked.
         self.keeps_distinct = False
+        # Whether the function's gradient reads only the sizes of floating-point tensors.
+        self.reads_sizes = False
         # Number of places, if the integers that the function saves are places; 0 if they may be others.
         self.places = 0
         # Whether a backward pass runs whose gradients will be differentiated again.
@@ -341,6 +343,8 @@ class SavedTensorHooks(HookStack):
             why = storage_report.NO_QUANTIZER
         elif not is_plain(x):
             why = storage_report.OTHER_KIND
+        elif self.reads_sizes and (x.is_floating_point() or x.is_complex()):
+            return reported(keep_sizes(x))
         elif x.numel() < settings.min_numel and not (self.places and x.dtype in INTEGERS):
             return self._keep_small(x)
         elif not region.packs_for(saver):

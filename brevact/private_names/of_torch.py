@@ -248,8 +248,6 @@ fused_rms_norm = _rms_norm_in_parts
 if fused_rms_norm_backward is not None:
     fused_rms_norm = find("torch.ops.aten._fused_rms_norm", REGIONS, fallback=_rms_norm_in_parts)
 batch_norm_impl_index = find("torch._batch_norm_impl_index", "batch or instance norm in a region")
-adaptive_avg_pool2d_backward = find("torch.ops.aten._adaptive_avg_pool2d_backward", "average pooling in a region")
-adaptive_avg_pool3d_backward = find("torch.ops.aten._adaptive_avg_pool3d_backward", "average pooling in a region")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
 choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
 #: `F.grouped_mm` before torch 2.10, and the function that it calls since; None if missing.
