@@ -26,9 +26,7 @@ from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
 from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
 from brevact.injectors.minifloats import float_quant
-from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (
-    FORWARD,
     BinaryQuant,
     ClampedBinaryQuant,
     DecoupledIntQuant,
@@ -179,5 +177,5 @@ def _let_all_ask() -> None:
         _let_ask_for_region(kind, counterpart)
 
 
-if not JIT_ENABLED and is_whole(FORWARD):
+if not JIT_ENABLED:
     before_first_region(_let_all_ask)
