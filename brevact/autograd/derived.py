@@ -261,7 +261,7 @@ def derive_output(
     """Record that a norm's output derives from its input, if that is packed or recomputed."""
     if kept is None or not region.settings.derives:
         return
-    known = output_of(input.norm.alignment, kept, out, weight, bias)
+    known = output_of(input.norm, kept, out, weight, bias)
     if known is None and region.settings.recompute and not is_traced(out):
         known = recomputed_output(input, kept, out, weight, bias)
     if known is not None:

@@ -33,9 +33,7 @@ from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_small, pack
 from brevact.autograd.weights import comes_from_layer
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
-    COMPILING,
     DisableTorchFunction,
     EnableTorchFunction,
     FunctionalTensor,
@@ -72,7 +70,6 @@ def rounds_norm(name: str, text: str) -> bool:
 @torch.compiler.allow_in_graph
 def call_in_graph(name: str, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Record a torch function's counterpart; the settings are text, the parameters positions or names."""
-    refuse_without(COMPILING)
     func = _FUNCTIONS[name]
     with DisableTorchFunction():  # the mode that Dynamo traced may actually be active
         return _call(func, text, parameters, args, kwargs)
