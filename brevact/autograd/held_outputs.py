@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import LONE, WeakStorage
 from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
@@ -136,12 +138,32 @@ def held_meanwhile() -> Iterator[None]:
         _let_go(_task.tokens, first, lingering=False)
 
 
+@dataclass(eq=False, slots=True)
 class HeldOutput(Decoder):
-    """Decoder of an output that is held for its readers; its first tensor is the token."""
+    """Decoder of an output that is held for its readers; its tensors are a token, those of its sources, and others.
 
-    __slots__ = ()
+    Args:
+        sources: each source's decoder, and the number of tensors that are saved for it.
+        shape: of the output.
+        stride: of the output.
+        dtype: of the output, in which it was computed.
+        cost: multiplications and additions per element.
+    """
+
+    sources: tuple[tuple[Decoder, int], ...]
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
+    cost: int
+    quality: Quality = field(init=False)
+    lasts: bool = field(init=False)
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        quality = functools.reduce(Quality.with_other, (decoder.quality for decoder, _ in self.sources))
+        self.quality = quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, self.cost))
+        self.lasts = all(decoder.lasts for decoder, _ in self.sources)
+        self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
