@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +34,7 @@ from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
 from brevact.autograd.transforms import may_free_weights
 from brevact.heap import count
-from brevact.private_names.of_torch import (
-    DisableTorchFunction,
-    is_any_autocast_enabled,
-)
+from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Most layers recomputed one after the other before one is packed: all of them are held at once.
@@ -107,19 +102,19 @@ class LayerOutput(HeldOutput):
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
         """Return a function that computes the output rows from ``start`` to before ``stop``."""
-        with torch.no_grad(), _without_autocast(tensors[0].device):
+        with torch.no_grad(), DisableAutocast():
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
 
         def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad(), _without_autocast(rows.device), DisableTorchFunction():
+            with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
                 return self.layer(rows[start:stop], weight, bias)
 
         return compute
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
-            with torch.no_grad(), _without_autocast(tensors[0].device):
+            with torch.no_grad(), DisableAutocast():
                 return self._run(tensors), None
         return self._run(tensors), None
 
@@ -153,23 +148,12 @@ def samples_of_call(shape: Sequence[int]) -> int:
     return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Run ops in the dtypes of their tensors. Torch has no autocast for some devices, such as "meta"."""
-    return torch.autocast(device.type, enabled=False) if is_any_autocast_enabled() else nullcontext()
-
-
 _layer_output = one_object_each(LayerOutput)
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether a tensor with these strides is contiguous."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def is_output(decoder: Decoder) -> bool:

@@ -193,7 +193,7 @@ def smooth_handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -
         value = value_of(func, rest, kwargs) if is_gentle and not jumps else None
         if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
             run = _RUNNERS.get(func)
-            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
+            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
             if out is not None:
                 return out
         # A Function cannot give up its saved tensor for a logarithm of its output.
