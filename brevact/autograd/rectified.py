@@ -72,22 +72,16 @@ _INVERSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = ()) -> None:
-    """Attach to a tensor the stand-in for it, or for the result that these functions give for it."""
-    if x.is_inference() or x.layout is not torch.strided:
-        return
-    record = record_of(x)
+def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = (), *, saturates: bool = False) -> None:
+    """Attach to a tensor the stand-in for it, or for the result that these functions give for it.
+
+    The stand-in of a saturating output also ends when an op saves a function of the output unpacked.
+    """
+    record = None if x.is_inference() or x.layout is not torch.strided else record_of(x)
     if record is not None:
         entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
         record.offered = [each for each in record.offered if each[0]() is not None] + [entry]
-
-
-def offer_saturated(out: Tensor, stored: SavedByHook) -> None:
-    """Attach to a saturating output its packed form, until an op saves the output, or a function of it, unpacked."""
-    offer(out, stored)
-    record = find_record(out)
-    if record is not None and record.offered:
-        record.saturates = True
+        record.saturates = record.saturates or saturates
 
 
 def carry(tensors: list[Tensor], out: Any) -> None:

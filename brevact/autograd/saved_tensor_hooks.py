@@ -35,7 +35,7 @@ from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
 from brevact.autograd.other_code import saver_of
-from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer, offer_saturated
+from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
@@ -240,7 +240,7 @@ class SavedTensorHooks(HookStack):
                 kept = keep(x.detach())
             packed = self._hand_on(kept)
             if isinstance(packed, SavedByHook) and not kept[1].quality.is_exact:
-                offer_saturated(x, packed)
+                offer(x, packed, saturates=True)
             return packed
         return self._pack_of_shape(x, input)
 

@@ -55,8 +55,6 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
     """The packed forms of the tensors in one storage, each with its root region's number, 0 for all regions."""
 
     sweep_at = _SWEEP_FLOOR
-    copied = 0
-    """Bytes of the copies that were made of small views."""
 
     def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
         """Return a tensor's packed form, if a node still holds it and the root region may use it (0: any region)."""

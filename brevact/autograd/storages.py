@@ -39,17 +39,18 @@ class Record:
         offered: the stand-ins for the storage's tensors until an op saves these unpacked (``rectified``).
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
+        copied: bytes of the copies that were made of small views.
         is_exposed: whether somebody may write to the storage unseen at any time: nothing else is recorded then.
     """
 
-    __slots__ = ("carried", "held", "is_exposed", "known", "offered", "packs", "saturates")
+    __slots__ = ("carried", "copied", "held", "is_exposed", "known", "offered", "packs", "saturates")
 
     def __init__(self, *, is_exposed: bool = False) -> None:
         self.known: Any = None
         self.packs: Any = None
         self.held: tuple[weakref.ref[Any], int] | None = None
         self.offered: list[Any] = []
-        self.saturates, self.is_exposed = False, is_exposed
+        self.saturates, self.copied, self.is_exposed = False, 0, is_exposed
         self.carried: tuple[Tensor, ...] = ()
 
 

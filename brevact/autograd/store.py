@@ -30,7 +30,7 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import is_held, is_tracked
+from brevact.autograd.storages import find_record, is_held, is_tracked, record_of
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
@@ -68,12 +68,10 @@ def compact(x: Tensor) -> Tensor:
     found = sharing.find(x, _COPY)
     if found is not None:
         return found[0][0]
-    storage = x.untyped_storage()
-    packs = sharing.packs_of(x)
-    if packs is None:
-        return x.detach().clone()
-    packs.copied += x.nbytes
-    if packs.copied > storage.nbytes():
+    record = record_of(x) or find_record(x)
+    assert record is not None
+    record.copied += x.nbytes
+    if record.copied > x.untyped_storage().nbytes():
         return x
     copied = x.detach().clone()
     sharing.add(x, _COPY, (copied,), AS_IT_IS)
