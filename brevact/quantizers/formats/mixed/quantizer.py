@@ -69,17 +69,14 @@ class MixedQuantizer(MixingQuantizer):
 
     @functools.cached_property
     def low(self) -> UniformQuantizer:
-        """Quantizer of most buckets."""
         return self._of(self.bit_width)
 
     @functools.cached_property
     def high(self) -> UniformQuantizer:
-        """Quantizer of the others."""
         return self._of(self.mix_bit_width)
 
     @property
     def group_size(self) -> int | None:
-        """Elements of a bucket, None for the whole tensor."""
         return self.bucket_size if self.granularity is Granularity.BUCKET else None
 
     def _of(self, bit_width: int) -> UniformQuantizer:

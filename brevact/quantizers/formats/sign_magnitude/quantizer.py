@@ -35,7 +35,6 @@ class SignMagnitudeLevels(GridQuantizer):
     scale_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         _check_levels("levels", self.levels)
         check_bucket_size("bucket", self.bucket)
         if not isinstance(self.use_max, bool):
@@ -49,11 +48,9 @@ class SignMagnitudeLevels(GridQuantizer):
             )
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a bucket."""
         return Geometry.of_buckets(layout.numel, (2 * self.levels).bit_length(), self.bucket)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """The scale of each bucket."""
         return (Part("scale", self.scale_dtype, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
@@ -129,7 +126,6 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     probability_field = "mix_levels_prob"
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         _check_levels("base_levels", self.base_levels)
         _check_levels("mix_levels", self.mix_levels)
         check_probability("mix_levels_prob", self.mix_levels_prob)
@@ -137,17 +133,14 @@ class SignMagnitudeQuantizer(MixingQuantizer):
 
     @functools.cached_property
     def low(self) -> SignMagnitudeLevels:
-        """Quantizer of most buckets."""
         return self._of(self.base_levels)
 
     @functools.cached_property
     def high(self) -> SignMagnitudeLevels:
-        """Quantizer of the others."""
         return self._of(self.mix_levels)
 
     @property
     def group_size(self) -> int | None:
-        """Elements of a bucket, None for the whole tensor."""
         return self.bucket
 
     def _of(self, levels: int) -> SignMagnitudeLevels:
