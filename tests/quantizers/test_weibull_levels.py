@@ -101,16 +101,6 @@ def test_interpolated_levels_ascend(count: int):
         assert (levels > 0).all() and (levels.diff(dim=1) > 0).all()
 
 
-def test_rows_are_of_the_closest_coefficient_of_variation():
-    table = level_table(4, torch.device("cpu"))
-    ratio = torch.linspace(1.0, 400.0, 5000, dtype=torch.float64)
-    shape = table.rows(ratio, ratio) // levels.ENDS
-    known = torch.from_numpy(weibull_table.square_ratio(FINE_K) - 1).sqrt()
-    distance = ((ratio - 1).sqrt()[:, None] - known).abs()
-    taken = distance.gather(1, shape[:, None])[:, 0]
-    assert (taken <= distance.amin(1) * (1 + 1e-6) + 1e-6).all()
-
-
 @pytest.mark.parametrize(
     ("count", "zero", "m"), [(4, True, 1), (4, False, 1), (8, True, 6), (16, False, 7), (16, True, 14)]
 )

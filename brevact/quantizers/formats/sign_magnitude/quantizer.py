@@ -123,34 +123,14 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     rounding: Rounding = Rounding.STOCHASTIC
     scale_dtype: torch.dtype = torch.float32
 
-    probability_field = "mix_levels_prob"
+    kind = SignMagnitudeLevels
+    mixed = ("base_levels", "mix_levels", "mix_levels_prob")
 
     def __post_init__(self) -> None:
         _check_levels("base_levels", self.base_levels)
         _check_levels("mix_levels", self.mix_levels)
         check_probability("mix_levels_prob", self.mix_levels_prob)
-        object.__setattr__(self, "rounding", self.low.rounding)  # checks the rest
-
-    @functools.cached_property
-    def low(self) -> SignMagnitudeLevels:
-        return self._of(self.base_levels)
-
-    @functools.cached_property
-    def high(self) -> SignMagnitudeLevels:
-        return self._of(self.mix_levels)
-
-    @property
-    def group_size(self) -> int | None:
-        return self.bucket
-
-    def _of(self, levels: int) -> SignMagnitudeLevels:
-        return SignMagnitudeLevels(
-            levels=levels,
-            bucket=self.bucket,
-            use_max=self.use_max,
-            rounding=self.rounding,
-            scale_dtype=self.scale_dtype,
-        )
+        object.__setattr__(self, "rounding", self._of("base_levels").rounding)  # checks the rest
 
 
 def _check_levels(name: str, levels: object) -> None:
