@@ -51,7 +51,6 @@ def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.conste
 
 @triton.jit
 def _rounded(t, ROUNDING: tl.constexpr):
-    """Round to integers, see `integers.IntegerRounding`."""
     if ROUNDING == _FLOOR:
         r = tl.floor(t)
     elif ROUNDING == _CEIL:
@@ -68,20 +67,17 @@ def _rounded(t, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _shifted(x, scale, zero, dtype: tl.constexpr):
-    """x / s + z."""
     return settle(settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype) + zero, dtype)
 
 
 @triton.jit
 def _clipped(r, lowest, highest):
-    """Clamp to the bounds; NaN stays."""
     r = tl.where(r > highest, highest, r)
     return tl.where(r < lowest, lowest, r)
 
 
 @triton.jit
 def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
-    """Where elements have a gradient."""
     if CLIPS and RECTIFIES:
         cut = (r > highest) | (r < lowest) | (x <= 0.0)
     elif CLIPS:

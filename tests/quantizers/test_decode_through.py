@@ -150,22 +150,6 @@ def test_functions_that_give_other_types_and_views():
             )
 
 
-@pytest.mark.parametrize("side", [14, 32])
-def test_threads_share_the_work(side):
-    """Pieces of several threads begin in the middle of segments; their values are those of one thread."""
-    x = torch.randn(2**19 // side**2 // 16, 16, side, side)
-    scale, shift = torch.rand(1, 16, 1, 1), torch.randn(1, 16, 1, 1)
-    packed = UniformQuantizer(bit_width=4).quantize(x, 0)
-    assert is_looked_up(packed, scale)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        found = decode_through(packed, bend, scale, shift, torch.float32)
-    finally:
-        torch.set_num_threads(before)
-    same(found, reference(packed, bend, scale, shift, torch.float32))
-
-
 def test_gradients_that_are_part_of_a_graph():
     packed = UniformQuantizer(bit_width=4).quantize(torch.randn(1024), 0)
     grad = torch.randn(1024, requires_grad=True)

@@ -28,12 +28,6 @@ def _codes(packed) -> torch.Tensor:
     return unpack_codes(packed.codes, geometry.bit_width, geometry.numel, geometry.block_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.uint8], ids=str)
-def test_quantize_refuses_other_dtypes(dtype: torch.dtype):
-    with pytest.raises(TypeError, match=f"x: got a {dtype} tensor"):
-        UniformQuantizer().quantize(torch.zeros(4).to(dtype))
-
-
 class _Wrapper(torch.Tensor):
     """A tensor subclass without storage of its own, which knows no operation but to be detached."""
 
@@ -190,14 +184,6 @@ def test_padding_never_widens_the_last_group():
     packed = UniformQuantizer(bit_width=1, rounding=NEAREST).quantize(x)
     assert packed.minimum[1] == 7.0 and packed.scale[1] == 0.5
     assert torch.equal(packed.dequantize()[512:], x[512:])
-
-
-def test_float16_values_do_not_overflow_the_scale():
-    x = torch.tensor([-65504.0, 65504.0, 0.0, 1.0], dtype=torch.float16)
-    packed = UniformQuantizer(bit_width=8, rounding=NEAREST).quantize(x)
-    y = packed.dequantize()
-    assert torch.isfinite(y).all()
-    assert ((y.float() - x.float()).abs() <= packed.scale.float().abs() * 0.5 + 32).all()  # half a unit at 65504 is 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

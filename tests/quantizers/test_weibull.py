@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.geometry import SMALLEST_GAP
 from brevact.quantizers import PackedActivation, UniformQuantizer, WeibullQuantizer
-from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.formats.weibull.levels import level_table
 from brevact.quantizers.reference import LARGEST_RANGE
 
@@ -87,31 +86,6 @@ def test_decoded_values_have_the_variance_of_the_levels(bit_width: int, draw: Ca
     squares = (packed.dequantize().double() - x.double()).square()
     expected = _variance(x, _levels(packed))
     assert abs(squares.mean() - expected) <= 5 * squares.std() / math.sqrt(x.numel()) + expected * 2**-10
-
-
-@every_width
-@every_data
-def test_no_other_set_of_levels_has_much_less_variance(bit_width: int, draw: Callable[[int], Tensor]):
-    """The quantizer knows expectations only: what it takes is within a tenth of the best for the values themselves."""
-    torch.manual_seed(0)
-    count, x = 1 << bit_width, draw(BUCKET)
-    chosen = _variance(x, _levels(WeibullQuantizer(bit_width=bit_width).quantize(x, seed=0)))
-    low, high = x.double().aminmax()
-    middle = low.clamp(min=0).minimum(high)
-    unit = torch.maximum(high - middle, middle - low) / UNITS
-    r = (x - middle) / unit
-    moments = [[side.sum(), (side * r.abs()).sum(), (side * r * r).sum()] for side in (r < 0, r > 0)]
-    sums = torch.tensor(moments, dtype=torch.float64).view(1, 6)
-    size = torch.tensor([BUCKET], dtype=torch.float64)
-    fits = SideFits.of(sums, (middle - low)[None] / unit, (high - middle)[None] / unit, size, count)
-    best = math.inf
-    for other in range(count + 1):
-        stands_on = {count - 1: high, count: low}.get(other, middle)
-        between = (stands_on + fits.levels(torch.tensor([other]))[0] * unit).clamp(low, high)
-        levels = torch.cat((low[None], between, high[None])).float()
-        assert (levels.diff() >= 0).all()
-        best = min(best, _variance(x, levels[None]))
-    assert chosen <= 1.1 * best
 
 
 @every_width

@@ -133,7 +133,6 @@ class UniformQuantizer(Quantizer):
         return known
 
     def __getstate__(self) -> dict[str, object]:
-        """Hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @functools.cached_property
