@@ -21,6 +21,7 @@ from brevact.quantizers import (
     point_functions,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
+from tests.crosses import taking_turns
 from tests.quantizers.test_normalizing import ORDERS, sample
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,8 +59,7 @@ def is_looked_up(packed, scale: Tensor | None) -> bool:
     return point_functions._long_segments(plan_of(packed.spec), place) is not None
 
 
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("stored", [*TYPES, torch.float64])
+@pytest.mark.parametrize("name, stored", taking_turns(list(ORDERS), [*TYPES, torch.float64]), ids=str)
 def test_values_are_those_of_the_reference(name, stored):
     x, shift, scale = sample(name, stored)
     scale = scale.clamp(max=2)

@@ -17,6 +17,7 @@ from brevact.quantizers import (
 )
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing_plans import place_of
+from tests.crosses import taking_turns
 
 #: Shape and memory order (dimensions, slowest first) of a tensor, and the dimensions along which groups differ.
 ORDERS = {
@@ -47,9 +48,7 @@ def sample(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, mean.to(stat_dtype), deviation.to(stat_dtype).reciprocal()
 
 
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_mean", [True, False])
+@pytest.mark.parametrize("name, dtype, has_mean", taking_turns(list(ORDERS), DTYPES, [True, False]), ids=str)
 def test_bytes_and_values_are_those_of_the_reference(name, dtype, has_mean):
     x, mean, invstd = sample(name, dtype)
     mean = mean if has_mean else None

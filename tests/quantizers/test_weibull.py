@@ -17,6 +17,7 @@ from brevact.geometry import SMALLEST_GAP
 from brevact.quantizers import PackedActivation, UniformQuantizer, WeibullQuantizer
 from brevact.quantizers.formats.weibull.levels import level_table
 from brevact.quantizers.reference import LARGEST_RANGE
+from tests.crosses import taking_turns
 
 BUCKET = 4096
 every_width = pytest.mark.parametrize("bit_width", [2, 3, 4])
@@ -42,7 +43,9 @@ OTHERS = {
     "offset": lambda numel: torch.randn(numel) * 0.01 + 1000,
     "negative": lambda numel: -torch.randn(numel).relu(),
 }
-every_data = pytest.mark.parametrize("draw", [*LONG_TAILED.values(), *OTHERS.values()], ids=[*LONG_TAILED, *OTHERS])
+every_case = pytest.mark.parametrize(
+    "bit_width, draw", taking_turns((2, 3, 4), [*LONG_TAILED.values(), *OTHERS.values()])
+)
 
 
 def _levels(packed: PackedActivation) -> Tensor:
@@ -76,8 +79,7 @@ def test_variance_is_less_than_with_even_levels(bit_width: int, draw: Callable[[
     assert found < 0.7 * _even_variance(x, replace(even, bucket_size=BUCKET))
 
 
-@every_width
-@every_data
+@every_case
 def test_decoded_values_have_the_variance_of_the_levels(bit_width: int, draw: Callable[[int], Tensor]):
     """Within 5 standard errors, and 2^-20 for probabilities in 65536ths."""
     torch.manual_seed(0)
@@ -88,8 +90,7 @@ def test_decoded_values_have_the_variance_of_the_levels(bit_width: int, draw: Ca
     assert abs(squares.mean() - expected) <= 5 * squares.std() / math.sqrt(x.numel()) + expected * 2**-10
 
 
-@every_width
-@every_data
+@every_case
 def test_levels_are_those_of_the_negated_tensor(bit_width: int, draw: Callable[[int], Tensor]):
     torch.manual_seed(0)
     x, quantizer = draw(4 * BUCKET), WeibullQuantizer(bit_width=bit_width)
@@ -97,8 +98,7 @@ def test_levels_are_those_of_the_negated_tensor(bit_width: int, draw: Callable[[
     assert torch.equal(there, -back.flip(1))
 
 
-@every_width
-@every_data
+@every_case
 def test_minimum_and_maximum_are_exact(bit_width: int, draw: Callable[[int], Tensor]):
     torch.manual_seed(0)
     x = draw(4 * BUCKET + 100)
@@ -143,8 +143,7 @@ def test_any_finite_values_decode_within_their_range(values: list[float], bit_wi
 
 
 @pytest.mark.gpu
-@every_width
-@every_data
+@every_case
 def test_bytes_are_the_same_on_a_gpu(bit_width: int, draw: Callable[[int], Tensor]):
     torch.manual_seed(0)
     x = draw(5 * BUCKET + 77)
