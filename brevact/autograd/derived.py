@@ -165,7 +165,7 @@ class _PositionalCall(NamedTuple):
         return self.function(*[next(given) if arg is Tensor else arg for arg in self.args])
 
 
-def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
+def as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
     if not kwargs:
         flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
         constants = [type(arg) for arg in flat if arg is not Tensor]
@@ -224,7 +224,7 @@ def track_derived(
     if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
-        *(region, out, _as_function(func, args, kwargs), operands),
+        *(region, out, as_function(func, args, kwargs), operands),
         is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,

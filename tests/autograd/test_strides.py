@@ -51,6 +51,7 @@ SOME_PAIRS = [
 LOSSLESS = BackwardSettings(brevact.quantizer(LosslessBackward), min_numel=0)
 SMALL = BackwardSettings(brevact.quantizer(LosslessBackward))
 
+
 def lay(x: Tensor, how: str) -> Tensor:
     return OF_GRADIENTS[how](x) if x.dim() > 1 and x.numel() else x
 

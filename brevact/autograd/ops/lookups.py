@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import Kind
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, blank, load, requires_grad, save
 from brevact.autograd.ops.op import (
@@ -123,7 +124,7 @@ OPS = (
         (F.pad, nn_pad),  # Dynamo sees the former as the latter
         stored=Stored("padding", NOTHING, EXACT),
         saves=Saves.SIZES,
-        moves=True,
+        kind=Kind.MOVE,
     ),
     Op(
         everywhere(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from brevact.autograd.derived import Kind
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 
 OPS = (
@@ -13,6 +14,6 @@ OPS = (
         ),
         stored=Stored("cat, stack, pixel shuffle", NOTHING, EXACT),
         saves=Saves.PLACES,
-        moves=True,
+        kind=Kind.MOVE,
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from brevact.autograd.derived import Kind
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 
 OPS = (
@@ -14,10 +15,10 @@ OPS = (
             *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "to", "type", "type_as", "float"),
             *("double", "half", "bfloat16"),
         ),
-        is_sum=True,
+        kind=Kind.SUM,
     ),
-    Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), is_bilinear=True),
-    Op(everywhere("mean"), is_average=True),
+    Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), kind=Kind.BILINEAR),
+    Op(everywhere("mean"), kind=Kind.AVERAGE),
     Op(
         everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "mul", "multiply", "div", "divide", "true_divide"),
