@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 import brevact
-from brevact.private_names import lookup
 from brevact.user_lines import warn
 
 PACKAGE = Path(brevact.__file__).parent
@@ -57,10 +56,3 @@ def test_without_a_line_of_users_the_outermost_is_named() -> None:
         thread.start()
         thread.join()
     assert {Path(each.filename).name for each in found} == {"threading.py"}
-
-
-def test_a_name_that_is_missing_is_told_to_who_needs_it() -> None:
-    with pytest.warns(RuntimeWarning, match="needs torch.no_such_name") as found:
-        lookup.find("torch.no_such_name", "this test")
-    lookup.missing.pop()
-    assert [each.filename for each in found] == [__file__]

@@ -27,6 +27,7 @@ from brevact.autograd.norm_decoders import (
 from brevact.autograd.saved import Saved
 from brevact.autograd.transforms import is_distributed
 from brevact.quantizers import is_traced, normalize, quantize_normalized
+from brevact.quantizers.normalizing_plans import NormalizedPlan
 
 
 class Normalizer(Protocol):
@@ -35,6 +36,10 @@ class Normalizer(Protocol):
     @property
     def key(self) -> Hashable | None:
         """Equal for norms that normalize a tensor to the same values; None for those with their own statistics."""
+
+    @property
+    def packing(self) -> NormalizedPlan | None:
+        """How kernels pack its input; None if they do not."""
 
     @property
     def alignment(self) -> Alignment:
@@ -88,9 +93,7 @@ class NormInput(NamedTuple):
         return (x, *seeds, *self.statistics), decoder
 
 
-def output_of(
-    alignment: Alignment, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Saved | None:
+def output_of(norm: Normalizer, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
     """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
@@ -101,7 +104,8 @@ def output_of(
     affine = tuple(as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
     make = output_decoder if decoder.lasts else OutputDecoder
-    return (*sources, *affine), make(alignment, decoder, len(sources), has, out.shape, out.dtype)
+    plan = norm.packing if weight is not None and decoder.lasts else None
+    return (*sources, *affine), make(norm.alignment, decoder, len(sources), has, out.shape, out.dtype, plan)
 
 
 def as_now(x: Tensor, is_weight: bool) -> Tensor:

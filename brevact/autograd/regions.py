@@ -42,9 +42,7 @@ from brevact.autograd.weights import (
     mark_node,
     node_of,
 )
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
-    REGIONS,
     function_apply_code,
     is_any_autocast_enabled,
     len_dispatch_stack,
@@ -91,7 +89,6 @@ class Region(Store):
         self._of_ops: dict[tuple[str, bool], Region] = {}
 
     def __enter__(self) -> Region:
-        refuse_without(REGIONS)
         if first_region.waiting and self.packs:
             first_region.prepare()
         self.parent = active.regions[-1] if active.regions else None

@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,56 +32,54 @@ from brevact.private_names.of_torchao import FAKE_QUANTIZATION, FLOAT8_FAKE_QUAN
 from brevact.quantizers import Layout
 
 
-@dataclass(frozen=True, slots=True)
 class _Codes(known_values.IntegerCodes):
     """Decoder of (q - z) s in the activation's dtype; the product with a wider scale may have another one."""
+
+    __slots__ = ()
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return known_values.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
 
 
-def _known_axes(x: Tensor, block_size: Sequence[int]) -> list[int] | None:
-    """Return the scale sizes that broadcast to ``x``; None if some dimension has several blocks."""
-    if len(block_size) != x.dim():
-        return None
-    sizes = [1 if block == size else size for block, size in zip(block_size, x.shape, strict=True)]
-    is_known = all(block in (1, size) for block, size in zip(block_size, x.shape, strict=True))
-    return sizes if is_known else None
-
-
 def fake_quantize_affine(
     stock: Callable[..., Any],
-    x: Any,
+    input: Any,
     block_size: Any,
     scale: Any,
     zero_point: Any,
     quant_dtype: Any,
-    quant_min: Any,
-    quant_max: Any,
-    zero_point_domain: Any,
+    quant_min: Any = None,
+    quant_max: Any = None,
+    *domain: Any,
+    **named_domain: Any,
 ) -> Any:
     """Return the integers and values that torchao's function computes."""
-    region = packing_region()
-    rest = quant_dtype, quant_min, quant_max, zero_point_domain
 
     def call(x: Tensor, scale: Tensor, zero_point: Tensor) -> Any:
-        return stock(x, block_size, scale, zero_point, *rest)
+        return stock(x, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, *domain, **named_domain)
 
-    if region is None or not all(map(is_plain, (x, scale, zero_point))) or x.numel() < region.settings.min_numel:
-        return call(x, scale, zero_point)
-    if region.is_weight(x):
-        return _of_weight(region, call, x, scale, zero_point)
-    q, out = call(x, scale, zero_point)
-    sizes = _known_axes(x, block_size)
+    region = packing_region()
+    if (
+        region is None
+        or not all(map(is_plain, (input, scale, zero_point)))
+        or input.numel() < region.settings.min_numel
+    ):
+        return call(input, scale, zero_point)
+    if region.is_weight(input):
+        return _of_weight(region, call, input, scale, zero_point)
+    q, out = call(input, scale, zero_point)
     is_small = isinstance(quant_min, int) and isinstance(quant_max, int) and 0 < quant_max - quant_min < 256
-    if sizes is None or not is_small or getattr(zero_point_domain, "name", "") != "INT" or not out.requires_grad:
-        return q, out
-    with torch.no_grad(), region.hooks.suspended:
-        s, z = scale.detach().view(sizes), zero_point.detach().view(sizes).to(out.dtype)
-        codes = q.detach().to(out.dtype)
-        bits = (quant_max - quant_min).bit_length()
-        decoder = _Codes(Layout.of(codes), bits, quant_min, 1, out.nbytes)
-        known_values.register(out, decoder.encode(codes, z, s), decoder)
+    is_integer = [getattr(each, "name", "") for each in (*domain, *named_domain.values())] == ["INT"]
+    is_known = len(block_size) == input.dim() and all(
+        block in (1, size) for block, size in zip(block_size, input.shape, strict=True)
+    )
+    if is_small and is_integer and is_known and out.requires_grad:
+        sizes = [1 if block == size else size for block, size in zip(block_size, input.shape, strict=True)]
+        with torch.no_grad(), region.hooks.suspended:
+            s, z = scale.detach().view(sizes), zero_point.detach().view(sizes).to(out.dtype)
+            codes = q.detach().to(out.dtype)
+            decoder = _Codes(Layout.of(codes), (quant_max - quant_min).bit_length(), quant_min, 1, out.nbytes)
+            known_values.register(out, decoder.encode(codes, z, s), decoder)
     return q, out
 
 
@@ -102,37 +99,10 @@ def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[T
     return q, out
 
 
-def _replace() -> None:
-    module = sys.modules[FAKE_QUANTIZATION[0]]
-    stock = getattr(module, FAKE_QUANTIZATION[1])
-
-    @functools.wraps(stock)
-    def fake_quantize(
-        input: Any,
-        block_size: Any,
-        scale: Any,
-        zero_point: Any,
-        quant_dtype: Any,
-        quant_min: Any = None,
-        quant_max: Any = None,
-        *domain: Any,
-        **named_domain: Any,
-    ) -> Any:
-        if torch.compiler.is_dynamo_compiling() or len(domain) + len(named_domain) != 1:
-            given = input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max
-            return stock(*given, *domain, **named_domain)
-        (domain_of,) = domain or named_domain.values()
-        return fake_quantize_affine(
-            stock, input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, domain_of
-        )
-
-    setattr(module, FAKE_QUANTIZATION[1], fake_quantize)
-
-
 def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
     """Return the values that the forward of torchao's float8 fake quantizer, a module, computes."""
     region = packing_region()
-    if region is None or torch.compiler.is_dynamo_compiling() or not (quantizer.enabled and is_plain(x)):
+    if region is None or not (quantizer.enabled and is_plain(x)):
         return stock(quantizer, x)
     if x.numel() < region.settings.min_numel or not region.is_weight(x):
         return stock(quantizer, x)
@@ -142,16 +112,25 @@ def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -
     return compute_from_weight(region, functools.partial(stock, as_now), x)
 
 
-def _replace_float8() -> None:
-    kind = getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1])
-    stock = kind.forward
+def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
+    stock = getattr(owner, name)
 
     @functools.wraps(stock)
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return fake_quantize_float8(stock, self, x)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return stock(*args, **kwargs)
+        return counterpart(stock, *args, **kwargs)
 
-    kind.forward = forward
+    setattr(owner, name, ask)
+
+
+def _replace_affine() -> None:
+    _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine)
+
+
+def _replace_float8() -> None:
+    _replace(getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1]), "forward", fake_quantize_float8)
 
 
 when_imported(*FLOAT8_FAKE_QUANTIZER, _replace_float8)
-when_imported(*FAKE_QUANTIZATION, _replace)  # other releases run torchao's own ops, which are packed like any others
+when_imported(*FAKE_QUANTIZATION, _replace_affine)  # other releases run torchao's own ops, packed like any others

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from brevact.injectors.number_codes import IntegerCodes, MinifloatCodes
 from brevact.injectors.stored_scales import Bytes, Floats, PowersOfTwo
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
-    BACKWARD,
     BinaryQuant,
     BitWidthConst,
     ClampedBinaryQuant,
@@ -186,7 +184,6 @@ def format_of(tensor_quant: Any, name: str) -> Format:
 
     Raises a TypeError if the kind has no format or a bit width is learned, a ValueError if one is out of range.
     """
-    refuse_without(BACKWARD)
     for kind, form in _FORMATS.items():
         if is_kind(tensor_quant, kind):
             return form(tensor_quant)

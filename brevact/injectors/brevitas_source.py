@@ -9,9 +9,7 @@ from dependencies.exceptions import DependencyError
 from torch import nn
 
 from brevact.injectors.class_protocol import InjectorClass, is_injector
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
-    LAYERS,
     ActQuantProxyFromInjectorBase,
     BiasQuantProxyFromInjectorBase,
     SolveActScalingShape,
@@ -93,5 +91,4 @@ class _Asked(dict[str, Any]):
 def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
     if not is_injector(source) or "proxy_class" not in source:
         return False
-    refuse_without(LAYERS)
     return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)

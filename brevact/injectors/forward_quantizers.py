@@ -26,9 +26,7 @@ from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
 from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
 from brevact.injectors.minifloats import float_quant
-from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (
-    FORWARD,
     BinaryQuant,
     ClampedBinaryQuant,
     DecoupledIntQuant,
@@ -105,19 +103,17 @@ def _quantize(
     return fake_quantize(region, integers, rectified.input, *given, rectifier)
 
 
-def _binary(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    return binary_sign_ste(x), None
+def _binary(x: Tensor, scale: Tensor) -> Tensor:
+    found: Tensor = binary_sign_ste(x)
+    return found
 
 
-def _clamped_binary(clamp: nn.Module, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    q = binary_sign_ste(clamp(x, -scale, scale))
-    if type(clamp) is not TensorClamp:
-        return q, None
-    return q, (x > scale).logical_or_(x < -scale).logical_not_()
+def _clamped_binary(clamp: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+    return _binary(clamp(x, -scale, scale), scale)
 
 
-def _ternary(threshold: float, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    return x.abs().gt(threshold * scale).float() * ternary_sign_ste(x), None
+def _ternary(threshold: float, x: Tensor, scale: Tensor) -> Tensor:
+    return x.abs().gt(threshold * scale).float() * ternary_sign_ste(x)
 
 
 def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
@@ -125,22 +121,21 @@ def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
     region = packing_region()
     if region is None or delays(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
-    clips = inplace = False
+    inplace = False
     if type(quant) is TernaryQuant:
         signs = Signs(functools.partial(_ternary, quant.threshold), bit_width=2, step=1, has_zero=True)
     elif type(quant) is BinaryQuant:
-        signs = Signs(_binary, bit_width=1, step=2, has_zero=False)
+        signs = Signs(_binary, bit_width=1, step=2)
     elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in CLAMPS:
         inplace = type(quant.tensor_clamp_impl) is InplaceTensorClampSte
-        clips = type(quant.tensor_clamp_impl) is TensorClamp
         of = _binary if inplace else functools.partial(_clamped_binary, quant.tensor_clamp_impl)
-        signs = Signs(of, bit_width=1, step=2, has_zero=False)
+        signs = Signs(of, bit_width=1, step=2, clips=type(quant.tensor_clamp_impl) is TensorClamp)
     else:
         return NotImplemented
     scale = quant.scaling_impl(x)
     if inplace:
         x = quant.tensor_clamp_impl(x, -scale, scale)
-    out = quantize_signs(region, signs, x, scale, clipped=clips)
+    out = quantize_signs(region, signs, x, scale)
     if out is NotImplemented:
         out = signs.quantized(x, scale)
     return out, scale, quant.zero_point(), quant.bit_width()
@@ -179,5 +174,5 @@ def _let_all_ask() -> None:
         _let_ask_for_region(kind, counterpart)
 
 
-if not JIT_ENABLED and is_whole(FORWARD):
+if not JIT_ENABLED:
     before_first_region(_let_all_ask)

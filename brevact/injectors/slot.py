@@ -16,8 +16,7 @@ from brevact.injectors.class_protocol import written_values
 from brevact.injectors.forward_side import backward_injector_of, forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
 from brevact.injectors.resolve import resolve
-from brevact.private_names.lookup import refuse_without
-from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
+from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
 
 class BackwardQuantProxy(nn.Module):
@@ -104,7 +103,6 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
             either quantizer.
         ValueError: settings are out of range or contradict another slot.
     """
-    refuse_without(LAYERS)
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)
     settings = resolve(injector)

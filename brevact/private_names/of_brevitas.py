@@ -6,91 +6,50 @@ from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
-#: Refused if one of its names is missing.
-LAYERS = "a backward quantizer in a Brevitas layer"
-#: Refused if one of its names is missing.
-BACKWARD = "a quantizer of Brevitas as a backward quantizer"
-#: Off if one of its names is missing: regions then save the tensors of Brevitas' own ops.
-FORWARD = "storing the integers that Brevitas' forward quantizers compute"
-
 #: Child of a recurrent layer: its cell, with its quantizers' insides, compiled in the first forward.
 COMPILED_CELL = "_fast_cell"
 
-_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "brevitas.nn.mixin.base": {LAYERS: ("QuantRecurrentLayerMixin",)},
-    "brevitas.proxy.parameter_quant": {
-        LAYERS: ("BiasQuantProxyFromInjectorBase", "WeightQuantProxyFromInjectorBase"),
-    },
-    "brevitas.proxy.quant_proxy": {LAYERS: ("QuantProxyFromInjector",)},
-    "brevitas.proxy.runtime_quant": {
-        LAYERS: ("ActQuantProxyFromInjector", "ActQuantProxyFromInjectorBase"),
-        FORWARD: ("FusedActivationQuantProxy",),
-    },
-    "brevitas.quant.solver": {LAYERS: ("ActQuantSolver",)},
-    "brevitas.quant.solver.act": {BACKWARD: ("SolveActScalingShape",)},
-    "brevitas.core.bit_width": {BACKWARD: ("BitWidthConst",), FORWARD: ("BitWidthConst", "BitWidthStatefulConst")},
-    "brevitas.core.function_wrapper": {
-        BACKWARD: ("Identity",),
-        FORWARD: (
-            *("Abs", "CeilSte", "DPURoundSte", "FloatClamp", "FloorSte", "Identity", "InplaceTensorClampSte"),
-            *("RoundSte", "RoundToZeroSte", "ScalarSignedClampMinSte", "TensorClamp", "TensorClampSte"),
-        ),
-    },
-    "brevitas.core.function_wrapper.shape": {
-        BACKWARD: ("DynamicOverSubChannelBlockView",),
-        FORWARD: ("OverTensorView",),
-    },
-    "brevitas.core.function_wrapper.stochastic_round": {
-        BACKWARD: ("StochasticRoundSte",),
-        FORWARD: ("StochasticRoundSte",),
-    },
-    "brevitas.core.quant": {
-        BACKWARD: ("BinaryQuant", "ClampedBinaryQuant", "RescalingIntQuant", "TernaryQuant"),
-        FORWARD: (
-            *("BinaryQuant", "ClampedBinaryQuant", "DecoupledIntQuant", "IntQuant", "RescalingIntQuant"),
-            "TernaryQuant",
-        ),
-    },
-    "brevitas.core.quant.delay": {BACKWARD: ("_NoDelay",), FORWARD: ("_NoDelay",)},
-    "brevitas.core.quant.float": {BACKWARD: ("FloatQuant",), FORWARD: ("FloatQuant", "min_internal_scale")},
-    "brevitas.core.restrict_val": {
-        BACKWARD: ("PowerOfTwoRestrictValue",),
-        FORWARD: ("FloatRestrictValue", "_ClampValue", "_RestrictClampValue", "_RestrictValue"),
-    },
-    "brevitas.core.scaling": {
-        FORWARD: (
-            *("ConstScaling", "IntScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling"),
-            *("PowerOfTwoIntScaling", "StatsFromParameterScaling"),
-        ),
-    },
-    "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},
-    "brevitas.core.stats.stats_op": {
-        BACKWARD: ("SignedAbsMax",),
-        FORWARD: (
-            *("AbsAve", "AbsMax", "AbsMaxAve", "AbsMaxL2", "AbsMinMax", "AbsPercentile", "MeanSigmaStd"),
-            *("NegativeMinOrZero", "NegativePercentileOrZero", "PercentileInterval", "SignedAbsMax"),
-        ),
-    },
-    "brevitas.core.stats.stats_wrapper": {FORWARD: ("_Stats",)},
-    "brevitas.core.stats.view_wrapper": {FORWARD: ("_ViewCatParameterWrapper", "_ViewParameterWrapper")},
-    "brevitas.core.zero_point": {
-        BACKWARD: ("ZeroZeroPoint",),
-        FORWARD: (
-            *("ParameterFromRuntimeZeroPoint", "ParameterFromStatsFromParameterZeroPoint", "ParameterZeroPoint"),
-            *("StatsFromParameterZeroPoint", "ZeroZeroPoint"),
-        ),
-    },
-    "brevitas.function.ops_ste": {
-        BACKWARD: ("binary_sign_ste", "ternary_sign_ste"),
-        FORWARD: ("binary_sign_ste", "ternary_sign_ste"),
-    },
-    "brevitas.utils.torch_utils": {FORWARD: ("float_internal_scale",)},
+_NAMES = {
+    "brevitas.nn.mixin.base": "QuantRecurrentLayerMixin",
+    "brevitas.proxy.parameter_quant": "BiasQuantProxyFromInjectorBase WeightQuantProxyFromInjectorBase",
+    "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
+    "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
+    "brevitas.quant.solver": "ActQuantSolver",
+    "brevitas.quant.solver.act": "SolveActScalingShape",
+    "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
+    "brevitas.core.function_wrapper": (
+        "Abs CeilSte DPURoundSte FloatClamp FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "
+        "ScalarSignedClampMinSte TensorClamp TensorClampSte"
+    ),
+    "brevitas.core.function_wrapper.shape": "DynamicOverSubChannelBlockView OverTensorView",
+    "brevitas.core.function_wrapper.stochastic_round": "StochasticRoundSte",
+    "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
+    "brevitas.core.quant.delay": "_NoDelay",
+    "brevitas.core.quant.float": "FloatQuant min_internal_scale",
+    "brevitas.core.restrict_val": (
+        "FloatRestrictValue PowerOfTwoRestrictValue _ClampValue _RestrictClampValue _RestrictValue"
+    ),
+    "brevitas.core.scaling": (
+        "ConstScaling IntScaling ParameterFromRuntimeStatsScaling ParameterScaling PowerOfTwoIntScaling "
+        "StatsFromParameterScaling"
+    ),
+    "brevitas.core.scaling.runtime": "RuntimeDynamicGroupStatsScaling",
+    "brevitas.core.stats.stats_op": (
+        "AbsAve AbsMax AbsMaxAve AbsMaxL2 AbsMinMax AbsPercentile MeanSigmaStd NegativeMinOrZero "
+        "NegativePercentileOrZero PercentileInterval SignedAbsMax"
+    ),
+    "brevitas.core.stats.stats_wrapper": "_Stats",
+    "brevitas.core.stats.view_wrapper": "_ViewCatParameterWrapper _ViewParameterWrapper",
+    "brevitas.core.zero_point": (
+        "ParameterFromRuntimeZeroPoint ParameterFromStatsFromParameterZeroPoint ParameterZeroPoint "
+        "StatsFromParameterZeroPoint ZeroZeroPoint"
+    ),
+    "brevitas.function.ops_ste": "binary_sign_ste ternary_sign_ste",
+    "brevitas.utils.torch_utils": "float_internal_scale",
 }
-
-for _module, _uses in _NAMES.items():
-    for _use, _names in _uses.items():
-        for _name in _names:
-            globals()[_name] = find(f"{_module}.{_name}", _use)
+for _module, _names in _NAMES.items():
+    for _name in _names.split():
+        globals()[_name] = find(f"{_module}.{_name}")
 
 if TYPE_CHECKING:
 

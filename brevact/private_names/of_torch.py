@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -19,29 +18,24 @@ if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
-#: Refused as a whole if one of its names is missing: saved tensors might be wrong.
-REGIONS = "storing packed activations for backward"
-COMPILING = "torch.compile of a region"
-BATCHES = "a batch of gradients through packed activations"
-
 # --- autograd
 
-push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", REGIONS)
-pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", REGIONS)
-top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
-current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
+push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks")
+top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
+current_graph_task = find("torch._C._current_graph_task_id")  #: -1 outside of a backward pass
 #: Number of tensors and Python objects that hold the storage at an address.
-count_holders = find("torch._C._storage_Use_Count", REGIONS, fallback=lambda address: 1 << 30)
+count_holders = find("torch._C._storage_Use_Count")
 #: The graph node whose backward this thread runs; None outside of one.
-current_autograd_node = find("torch._C._current_autograd_node", REGIONS, fallback=lambda: None)
-queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback", REGIONS)
-BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
+current_autograd_node = find("torch._C._current_autograd_node")
+queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
+BackwardCFunction = find("torch.autograd.function.BackwardCFunction")
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
-function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
+function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", fallback=None)
 
 
 #: The saved-tensor hooks around the forward pass of a non-reentrant checkpoint.
-CheckpointHooks = find("torch.utils.checkpoint._checkpoint_hook", COMPILING)
+CheckpointHooks = find("torch.utils.checkpoint._checkpoint_hook")
 
 
 def checkpoint_of(hook: Callable) -> Any:
@@ -52,7 +46,7 @@ def checkpoint_of(hook: Callable) -> Any:
 
 # --- random numbers
 
-_set_seed = find("torch.random._manual_seed_impl", REGIONS)
+_set_seed = find("torch.random._manual_seed_impl")
 
 
 def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
@@ -70,7 +64,7 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 
 # --- collectives
 
-_collectives = find("torch.distributed.distributed_c10d", REGIONS, fallback=None)
+_collectives = find("torch.distributed.distributed_c10d", fallback=None)
 
 
 def watch_collectives(watch: Callable[[Tensor], None]) -> None:
@@ -92,66 +86,45 @@ def _watched(check: Callable[..., None], watch: Callable[[Tensor], None]) -> Cal
 
 # --- modes and transforms
 
-DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)
+DisableTorchFunction = find("torch._C.DisableTorchFunction")
 #: Whether `__torch_function__` of subclasses runs, which it does except inside of `DisableTorchFunction`.
-is_torch_function_on = find("torch._C._is_torch_function_enabled", REGIONS, fallback=lambda: True)
-EnableTorchFunction = find("torch._C._EnableTorchFunction", COMPILING)
-DisableFuncTorch = find("torch._C._DisableFuncTorch", "making the tables of a format")
-len_function_stack = find("torch._C._len_torch_function_stack", COMPILING)
-function_stack_at = find("torch._C._get_function_stack_at", COMPILING)
-function_modes = find("torch.overrides._get_current_function_mode_stack", REGIONS)
-pop_function_mode = find("torch._C._pop_torch_function_stack", REGIONS)
-push_function_mode = find("torch._C._push_on_torch_function_stack", REGIONS)
-len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", REGIONS)
+is_torch_function_on = find("torch._C._is_torch_function_enabled")
+EnableTorchFunction = find("torch._C._EnableTorchFunction")
+DisableFuncTorch = find("torch._C._DisableFuncTorch")
+len_function_stack = find("torch._C._len_torch_function_stack")
+function_stack_at = find("torch._C._get_function_stack_at")
+function_modes = find("torch.overrides._get_current_function_mode_stack")
+pop_function_mode = find("torch._C._pop_torch_function_stack")
+push_function_mode = find("torch._C._push_on_torch_function_stack")
+len_dispatch_stack = find("torch._C._len_torch_dispatch_stack")
 #: Context that hides ops from all dispatch modes, including others'.
-no_dispatch_modes = find("torch._C._DisableTorchDispatch", REGIONS)
-active_fake_mode = find("torch._guards.active_fake_mode", REGIONS)  #: None without fake tensors
-disable_modes = find(
-    "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
-)
-is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
+no_dispatch_modes = find("torch._C._DisableTorchDispatch")
+active_fake_mode = find("torch._guards.active_fake_mode")  #: None without fake tensors
+disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
+is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
-states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
+states_of_modules = find("torch.distributed._composable_state._module_state_mapping", fallback=(True,))
 #: Whether a tensor is a batch of ``is_grads_batched``, adding and removing its dimension; then ``torch.func.vmap``'s.
-is_batched = find("torch._C._functorch.is_legacy_batchedtensor", BATCHES, fallback=lambda x: False)
-add_legacy_batch_dim = find("torch._add_batch_dim", BATCHES)
-remove_legacy_batch_dim = find("torch._remove_batch_dim", BATCHES)
-is_functorch_batched = find("torch._C._functorch.is_batchedtensor", BATCHES, fallback=lambda x: False)
-level_of = find("torch._C._functorch.maybe_get_level", BATCHES)
-add_batch_dim = find("torch._C._functorch._add_batch_dim", BATCHES)
-remove_batch_dim = find("torch._C._functorch._remove_batch_dim", BATCHES)
-outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", BATCHES)
-_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard", BATCHES)
-_DispatchKeySet = find("torch._C.DispatchKeySet", BATCHES)
-_key_named = find("torch._C._dispatch_key_parse", BATCHES)
+is_batched = find("torch._C._functorch.is_legacy_batchedtensor")
+add_legacy_batch_dim = find("torch._add_batch_dim")
+remove_legacy_batch_dim = find("torch._remove_batch_dim")
+is_functorch_batched = find("torch._C._functorch.is_batchedtensor")
+level_of = find("torch._C._functorch.maybe_get_level")
+add_batch_dim = find("torch._C._functorch._add_batch_dim")
+remove_batch_dim = find("torch._C._functorch._remove_batch_dim")
+outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
+_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard")
+_DispatchKeySet = find("torch._C.DispatchKeySet")
+_key_named = find("torch._C._dispatch_key_parse")
 #: torch's error message if saved-tensor hooks are off; None if they are on.
-why_hooks_are_off = find(
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", REGIONS, fallback=lambda: None
-)
-functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
-is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
-tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
-tree_unflatten = find("torch.utils._pytree.tree_unflatten", REGIONS)
+why_hooks_are_off = find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack")
+is_jit_tracing = find("torch._C._is_tracing")
+tree_flatten = find("torch.utils._pytree.tree_flatten")
+tree_unflatten = find("torch.utils._pytree.tree_unflatten")
 
 if not TYPE_CHECKING:
-    TreeSpec = find("torch.utils._pytree.TreeSpec", REGIONS)
-
-# --- attributes: read where needed, checked here
-
-ATTRIBUTES = (
-    *("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view"),
-    *("torch.Tensor._post_accumulate_grad_hooks",),
-    *("torch.UntypedStorage._cdata", "torch.UntypedStorage._fix_weakref"),
-    *("torch.autograd.Function._backward_cls._forward_cls", "torch.autograd.forward_ad._current_level"),
-    *("torch.nn.Module._parameters", "torch.nn.Module._buffers"),
-    *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
-    *("torch.nn.Module._forward_hooks_with_kwargs", "torch.nn.Module._forward_pre_hooks_with_kwargs"),
-    *("torch.nn.Module._forward_hooks_always_called",),
-    *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
-    "torch.library.CustomOpDef._qualname",
-)
-for _path in ATTRIBUTES:
-    find(_path, REGIONS)
+    TreeSpec = find("torch.utils._pytree.TreeSpec")
 
 
 def outside_of_legacy_vmap() -> Any:
@@ -161,37 +134,37 @@ def outside_of_legacy_vmap() -> Any:
 
 # --- modules
 
-global_forward_pre_hooks = find("torch.nn.modules.module._global_forward_pre_hooks", REGIONS, placeholder=set())
-global_forward_hooks = find("torch.nn.modules.module._global_forward_hooks", REGIONS)
-global_backward_pre_hooks = find("torch.nn.modules.module._global_backward_pre_hooks", REGIONS)
-global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", REGIONS)
+global_forward_pre_hooks = find("torch.nn.modules.module._global_forward_pre_hooks")
+global_forward_hooks = find("torch.nn.modules.module._global_forward_hooks")
+global_backward_pre_hooks = find("torch.nn.modules.module._global_backward_pre_hooks")
+global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks")
 
 # --- torch.compile
 
-skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
-get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
+skip_code = find("torch._dynamo.eval_frame.skip_code")
+get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
 #: Contexts that Dynamo knows, by their factory functions.
-contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes", COMPILING, placeholder={})
+contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes")
 #: Dynamo's callback for functions called here: not None between the graphs of a compiled model.
-frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
+frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
-current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", COMPILING)
+current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
 #: Dynamo's variable for a class that traced code instantiates.
-ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable", COMPILING)
+ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
 #: Makes Dynamo's variable for a Python object in traced code.
-variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create", COMPILING)
-_ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource", COMPILING)
+variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create")
+_ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource")
 #: Dynamo's context of the graph that it traces; None outside of a compilation.
-tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)
-FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
-FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor", COMPILING)
-is_functional_tensor = find("torch._is_functional_tensor", COMPILING)
+tracing_context = find("torch._guards.TracingContext.try_get")
+FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
+FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor")
+is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.
-nn_pad = find("torch._C._nn.pad", COMPILING)
+nn_pad = find("torch._C._nn.pad")
 
 if not TYPE_CHECKING:
-    HigherOrderOperator = find("torch._ops.HigherOrderOperator", COMPILING)
-    WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary", COMPILING, placeholder=dict)
+    HigherOrderOperator = find("torch._ops.HigherOrderOperator")
+    WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary")
 
 
 def has_compiled() -> bool:
@@ -208,18 +181,14 @@ def is_parameter_or_buffer(node: Any) -> bool:
 # --- autocast
 
 
-def _is_autocast_enabled_anywhere() -> bool:
-    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps"))
-
-
-is_any_autocast_enabled = find("torch._C._is_any_autocast_enabled", REGIONS, fallback=_is_autocast_enabled_anywhere)
-DisableAutocast = find("torch._C._DisableAutocast", REGIONS)
-has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a norm or PReLU in a region")
+is_any_autocast_enabled = find("torch._C._is_any_autocast_enabled")
+DisableAutocast = find("torch._C._DisableAutocast")
+has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 
 # --- ops
 
 #: The schemas of an operator of `torch.ops`, by "namespace::name".
-schemas_of_operator = find("torch._C._jit_get_schemas_for_operator", REGIONS, fallback=lambda name: ())
+schemas_of_operator = find("torch._C._jit_get_schemas_for_operator")
 
 
 def argument_names(operator: Any) -> tuple[str, ...]:
@@ -228,30 +197,13 @@ def argument_names(operator: Any) -> tuple[str, ...]:
     return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
 
 
-def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    weighted = grad * out
-    return (weighted - out * weighted.sum(dim, keepdim=True)).to(dtype)
-
-
-def _rms_norm_in_parts(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Any:
-    """Output and inverse root of the mean square, without the op that returns both."""
-    square = x.to(torch.promote_types(x.dtype, torch.float32)).square()
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    invstd = square.mean(tuple(range(-len(shape), 0)), keepdim=True).add_(eps).rsqrt_()
-    return torch.rms_norm(x, shape, weight, eps), invstd
-
-
-softmax_backward = find("torch.ops.aten._softmax_backward_data.default", REGIONS, fallback=_softmax_gradient)
-#: None if missing; `fused_rms_norm` then consists of other ops.
-fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default", REGIONS, fallback=None)
-fused_rms_norm = _rms_norm_in_parts
-if fused_rms_norm_backward is not None:
-    fused_rms_norm = find("torch.ops.aten._fused_rms_norm", REGIONS, fallback=_rms_norm_in_parts)
-batch_norm_impl_index = find("torch._batch_norm_impl_index", "batch or instance norm in a region")
-attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
-choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
-#: `F.grouped_mm` before torch 2.10, and the function that it calls since; None if missing.
-grouped_mm = find("torch._grouped_mm", "grouped matrix products in a region", fallback=None)
-suggest_memory_format = find("torch._prims_common.suggest_memory_format", "group or RMS norm in a region")
-verify_batch_size = find("torch.nn.functional._verify_batch_size", "batch norm in a region")
-verify_spatial_size = find("torch.nn.functional._verify_spatial_size", "instance norm in a region")
+softmax_backward = find("torch.ops.aten._softmax_backward_data.default")
+fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default")
+fused_rms_norm = find("torch.ops.aten._fused_rms_norm")
+batch_norm_impl_index = find("torch._batch_norm_impl_index")
+attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math")
+choose_attention = find("torch._fused_sdp_choice")
+grouped_mm = find("torch._grouped_mm")
+suggest_memory_format = find("torch._prims_common.suggest_memory_format")
+verify_batch_size = find("torch.nn.functional._verify_batch_size")
+verify_spatial_size = find("torch.nn.functional._verify_spatial_size")

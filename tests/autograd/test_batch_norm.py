@@ -161,7 +161,6 @@ def test_planned_batch_norms_refuse_changed_weights_and_second_derivatives():
     norm, x = nn.BatchNorm2d(4), torch.randn(2, 4, 8, 8, requires_grad=True)
     with region(settings()):
         out = norm(x * 1)
-    assert "Planned" in type(out.grad_fn).__name__
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
     with torch.no_grad():

@@ -21,9 +21,7 @@ from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.settings import BackwardSettings
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
-    COMPILING,
     CheckpointHooks,
     HigherOrderOperator,
     frame_callback,
@@ -89,8 +87,7 @@ def _watch_checkpoints() -> None:
     CheckpointHooks.__exit__ = watched(CheckpointHooks.__exit__)
 
 
-if CheckpointHooks:
-    before_first_region(_watch_checkpoints)
+before_first_region(_watch_checkpoints)
 
 
 class RegionMode(TorchFunctionMode):
@@ -109,7 +106,6 @@ class TracingMode(RegionMode):
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
-        refuse_without(COMPILING)
         if _is_compiling():
             watch_graph()
         self.text = text
@@ -191,7 +187,6 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
 
     A module without its own rule (``inherits``) runs in any region around it.
     """
-    refuse_without(COMPILING)
     around, text = _innermost(), text_of(settings)
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):

@@ -21,10 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.call_arguments import bound, tensors_of_call
+from brevact.autograd.call_arguments import bound, bound_call, tensors_of_call
 from brevact.autograd.compiled.tracking import TRACKED, run_tracked
-from brevact.autograd.derived import as_function
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import Saving, is_inplace, keep_sizes, load, requires_grad, save
 from brevact.autograd.ops.recompute import outside_regions
@@ -34,9 +32,7 @@ from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_small, pack
 from brevact.autograd.weights import comes_from_layer
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
-    COMPILING,
     DisableTorchFunction,
     EnableTorchFunction,
     FunctionalTensor,
@@ -79,7 +75,6 @@ def rounds_norm(name: str, text: str) -> bool:
 @torch.compiler.allow_in_graph
 def call_in_graph(name: str, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Record a torch function's counterpart; the settings are text, the parameters positions or names."""
-    refuse_without(COMPILING)
     func = _FUNCTIONS[name]
     with DisableTorchFunction():  # the mode that Dynamo traced may actually be active
         return _call(func, text, parameters, args, kwargs)
@@ -106,7 +101,7 @@ def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tupl
     return result if is_weight else _Product.apply(result)
 
 
-def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     by_op = region.settings.by_op
     if by_op:
         name = row_of(func).name
@@ -122,7 +117,7 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
     return run_tracked(region, functools.partial(_run, region, func), func, args, kwargs)
 
 
-def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function's counterpart, or the function itself."""
     if func in NAMES:
         row = row_of(func)
@@ -147,7 +142,7 @@ def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, A
         if row.is_product and not region.are_weights(*tensors_of_call(args, kwargs)):
             return _Product.apply(func(*args, **kwargs))
         if row.reads_sizes and func in _SAVING and not is_of_weight:
-            return _OfSizes.apply(as_function(func, args, kwargs), *tensors_of_call(args, kwargs))
+            return _OfSizes.apply(bound_call(func, args, kwargs), *tensors_of_call(args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -205,7 +200,7 @@ class _Product(Saving):
         return grad
 
 
-class _TracedRegion(Keeper):
+class _TracedRegion:
     """Handlers' view of a region, for one call in a traced graph."""
 
     recompute = 0  # the compiler decides which tensors a graph recomputes

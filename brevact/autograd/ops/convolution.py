@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layer_recompute import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
+from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
@@ -162,7 +163,7 @@ def _convolve(
     if region.recompute:
         weights_of_sample = weight.numel() * (input if geometry[3] else out)[0, 0].numel()
         cost = weights_of_sample / out[0].numel()
-        remember_output(region, WithOptions(func, options), input, weight, bias, out, cost)
+        remember_output(region, BoundCall(func, (Tensor, Tensor, Tensor, *options)), input, weight, bias, out, cost)
     return out
 
 

@@ -85,7 +85,7 @@ def _grouped(
     return region.apply(_Grouped, func, input, mat2, offs)
 
 
-_FUNCTIONS = () if grouped_mm is None else (*everywhere("grouped_mm"), grouped_mm)
+_FUNCTIONS = *everywhere("grouped_mm"), grouped_mm
 OPS = (
     Op(_FUNCTIONS, _grouped, STORED._replace(op="grouped matrix products (mixtures of experts)")),
     Op(_FUNCTIONS, saves=Saves.FACTORS, is_product=True),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.derived import Kind, derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.moved_codes import track_pooled_codes
+from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Decoder

@@ -27,9 +27,10 @@ def outside_regions(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _gradients(
+def gradients_of(
     compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
 ) -> list[Tensor | None]:
+    """Return the gradients of a function's arguments, or None for those that need none."""
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
     with outside_regions(grad.device):
         found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
@@ -50,7 +51,7 @@ class _OfWeight(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
+        return None, *gradients_of(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
 
 
 class _OfQuotient(Saving):
@@ -67,7 +68,7 @@ class _OfQuotient(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         quotient, scale = load(ctx)
         needs_x, needs_scale = ctx.needs_input_grad[2:]
-        through, of_scale = _gradients(ctx.compute, [quotient, scale], (True, needs_scale), grad)
+        through, of_scale = gradients_of(ctx.compute, [quotient, scale], (True, needs_scale), grad)
         assert through is not None
         if of_scale is not None:
             of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)

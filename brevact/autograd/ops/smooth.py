@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.decode_cache import MOST_HELD
-from brevact.autograd.derivations import function_of
-from brevact.autograd.derived import derive, keep_smooth, keep_source
+from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save

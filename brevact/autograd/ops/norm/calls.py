@@ -7,18 +7,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
-from brevact.autograd.ops.norm.formulas import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.ops.norm.formulas import (
+    BatchNorm,
+    Frozen,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    runs_in_float32,
+)
 from brevact.autograd.ops.norm.functions import apply, reacts
-from brevact.autograd.ops.norm.planned_batch_norm import find_plan, packs_anew
-from brevact.autograd.ops.norm.planned_batch_norm import run as run_planned
 from brevact.autograd.ops.op import Op, Stored, everywhere
+from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
-from brevact.quantizers import is_traced
+from brevact.quantizers import Layout, is_traced
+from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
 
 
 def _fit(shape: tuple[int, ...], *weights: Any) -> bool:
@@ -36,21 +46,32 @@ def _has_rules(kind: type[Tensor]) -> bool:
     return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def _have_last_dims(input: Any, shape: Any) -> bool:
+def _has_channels(input: Any, weight: Any, bias: Any, least_dims: int = 2) -> bool:
+    return isinstance(input, Tensor) and input.dim() >= least_dims and _fit((input.shape[1],), weight, bias)
+
+
+def _have_last_dims(input: Any, shape: Any, *weights: Any) -> bool:
     if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
         return False
-    return tuple(input.shape[-len(shape) :]) == tuple(shape)
+    return tuple(input.shape[-len(shape) :]) == tuple(shape) and _fit(tuple(shape), *weights)
 
 
-def _by_torch(region: Keeper, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """Run torch's own norm, which supports double backward, on its input less its means."""
+def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """Run a norm; under double backward, torch's own on its input less its means."""
+    if not reacts(region, input, weight, bias, has_mean=norm.has_mean):
+        return NotImplemented
+    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+
+
+def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if region.settings.for_normalized is not None or not requires_grad(input, weight):
         return NotImplemented
     runner = region.torch_runner(input, *norm.running)
     return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
 
 
-def _torch_batch_norm(
+def _of_statistics(
+    kind: type[BatchNorm],
     region: Keeper,
     func: Callable,
     input: Tensor,
@@ -58,45 +79,75 @@ def _torch_batch_norm(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
+    training: Any = None,
+    momentum: Any = None,
+    eps: Any = None,
+    cudnn_enabled: Any = None,
+    use_input_stats: Any = None,
 ) -> Any:
-    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+    """Batch and instance norm: by statistics of the input, or by the running ones."""
+    by_batch = training if use_input_stats is None else use_input_stats
+    if not isinstance(by_batch, bool) or cudnn_enabled is None:
         return NotImplemented
-    if not (training or (running_mean is not None and running_var is not None)):
-        return NotImplemented  # torch raises the error
-    for statistic in (running_mean, running_var):
-        if statistic is not None and not (isinstance(statistic, Tensor) and not statistic.requires_grad):
-            return NotImplemented  # here, too
-    if not isinstance(training, bool):
+    if not _has_channels(input, weight, bias, 3 if kind is InstanceNorm else 2):
         return NotImplemented
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
-    if not training and region.settings.double_backward:
-        return NotImplemented
-    if not training:
+    if not all((x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running):
+        return NotImplemented  # torch raises the error
+    rest = momentum, eps, cudnn_enabled
+    if not by_batch:
+        if region.settings.double_backward:
+            return NotImplemented
         assert running_mean is not None and running_var is not None
-        frozen = Frozen(torch.batch_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
-        return apply(region, frozen, input, weight, bias)
-    norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
-    if region.settings.double_backward:
-        return _by_torch(region, norm, input, weight, bias)
-    is_torchs = requires_grad(input, weight) and region.settings.for_normalized is None
-    plan = None
-    if is_torchs and not is_traced(input):
-        plan = find_plan(region.settings, input, *running, weight, bias, eps)
-    if plan is not None:
-        if packs_anew(region, input):  # type: ignore[arg-type]  # eager: the input is not traced
-            return run_planned(region, plan, norm, input, weight, bias)  # type: ignore[arg-type]
-        norm.packing = plan.packing
-        return apply(region, norm, input, weight, bias)
-    runner = region.torch_runner(input, *running) if is_torchs else None
-    if runner is not None:
-        return runner.run_torch_norm(norm, input, weight, bias)
-    return apply(region, norm, input, weight, bias)
+        function = torch.instance_norm if kind is InstanceNorm else torch.batch_norm
+        return apply(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
+    norm = kind(*running, *rest)
+    is_torchs = kind is BatchNorm and requires_grad(input, weight) and region.settings.for_normalized is None
+    if is_torchs and not region.settings.double_backward:
+        if not is_traced(input):
+            norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
+        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
+        if found is not NotImplemented:
+            return found
+    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+
+
+def _plan_of_call(
+    settings: BackwardSettings,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> NormalizedPlan | None:
+    """Return how batch norm by batch statistics packs its input, in any surroundings; None for unusual arguments."""
+    if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
+        return None
+    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
+        return None
+    if input._is_view() and (is_parameter(input._base) or input._base.numel() != input.numel()):  # type: ignore[union-attr]
+        return None
+    device = input.device
+    for statistic in (running_mean, running_var):
+        if statistic is not None and not (type(statistic) is Tensor and statistic.device == device):
+            return None
+    for y in (weight, bias):
+        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.device == device):
+            return None
+    if input.is_neg() or input.layout is not torch.strided or (weight is None and bias is not None):
+        return None
+    if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
+        return None  # its statistics may have its dtype, or autocast casts it
+    return _plan_of(settings.quantizer, input.shape, input.stride(), input.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
+    layout = Layout.of_sizes(shape, stride, dtype)
+    return plan_of_channels(quantizer, layout) if shape.numel() == layout.numel > shape[1] else None
 
 
 def _batch_norm(
@@ -115,37 +166,8 @@ def _batch_norm(
         verify_batch_size(input.size())
     if not isinstance(eps, float | int) or eps <= 0:
         return NotImplemented
-    cudnn = torch.backends.cudnn.enabled
-    return _torch_batch_norm(
-        region, func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
-    )
-
-
-def _torch_instance_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    if not (isinstance(input, Tensor) and input.dim() >= 3 and _fit((input.shape[1],), weight, bias)):
-        return NotImplemented
-    if not (use_input_stats or (running_mean is not None and running_var is not None)):
-        return NotImplemented
-    if not reacts(region, input, weight, bias):
-        return NotImplemented
-    if use_input_stats:
-        norm = InstanceNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
-        return apply(region, norm, input, weight, bias)
-    assert running_mean is not None and running_var is not None
-    frozen = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
-    return apply(region, frozen, input, weight, bias)
+    options = training, momentum, eps, torch.backends.cudnn.enabled
+    return _of_statistics(BatchNorm, region, func, input, weight, bias, running_mean, running_var, *options)
 
 
 def _instance_norm(
@@ -162,10 +184,8 @@ def _instance_norm(
 ) -> Any:
     if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
         verify_spatial_size(input.size())
-    cudnn = torch.backends.cudnn.enabled
-    return _torch_instance_norm(
-        region, func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn
-    )
+    options = use_input_stats, momentum, eps, torch.backends.cudnn.enabled
+    return _of_statistics(InstanceNorm, region, func, input, weight, bias, running_mean, running_var, *options)
 
 
 def _layer_norm(
@@ -178,12 +198,9 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight, bias)):
+    if not _have_last_dims(input, normalized_shape, weight, bias):
         return NotImplemented
-    if not reacts(region, input, weight, bias):
-        return NotImplemented
-    run = _by_torch if region.settings.double_backward else apply
-    return run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+    return _run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
 
 
 def _torch_group_norm(
@@ -196,12 +213,9 @@ def _torch_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
-    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+    if not _has_channels(input, weight, bias) or num_groups <= 0 or input.shape[1] % num_groups:
         return NotImplemented
-    if num_groups <= 0 or input.shape[1] % num_groups or not reacts(region, input, weight, bias):
-        return NotImplemented
-    run = _by_torch if region.settings.double_backward else apply
-    return run(region, GroupNorm(num_groups, eps), input, weight, bias)
+    return _run(region, GroupNorm(num_groups, eps), input, weight, bias)
 
 
 def _group_norm(
@@ -227,11 +241,9 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight)):
+    if not _have_last_dims(input, normalized_shape, weight):
         return NotImplemented
-    if not reacts(region, input, weight, None, has_mean=False):
-        return NotImplemented
-    return apply(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
+    return _run(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
 
 
 _STORED = Stored(
@@ -241,20 +253,20 @@ _STORED = Stored(
 )
 _WITH_MEAN: dict[Callable, Callable] = {
     F.batch_norm: _batch_norm,
-    torch.batch_norm: _torch_batch_norm,
+    torch.batch_norm: functools.partial(_of_statistics, BatchNorm),
     F.instance_norm: _instance_norm,
-    torch.instance_norm: _torch_instance_norm,
+    torch.instance_norm: functools.partial(_of_statistics, InstanceNorm),
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
     torch.group_norm: _torch_group_norm,
 }
 #: Torch's own instance norm saves its input in another layout.
-_TWICE = (_batch_norm, _torch_batch_norm, _layer_norm, _group_norm, _torch_group_norm)
+_ONCE = F.instance_norm, torch.instance_norm
 OPS = (
     *(
         Op(
-            *((func,), handler, _STORED, handler if handler in _TWICE else None),
+            *((func,), handler, _STORED, None if func in _ONCE else handler),
             is_bit_exact=False,
             is_layer=True,
             is_norm=True,

@@ -412,5 +412,5 @@ class RMSNorm(_OfLastDims):
 
     @staticmethod
     def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
-        is_alike = fused_rms_norm_backward is not None and (weight is None or weight.dtype is x.dtype)
+        is_alike = weight is None or weight.dtype is x.dtype
         return is_alike and suggest_memory_format(x) is torch.contiguous_format

@@ -4,7 +4,7 @@ Backward is PyTorch's own formula on x^ / invstd, the input less its means, whic
 reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature
 map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: the input is normalized before it is quantized, so that
 groups with different scales in one bucket do not add their noise to each other's gradients. Batch norm by batch
-statistics packs its input by a plan if it can (`planned_batch_norm`), and a kernel computes its gradients, whatever is
+statistics packs its input by a plan if it can (``BatchNorm.packing``), and a kernel computes its gradients, whatever is
 around the region. Without a plan, torch's own op runs on x^ / invstd where possible, as for convolutions.
 
 A quantizer with ``for_normalized`` saves x^ on a fixed grid. If a group has NaN or an infinity, its invstd and its
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd import storage_report
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early
+from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early, packed_decoder
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
 from brevact.autograd.ops.norm.alignments import along_channels
@@ -31,11 +32,14 @@ from brevact.autograd.ops.norm.formulas import (
     Gradients,
     Norm,
     batch_norm_backward,
+    packed_batch_norm,
     packed_batch_norm_backward,
     runs_in_float32,
     sum_of_channels,
 )
 from brevact.autograd.saved import Saved
+from brevact.autograd.settings import SaveMode
+from brevact.autograd.storages import is_tracked
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
@@ -49,14 +53,14 @@ def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias
     """Run a norm that a region :func:`reacts` to."""
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        return region.apply(_Frozen if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
+        return region.apply(_Frozen if isinstance(norm, Frozen) else _Normalization, norm, input, weight, bias)
     x, w, b = _to_autocast(norm, input, weight, bias)
     if isinstance(norm, Frozen):
         return _run_frozen(region, norm, input, x, w, b)[0]
     return _run_levels(region, norm, input, x, w, b)[0]
 
 
-class _Norm(Saving):
+class _Normalization(Saving):
     @staticmethod
     def forward(
         ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -65,7 +69,9 @@ class _Norm(Saving):
         x, w, b = _to_autocast(norm, input, weight, bias)
         kept: Saved | None
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
-        if norm.has_mean and region.settings.for_normalized is not None:
+        if norm.packing is not None and _packs_anew(region, input):
+            out, kept, given = _run_planned(region, norm, input, weight, bias)
+        elif norm.has_mean and region.settings.for_normalized is not None:
             out, kept, given = _run_levels(region, norm, input, x, w, b)
         else:
             out, mean, invstd = norm.forward(x, w, b)
@@ -99,6 +105,27 @@ class _Norm(Saving):
                 return None, None, *grads
             grad_input, grad_weight, _ = grads
         return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+
+
+def _packs_anew(region: Any, input: Tensor) -> bool:
+    """Whether a batch norm with a plan just packs its input: no saved form is known, and no report is active."""
+    is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
+    return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
+
+
+def _run_planned(
+    region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Saved, NormInput]:
+    """Run a batch norm, and pack its input by the same kernel."""
+    spec, uniform, place, *_ = norm.packing
+    seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
+    buffer = spec.empty(input)
+    options = *norm.running, norm.momentum, norm.eps, norm.cudnn_enabled
+    out, mean, invstd = packed_batch_norm(input, weight, bias, *options, uniform, seed, place, buffer)
+    given = NormInput(norm, mean, invstd, input.dtype)
+    kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
+    region.share_normalized(input, given.key, *kept)
+    return out, kept, given
 
 
 def _backward_of_recomputed(
