@@ -27,9 +27,9 @@ from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innerm
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.rounding import is_in_algorithm
 from brevact.autograd.other_code import watch_forwards
-from brevact.autograd.rows import Row
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -182,7 +182,7 @@ class Region(Store):
                 indexed = True
         return found and not (looks_up and indexed and trains)
 
-    def makes_weight(self, row: Row, tensors: list[Tensor], out: Any = None) -> bool:
+    def makes_weight(self, row: Op, tensors: list[Tensor], out: Any = None) -> bool:
         """Return whether a function of these tensors, which may overwrite ``out``, makes a weight from weights."""
         if row.replaces:
             tensors = operands_beside(tensors, tensors[0], is_first=True)

@@ -98,7 +98,7 @@ class BackwardSettings:
             multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
             none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on, chains go
             on through narrow layers and sums of blocks, and tensors smaller than ``min_numel`` are recomputed, too.
-        of_functions: pairs of an op's name (``brevact.autograd.op_names``) and the settings that replace these for it,
+        of_functions: pairs of an op's name (``brevact.autograd.rows``) and the settings that replace these for it,
             None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
             own, hooks pack its saved tensors if its gradient allows that, and nothing is recomputed (``recompute``).

@@ -12,7 +12,7 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region, other_code
 from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable, takes_hooks
-from brevact.autograd.op_names import OP_NAMES, is_torch_function
+from brevact.autograd.rows import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import BackwardSettings, Policy, StochBackward2bit, StochBackward4bit
-from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
