@@ -26,7 +26,6 @@ from brevact import (
 from brevact.autograd import BackwardSettings, region
 from tests.autograd import op_database
 from tests.autograd.database_laws import MOST_ERROR, are_same, error_of, errs_on_average, finite_pairs
-from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import KINDS, MISSING, Sample, name_of, run, samples, variants
 from tests.autograd.test_op_database import LIMITS
 
@@ -220,21 +219,6 @@ def test_masks_stand_for_what_rectifiers_save(name):
     for a, b in zip(found, plain, strict=True):
         assert are_same(a, b)
     assert nbytes <= 64 * 64 / 8 + 64  # one bit an element, and no more
-
-
-def test_second_graphs_share_what_they_decode():
-    def step(chosen: BackwardSettings | None) -> tuple[int, int]:
-        x, weight = torch.randn(512, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-        with watch_saved() as saved:
-            with region(chosen):
-                out = F.linear(x * 1, weight).tanh()
-            first = saved.nbytes
-            grads = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(4)]
-        torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
-        return first, saved.nbytes
-
-    (codes, nbytes), (_, plain) = step(settings_of(StochBackward2bit)), step(None)
-    assert nbytes <= plain + codes
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
