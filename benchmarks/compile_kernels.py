@@ -27,15 +27,14 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.offline_compiler import collected, compile_launch, resources
+from benchmarks.offline_compiler import Launch, collected, compile_launch, resources
 from benchmarks.records import write_rows
 from brevact import triton_kernels
 from brevact.geometry import Grid, Place, Segments
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
-from brevact.triton_kernels import Launch
-from brevact.triton_kernels.uniform import one_pass, rows_in_groups
+from brevact.triton_kernels.launch import one_pass, rows_in_groups
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -129,10 +128,10 @@ def _rows(variant: Variant) -> list[Row]:
         rows.append(
             {
                 "target": variant.target,
-                "kernel": launch.kernel.__name__,
+                "kernel": launch.program.kernel.__name__,
                 "dtype": variant.dtype,
-                "threads": launch.threads,
-                "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
+                "threads": launch.program.threads,
+                "constants": ",".join(f"{name}={int(value)}" for name, value in launch.program.constants.items()),
                 "multiplies": int(_multiplies(launch)),
                 "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
                 **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
@@ -145,7 +144,7 @@ def _rows(variant: Variant) -> list[Row]:
 
 
 def _multiplies(launch: Launch) -> bool:
-    names = launch.kernel.arg_names  # constants come last
+    names = launch.program.kernel.arg_names  # constants come last
     return "other_ptr" in names and launch.arguments[names.index("other_ptr")] is not None
 
 
@@ -199,13 +198,13 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         with collected() as launches:
             triton_kernels.dequantize_uniform(buffer, plan, other, x)
         (launch,) = launches
-        aligned = launch.constants["ROWS"] > 0
+        aligned = launch.program.constants["ROWS"] > 0
         yield launch, 8 * aligned * (other is not None), 8 * aligned
         return
     with collected() as launches:
         triton_kernels.quantize_uniform(x, plan, _seed(quantizer.is_stochastic), buffer)
     for launch in launches:
-        constants = launch.constants
+        constants = launch.program.constants
         in_runs = constants.get("INNER_TILE", 1) > 1 and plan.geometry.inner % ALIGNED_RUN == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
         yield launch, 8 * in_tiles or int(in_runs), 0
@@ -230,7 +229,7 @@ def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
             else:
                 triton_kernels.quantize_normalized(x, plan, _seed(True), statistics, statistics, place, buffer)
         (launch,) = launches
-        wide = 8 * (launch.constants["ROWS"] > 0)
+        wide = 8 * (launch.program.constants["ROWS"] > 0)
         yield launch, 0 if decodes and addend is None else wide, wide if decodes else 0
 
 
@@ -253,7 +252,7 @@ def _table_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
                 else:
                     triton_kernels.look_up(buffer, plan, segments, table.float(), other, x)
             for launch in launches:
-                aligned = launch.constants.get("ROWS", 0) > 0
+                aligned = launch.program.constants.get("ROWS", 0) > 0
                 wide = 8 * (aligned and other is not None and other.itemsize >= x.itemsize)
                 yield launch, wide, 8 * aligned
             if variant.operation == "look_up":
@@ -261,7 +260,7 @@ def _table_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
 
 
 def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Channels share their levels, buckets have rows of their own, and a whole tensor has nothing but levels."""
+    """Channels have offsets and scales, and a whole tensor has nothing but levels."""
     if variant.bit_width > 8:
         return
     quantizer, x = _subject(variant)
@@ -269,8 +268,7 @@ def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     geometry, size = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512), 1 << variant.bit_width
     per_group = _meta(geometry.groups, torch.float32)
     affine = None if variant.bucket == "tensor" else per_group
-    count = 1 if variant.bucket in ("tensor", "channel", "channels_last") else geometry.groups
-    grid = Grid(_meta((count, size), torch.float32), None, affine, affine)
+    grid = Grid(_meta((1, size), torch.float32), None, affine, affine)
     codes = spec.split(spec.empty(x))[0]
     with collected() as launches:
         if variant.operation == "grid_moments":
@@ -281,7 +279,7 @@ def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
             triton_kernels.quantize_grid(x, geometry, grid, _seed(variant.operation == "grid_stochastic"), codes)
     (launch,) = launches
     if variant.operation == "grid_moments":
-        yield launch, int(launch.constants["INNER_TILE"] > 1 and geometry.inner % ALIGNED_RUN == 0), 0
+        yield launch, int(launch.program.constants["INNER_TILE"] > 1 and geometry.inner % ALIGNED_RUN == 0), 0
     elif variant.operation == "grid_dequantize":
         yield launch, 0, 8
     else:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from brevact.triton_kernels import Launch
+from brevact.triton_kernels.launch import Program
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -30,15 +30,23 @@ _POINTERS = {
 ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
 
 
+class Launch(NamedTuple):
+    """A program and the arguments that its kernel gets."""
+
+    program: Program
+    arguments: list[Any]
+
+
 @contextlib.contextmanager
 def collected() -> Iterator[list[Launch]]:
     """Collect the launches that would run, in order: there is no device."""
     launches: list[Launch] = []
-    run, Launch.run_by_triton = Launch.run_by_triton, lambda launch: launches.append(launch)
+    run = Program.run_by_triton
+    Program.run_by_triton = lambda program, arguments: launches.append(Launch(program, arguments))
     try:
         yield launches
     finally:
-        Launch.run_by_triton = run
+        Program.run_by_triton = run
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
@@ -53,9 +61,9 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """
     signature, constants, attributes = {}, {}, {}
     values = iter(launch.arguments)
-    for index, parameter in enumerate(launch.kernel.params):
+    for index, parameter in enumerate(launch.program.kernel.params):
         name = parameter.name
-        value = launch.constants[name] if parameter.is_constexpr else next(values)
+        value = launch.program.constants[name] if parameter.is_constexpr else next(values)
         if isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
@@ -68,8 +76,8 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
             signature[name] = "i32" if value < 2**31 else "i64"
             if value % ALIGNMENT == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.threads // target.warp_size, "enable_fp_fusion": False}
+    source = ASTSource(launch.program.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.program.threads // target.warp_size, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
 

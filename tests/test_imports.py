@@ -1,6 +1,6 @@
-"""No circles among the modules of the package, and no imports upwards, annotations included.
+"""No circles among the modules of the package, and no imports upwards.
 
-An edge is every import of a module by name: at the top, inside of a function, and under ``TYPE_CHECKING``. The packages
+An edge is every import of a module by name, at the top or in a function, but for those of annotations. The packages
 around an imported module, which Python runs first, are no edges: ``brevact`` itself imports all that is below it.
 """
 
@@ -40,7 +40,11 @@ def _layer_of(name: str) -> int:
 
 def _imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
     """Names of the package's modules that a module imports; of names in a module, that module."""
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    of_types = {inner for node in guards for part in node.body for inner in ast.walk(part)}
     for node in ast.walk(tree):
+        if node in of_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom):

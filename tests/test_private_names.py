@@ -47,7 +47,7 @@ def _is_private(name: str) -> bool:
 
 def _own_names() -> set[str]:
     """Names that the package itself defines, sets or declares: attributes of its own objects."""
-    names = {"_replace", "_fields", "_getframe"}  # documented: of named tuples, and of sys
+    names = {"_asdict", "_replace", "_fields", "_getframe"}  # documented: of named tuples, and of sys
     for _, tree in _sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

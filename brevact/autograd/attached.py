@@ -15,15 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values
+from brevact.autograd import known_values, sharing
 from brevact.autograd.decoders import SavedByHook, unpack
 from brevact.autograd.saved import Decoder
-from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import storage_address
 
 _is_grad_enabled = torch.is_grad_enabled
-#: Decoded tensors by the first tensor they are decoded from: several second graphs save the same one.
-_shared = SharedPacks()
 
 #: Nodes whose backward saves only gradients, decoded tensors and weights: the second derivative is nonlinear in none.
 LINEAR_NODES = frozenset(
@@ -60,12 +57,13 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         tensors = stored.tensors()
         key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
         shares = bool(tensors) and tensors[0].layout is torch.strided
-        found = _shared.find(tensors[0], key) if shares else None
+        # by the first tensor that it is decoded from: several second graphs save the same one
+        found = sharing.find(tensors[0], key) if shares else None
         if found is not None:
             return found[0][0]
         x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
         if shares and not (x.is_conj() or x.is_neg()):
-            _shared.add(tensors[0], key, (x,), None)
+            sharing.add(tensors[0], key, (x,), None)
     return x

@@ -6,11 +6,13 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
+
+from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 
 #: Tensor types without semantics of a subclass.
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
@@ -40,6 +42,32 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
         elif isinstance(value, dict):
             found += tensors_of_call((), value)
     return found
+
+
+class BoundCall(NamedTuple):
+    """A call with its constants, as a function of the tensors at the leaves ``Tensor``; None as structure: a tuple."""
+
+    function: Callable[..., Tensor]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor:
+        given = iter(tensors)
+        leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
+        if self.spec is None:
+            return self.function(*leaves)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+
+def bound_call(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a call as a function of its tensors (:func:`tensors_of_call`): ``func`` itself if it has no constants."""
+    flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
+    constants = [type(arg) for arg in flat if arg is not Tensor]
+    if not kwargs and CONSTANT_TYPES.issuperset(constants):
+        return BoundCall(func, flat) if constants else func
+    leaves, spec = tree_flatten((args, kwargs))
+    return BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
 
 def is_stored(kind: type[Tensor]) -> bool:
@@ -109,6 +137,19 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             break
         places.append(found.pop(given))
     return tuple(places), found
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def arguments_of(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments of a call of a Python function by name, defaults too; None if the function refuses them."""
+    try:
+        found = _signature(func).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    found.apply_defaults()
+    return found.arguments
 
 
 def fills_storage(x: Any) -> bool:

@@ -158,16 +158,6 @@ def distinct_elements(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairs(PassesOn):
-    """Decodes a complex tensor from interleaved real and imaginary parts."""
-
-    is_conjugate: bool
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return complex_of(self.decoder.decode(tensors), self.is_conjugate)
-
-
 def pairs_of(x: Tensor) -> Tensor:
     """Return a complex tensor's real and imaginary parts as pairs, for a lazy conjugate those of the stored tensor."""
     x = x.detach().resolve_neg()
@@ -196,19 +186,13 @@ class _Places(Decoder):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flattened(PassesOn):
-    shape: tuple[int, ...]
+class Mapped(PassesOn):
+    """Decodes another decoder's tensor, and views or reorders it."""
+
+    function: Callable[[Tensor], Tensor]
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.decoder.decode(tensors).reshape(self.shape)
-
-
-_flattened = one_object_each(_Flattened)
-
-
-def flattened(decoder: Decoder, shape: tuple[int, ...]) -> Decoder:
-    """Return the decoder of the same tensor with dimensions flattened to ``shape``."""
-    return _flattened(decoder, shape)
+        return self.function(self.decoder.decode(tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +205,9 @@ class _Own(PassesOn):
 
 
 AS_IT_IS = _AsItIs()
-own = one_object_each(_Own)
+own, mapped = one_object_each(_Own), one_object_each(Mapped)
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
-decoder_of_pairs, decoder_of_places = one_object_each(_Pairs), one_object_each(_Places)
+decoder_of_places = one_object_each(_Places)
 
 
 class SavedByHook:

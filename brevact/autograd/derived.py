@@ -13,32 +13,28 @@ E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from source
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.call_arguments import CONSTANT_TYPES
+from brevact.autograd import known_values
+from brevact.autograd.call_arguments import bound_call, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.derivations import (
-    MOST_ADDED_AGAIN,
-    MOST_COMBINED,
-    MOST_DECODED,
-    DerivationRule,
-    derivation,
-    function_of,
-)
-from brevact.autograd.expressions import ByMask, TensorFunction
+from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.quality import EXACT
+from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.store import reported
-from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
-from brevact.quantizers import is_traced
+from brevact.private_names.of_torch import TreeSpec
+from brevact.quantizers import Layout, is_traced
 
 #: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
 MOST_MOVED = 4
@@ -46,6 +42,217 @@ _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same function
 #: Minimum result elements per element of an unpacked factor, which then takes half a bit per result element.
 ELEMENTS_OF_SMALL = 64
+#: Maximum calls in an expression: decoding costs no more than a few passes over memory.
+MOST_CALLS = 24
+#: Maximum decoded elements per result element: for means and maxima of more, a code costs less.
+MOST_DECODED = 4
+#: Maximum packed tensors in a derived sum or product; a sum of more is stored, and starts a new chain.
+MOST_COMBINED = 2
+#: The same for sums where layers are recomputed: every fourth residual block stores its sum.
+MOST_ADDED_AGAIN = 4
+
+
+class _Expressions:
+    """Operands of an expression under construction, with each source once.
+
+    Operands overlap if they read the same packed tensor, with ``enters_layers`` also through recomputed layers.
+    """
+
+    def __init__(self, enters_layers: bool) -> None:
+        self._enters_layers = enters_layers
+        self.sources: list[Saved] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self.quality = EXACT
+        #: Whether two operands read the same packed tensor.
+        self.overlap = False
+        self._roots: set[int] = set()  # ids of packed tensors
+        self.packed: set[int] = set()  # a recomputed layer counts by its token, not by its sources
+        #: Maximum number of packed tensors that a single operand reads.
+        self.most = 0
+        #: Whether each operand is a product with an unpacked tensor.
+        self.are_scaled = True
+
+    def add(self, kept: Saved) -> Call | int:
+        """Add an operand and return its expression."""
+        tensors, decoder = kept
+        if isinstance(decoder, View) and decoder.decoder.input_of(tensors) is None:
+            whole = self.add((tensors, decoder.decoder))
+            stride = decoder.decoder.stride if isinstance(decoder.decoder, Derived) else None
+            return Call(Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
+        if isinstance(decoder, Derived):
+            parts = decoder.parts(tensors)
+            self._meet(kept)
+            self.are_scaled = self.are_scaled and any(of is AS_IT_IS for _, of in parts)
+            return decoder.expression.renumbered([self._number(part) for part in parts])
+        self.are_scaled = False
+        self._meet(kept)
+        return self._number(kept)
+
+    def _meet(self, kept: Saved) -> None:
+        self.quality = self.quality.with_other(kept[1].quality)
+        roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
+        reads, met = (roots, self._roots) if self._enters_layers else (packed, self.packed)
+        self.overlap = self.overlap or bool(reads & met)
+        self._roots |= roots
+        self.packed |= packed
+        self.most = max(self.most, len(packed))
+
+    def _number(self, kept: Saved) -> int:
+        tensors, decoder = kept
+        key = (id(decoder), *map(id, tensors))
+        number = self._numbers.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(kept)
+        return number
+
+
+def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
+    """Return the ids of the packed tensors that a saved form is computed from.
+
+    Without ``enters_layers`` a recomputed layer's output counts as one: it is held for its readers.
+    """
+    tensors, decoder = kept
+    if decoder.quality.is_exact:
+        return set()
+    if isinstance(decoder, Derived):
+        return set().union(*(packed_in(part, enters_layers=enters_layers) for part in decoder.parts(tensors)))
+    if isinstance(decoder, View):
+        return packed_in((tensors, decoder.decoder), enters_layers=enters_layers)
+    input = decoder.input_of(tensors) if enters_layers else None
+    return {id(tensors[0])} if input is None else packed_in(input)
+
+
+class Derivation(NamedTuple):
+    """How an op's result derives from its operands' saved forms, independent of their values.
+
+    The decoder reads the operands' tensors at ``picks``. ``is_light``: the decoded packed sources are no larger than a
+    few results. The sources at ``small`` are saved unpacked.
+    """
+
+    decoder: Derived
+    picks: tuple[int, ...]
+    is_light: bool
+    small: tuple[int, ...]
+
+    def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
+        """Return the result's saved form for the operands' tensors."""
+        return tuple([tensors[place] for place in self.picks]), self.decoder
+
+    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
+        """Return whether the derivation is light, and its unpacked sources take at most a bit per result element."""
+        if not self.small or not self.is_light or is_traced(out):
+            return self.is_light
+        return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
+
+
+#: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
+_derivations: dict[Hashable, tuple[Derivation | None, tuple[Decoder, ...]]] = {}
+_MOST_DERIVATIONS = 4096
+_CONSTANTS = (
+    *(bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format, TreeSpec),
+    *(type(torch.ops.aten.relu.default), BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType),
+)
+
+
+class DerivationRule(NamedTuple):
+    """The function by which a tensor derives from others, and its properties.
+
+    ``is_curved``: not linear in each operand. ``is_pointwise``: a result element depends only on the operands' elements
+    at its position. ``is_jointly_linear``: linear in all operands together; other functions are curved if two operands
+    read the same packed tensor, whose errors they multiply with each other. ``adds``: adds or subtracts its operands
+    elementwise. ``most_packed``: packed tensors of several operands that the result may depend on.
+    """
+
+    function: TensorFunction | ByMask
+    is_curved: bool = False
+    is_pointwise: bool = True
+    most_packed: int = MOST_COMBINED
+    is_jointly_linear: bool = False
+    adds: bool = False
+    enters_layers: bool = True
+    most_decoded: float = MOST_DECODED
+
+
+def derivation(
+    rule: DerivationRule, operands: Sequence[Saved], like: Tensor
+) -> tuple[tuple[Tensor, ...], Derivation | None]:
+    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
+    tensors: tuple[Tensor, ...] = ()
+    decoders: tuple[Decoder, ...] = ()
+    for kept, decoder in operands:
+        tensors += kept
+        decoders += (decoder,)
+    numbers = tuple(map(id, tensors))
+    first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
+    key = (rule, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
+    try:
+        return tensors, _derivations[key][0]  # the entry holds the decoders, so their ids are not reused
+    except KeyError:
+        lasts = all(decoder.lasts for decoder in decoders) and _is_constant(rule.function)
+    except TypeError:  # symbols, and some functions' arguments, are unhashable
+        lasts = False
+    found = _derive_anew(rule, operands, like, first, lasts=lasts)
+    if lasts:
+        if len(_derivations) >= _MOST_DERIVATIONS:
+            _derivations.clear()
+        _derivations[key] = found, decoders
+    return tensors, found
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a function holds constants only: the table must keep no tensor or module alive."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None or (value.__module__ or "").startswith("torch.")
+    return value is None or isinstance(value, _CONSTANTS)
+
+
+def _derive_anew(
+    rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
+) -> Derivation | None:
+    """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
+    found = _Expressions(rule.enters_layers)
+    expressions = tuple([found.add(kept) for kept in operands])
+    if len(found.packed) > max(rule.most_packed, found.most):
+        return None
+    if rule.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
+        return None  # cancelling neighbours leave both errors, which scale with a far wider range
+    is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions)
+    expression = Call(rule.function, expressions, 0 if is_of_one else -1)
+    if expression.calls > MOST_CALLS:
+        return None
+    quality = found.quality
+    if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
+        quality = quality._replace(is_curved=True)
+    stride = None
+    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
+        stride = like.stride()
+    decoded_bytes, small = 0, []
+    for kept, decoder in found.sources:
+        if decoder is AS_IT_IS:
+            small.append(places[id(kept[0])])
+        elif not decoder.quality.is_exact:
+            decoded_bytes += decoder.described(kept)[1]
+    sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
+    made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
+    picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    is_light = is_traced(like) or decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    return Derivation(made, picks, is_light, tuple(small))
+
+
+def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
+    """Whether each expression is pointwise in one source."""
+    return all(isinstance(x, int) or x.only >= 0 for x in expressions)
+
+
+def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tensor, **properties: bool) -> Saved | None:
+    """Return the saved form of a function of saved tensors; None if it depends on too many.
+
+    The result has the sizes, strides and dtype of ``like``. ``properties`` are those of :class:`DerivationRule`.
+    """
+    tensors, found = derivation(DerivationRule(function, **properties), operands, like)  # type: ignore[arg-type]
+    return None if found is None else found.bind(tensors)
 
 
 def derive_output(
@@ -67,19 +274,15 @@ def derive(
     function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
-    is_curved: bool = False,
-    is_pointwise: bool = True,
-    most_packed: int = MOST_COMBINED,
-    is_jointly_linear: bool = False,
-    adds: bool = False,
     is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
+    **properties: Any,
 ) -> None:
     """Record that ``out`` is a function of an op's operands, if all of them have a saved form.
 
     Each operand comes with the saved form that the op itself made, or None. ``is_dirty``: an in-place Function modified
-    ``out`` and will call ``mark_dirty``. ``is_new``: ``out`` has memory of its own. The other arguments are those of
+    ``out`` and will call ``mark_dirty``. ``is_new``: ``out`` has memory of its own. ``properties`` are those of
     :class:`DerivationRule`.
     """
     if not region.settings.derives:
@@ -92,21 +295,16 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
+        is_deep, adds = goes_deep(region), properties.get("adds", False)
         if adds and region.recompute:
-            most_packed = MOST_ADDED_AGAIN
-        is_deep = goes_deep(region)
-        most_decoded = math.inf if is_deep and is_average else MOST_DECODED
-        rule = DerivationRule(
-            *(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds),
-            enters_layers=not is_deep,
-            most_decoded=most_decoded,
-        )
-        tensors, found = derivation(rule, kept, out)
-        if is_deep and adds and len(tensors) > MOST_TENSORS:
+            properties["most_packed"] = MOST_ADDED_AGAIN
+        if is_deep and is_average:
+            properties["most_decoded"] = math.inf
+        tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
+        if found is None or (is_deep and adds and len(tensors) > MOST_TENSORS) or not found.is_worth_it(tensors, out):
             return
-        result = found.bind(tensors)
-        if result is not None and found.is_worth_it(tensors, out):
-            region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
+        is_new = is_new and found.decoder.stride is not None
+        region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
@@ -126,7 +324,7 @@ def keep_smooth(
 ) -> Saved | None:
     """Save and report a smooth function, such as a derivative, of a source (:func:`keep_source`) and of masks."""
     kept = function_of(function, sources, like, is_curved=True, is_pointwise=is_pointwise)
-    return kept if kept is None else reported(kept)
+    return kept and reported(kept)
 
 
 def keep_source(region: Keeper, x: Tensor) -> Saved | None:
@@ -138,41 +336,6 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
         return None
     kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
-
-
-class _BoundCall(NamedTuple):
-    """A torch function call as a function of its tensor arguments."""
-
-    function: Callable[..., Tensor]
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.function(*args, **kwargs)
-
-
-class _PositionalCall(NamedTuple):
-    """A torch function call with positional tensors and constants only, as a function of its tensors."""
-
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...]
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        return self.function(*[next(given) if arg is Tensor else arg for arg in self.args])
-
-
-def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
-    if not kwargs:
-        flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
-        constants = [type(arg) for arg in flat if arg is not Tensor]
-        if CONSTANT_TYPES.issuperset(constants):
-            return _PositionalCall(func, flat) if constants else func
-    leaves, spec = tree_flatten((args, kwargs))
-    return _BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
 
 class Kind(Enum):
@@ -201,6 +364,24 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     return operands
 
 
+def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Record the result of an op that moves elements of tensors that are all known losslessly, whatever the settings.
+
+    A view of an argument is known already.
+    """
+    if type(result) is not Tensor or known_values.find(result) is not None:
+        return
+    operands = []
+    for x in tensors_of_call(args, kwargs):
+        known = known_values.find(x)
+        if known is None:
+            return
+        operands.append(known)
+    found = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False) if operands else None
+    if found is not None:
+        known_values.register(result, *found)
+
+
 def track_derived(
     region: Keeper,
     func: Callable[..., Tensor],
@@ -224,7 +405,7 @@ def track_derived(
     if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
-        *(region, out, _as_function(func, args, kwargs), operands),
+        *(region, out, bound_call(func, args, kwargs), operands),
         is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,

@@ -30,15 +30,6 @@ class TensorFunction(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
-class _Composed(NamedTuple):
-    """A pointwise expression of one source, as a function of one tensor."""
-
-    expression: Call
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.expression.of(x)
-
-
 class Call(NamedTuple):
     """An expression: a function of other expressions, or of sources by number.
 
@@ -66,18 +57,16 @@ class Call(NamedTuple):
         """Source numbers, once per read."""
         return [n for o in self.operands for n in (o.reads if isinstance(o, Call) else (o,))]
 
-    def of(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Evaluate a pointwise expression of one source, x."""
         assert not isinstance(self.function, ByMask)  # it is not a function of one element
-        return self.function(*[operand.of(x) if isinstance(operand, Call) else x for operand in self.operands])
+        return self.function(*[operand(x) if isinstance(operand, Call) else x for operand in self.operands])
 
     @property
     def as_function(self) -> TensorFunction:
         """A pointwise expression of one source as a function of one tensor."""
-        if len(self.operands) == 1 and isinstance(self.operands[0], int):
-            assert not isinstance(self.function, ByMask)
-            return self.function
-        return _Composed(self)
+        is_plain = len(self.operands) == 1 and isinstance(self.operands[0], int)
+        return self.function if is_plain and not isinstance(self.function, ByMask) else self
 
     def renumbered(self, numbers: Sequence[int]) -> Call:
         """Return the expression with source i renumbered to ``numbers[i]``."""
@@ -100,7 +89,7 @@ class ByMask(NamedTuple):
         return values if self.factor == 1.0 else values.mul_(self.factor)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Derived(Decoder):
     """Decoder of a derived tensor; its tensors are the concatenation of its sources' tensors.
 
@@ -112,10 +101,6 @@ class Derived(Decoder):
         dtype: its dtype.
         quality: its quality.
         lasts: whether the next training step derives the tensor by the same object.
-        function: the expression as a function of its one source, if it is pointwise and the source decodes through it.
-        repeated: sources that the expression reads more than once.
-        deep: sources that recompute layers.
-        adds: whether the expression contains a sum, as of residual blocks.
     """
 
     expression: Call
@@ -125,32 +110,21 @@ class Derived(Decoder):
     dtype: torch.dtype
     quality: Quality = field()  # otherwise the base class's property would be the default
     lasts: bool = field()
-    function: PointFunction | None
-    repeated: frozenset[int]
-    deep: frozenset[int]
-    adds: bool
 
-    @staticmethod
-    def of(
-        expression: Call,
-        sources: Sequence[Saved],
-        like: Tensor,
-        stride: tuple[int, ...] | None,
-        quality: Quality,
-        *,
-        lasts: bool,
-    ) -> Derived:
-        """Return the decoder of a tensor with ``like``'s shape and dtype from its sources' saved forms."""
-        numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
-        is_fused = expression.only >= 0 and numbered[0][0].decodes_through
-        function = expression.as_function if is_fused else None
-        read = Counter(expression.reads)
-        repeated = frozenset(number for number, count in read.items() if count > 1)
-        deep = frozenset(number for number, (decoder, _) in enumerate(numbered) if decoder.depth)
-        shape = tuple(like.shape)
-        return Derived(
-            expression, numbered, shape, stride, like.dtype, quality, lasts, function, repeated, deep, expression.adds
-        )
+    #: The expression as a function of its one source, if it is pointwise and the source decodes through it.
+    function: PointFunction | None = field(init=False)
+    #: Sources that the expression reads more than once, and those that recompute layers.
+    repeated: frozenset[int] = field(init=False)
+    deep: frozenset[int] = field(init=False)
+    #: Whether the expression contains a sum, as of residual blocks.
+    adds: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_fused = self.expression.only >= 0 and self.sources[0][0].decodes_through
+        self.function = self.expression.as_function if is_fused else None
+        self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
+        self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
+        self.adds = self.expression.adds
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)

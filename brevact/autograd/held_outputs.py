@@ -6,6 +6,7 @@ If hooks around the region return copies of saved tensors, each reader recompute
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -95,23 +96,19 @@ def place_of(kept: Saved) -> int:
 
 
 @contextmanager
-def not_held() -> Iterator[None]:
-    """Compute outputs for one reader without holding them: other readers run much later in backward."""
-    before, _task.passes_on = _task.passes_on, True
+def _during(flag: str) -> Iterator[None]:
+    before = getattr(_task, flag)
+    setattr(_task, flag, True)
     try:
         yield
     finally:
-        _task.passes_on = before
+        setattr(_task, flag, before)
 
 
-@contextmanager
-def inside_of_layer() -> Iterator[None]:
-    """Compute a layer's input: readers of lingering outputs do not follow at once."""
-    before, _task.is_inside = _task.is_inside, True
-    try:
-        yield
-    finally:
-        _task.is_inside = before
+#: Compute outputs for one reader without holding them: other readers run much later in backward.
+not_held = functools.partial(_during, "passes_on")
+#: Compute a layer's input: readers of lingering outputs do not follow at once.
+inside_of_layer = functools.partial(_during, "is_inside")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from brevact.autograd.decode_cache import decoded_beside_codes, decoded_for_many
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import EXPOSED, OF_VALUES, storage_address, versions_of
+from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
@@ -244,9 +244,6 @@ _Entry = tuple[
     int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Decoder, Quality, Any
 ]
 
-#: Attribute of a storage: its tensor's entry, freed with the storage.
-_KNOWN = OF_VALUES + "known"
-
 
 def register(
     x: Tensor,
@@ -273,24 +270,22 @@ def register(
         storage = x.untyped_storage()
         if storage.nbytes() != x.numel() * x.itemsize:
             return  # the storage has other tensors
-        if EXPOSED in storage.__dict__:
-            return
         address = storage._cdata
         for kept in tensors:
             if storage_address(kept) == address:
                 return  # a cycle: the storage would never be freed
-    x.untyped_storage().__dict__[_KNOWN] = (
-        *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
-        *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
-    )
+    record = record_of(x)
+    if record is not None:
+        record.known = (
+            *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
+            *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
+        )
 
 
 def is_marked(x: Tensor) -> bool:
     """Return whether a tensor has an entry, possibly of an earlier version."""
-    try:
-        return _KNOWN in x.untyped_storage().__dict__
-    except (NotImplementedError, RuntimeError):  # no storage
-        return False
+    record = find_record(x)
+    return record is not None and record.known is not None
 
 
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
@@ -301,11 +296,9 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     ones is known only in the scope (checkpoint) in which it was computed: recomputation then finds the same entries as
     the checkpoint's forward.
     """
-    try:
-        entry: _Entry | None = x.untyped_storage().__dict__.get(_KNOWN)
-        if entry is None or entry[0] != x._version:
-            return None
-    except (NotImplementedError, RuntimeError):  # no storage, or no version
+    record = find_record(x)
+    entry: _Entry | None = None if record is None else record.known
+    if entry is None or x.is_inference() or entry[0] != x._version:
         return None
     _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
     if dtype is not x.dtype or x.is_neg() or x.is_conj():
@@ -331,3 +324,34 @@ def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
     """Return the saved form of ``x``, a view at this offset of the tensor that ``base`` saves."""
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
+
+
+def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
+    """Register the codes of the elements that pooling has picked from a known tensor.
+
+    ``index`` has the result's shape and is flat over the input's last ``rank`` dimensions.
+    """
+    known = find(input)
+    found = None if known is None else _codes_of(*known)
+    if known is None or found is None or len(known[0]) > 3:  # with a NaN mask, which is not picked from
+        return
+    (_, zero_point, scale), (codes, integers) = known[0], found
+    for x in (zero_point, scale):
+        if x.numel() != 1 and not (known[1] is integers and x.dim() == input.dim() and x.shape[-rank:].numel() == 1):
+            return  # groups of a map have their own scales
+    picked = torch.empty_like(out, dtype=torch.uint8)
+    picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
+    layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
+    tensors = pack_codes(layout.flatten(picked), integers.bit_width), zero_point, scale
+    register(out, tensors, replace(integers, layout=layout, nbytes=out.nbytes))
+
+
+def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, IntegerCodes] | None:
+    """Return a known tensor's codes in its shape, and their decoder; None if it has no codes."""
+    if isinstance(decoder, IntegerCodes):
+        flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
+        return decoder.layout.restore(flat), decoder
+    if isinstance(decoder, View):
+        found = _codes_of(tensors, decoder.decoder)
+        return found and (found[0].as_strided(decoder.shape, decoder.stride, decoder.offset), found[1])
+    return None

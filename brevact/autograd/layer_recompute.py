@@ -18,16 +18,17 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
 from brevact.autograd.held_outputs import HeldOutput, inside_of_layer, is_held, make_token, take
-from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now
 from brevact.autograd.quality import Quality
@@ -62,16 +63,6 @@ _NUMEL_OF_CALL = 1 << 18
 
 #: A layer as a function of its input, its weight and its bias.
 Layer = TensorFunction
-
-
-class WithOptions(NamedTuple):
-    """A layer of torch with the arguments that follow its bias."""
-
-    function: Callable[..., Tensor]
-    options: tuple[Any, ...]
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.function(x, weight, bias, *self.options)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -129,7 +120,7 @@ class LayerOutput(HeldOutput):
     @property
     def has_rows(self) -> bool:
         """Whether each output row is a function of the same input row, as in a linear layer."""
-        return not isinstance(self.layer, WithOptions) and is_contiguous(self.shape, self.stride)
+        return not isinstance(self.layer, BoundCall) and is_contiguous(self.shape, self.stride)
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
         """Return a function that computes the output rows from ``start`` to before ``stop``."""
@@ -164,7 +155,7 @@ class LayerOutput(HeldOutput):
         count(math.prod(self.shape))
         samples, step = self.shape[0], samples_of_call(self.shape)
         with DisableTorchFunction():
-            if isinstance(self.layer, WithOptions) and x.is_cpu and 2 * step <= samples == x.shape[0]:
+            if isinstance(self.layer, BoundCall) and x.is_cpu and 2 * step <= samples == x.shape[0]:
                 out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
                 for start in range(0, samples, step):  # ATen would make a second copy of all samples at once
                     out[start : start + step] = self.layer(x[start : start + step], weight, bias)
@@ -234,7 +225,7 @@ def remember_output(
 
     The region saves ``input`` if the weight trains. ``cost`` is in multiplications and additions per output element.
     """
-    if not 0 < cost <= region.recompute or not can_recompute(cast("EagerKeeper", region), out):
+    if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
     if may_free_weights(weight):
         return
@@ -304,7 +295,7 @@ def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
     return known is not None and known[1].depth > 0
 
 
-def can_recompute(region: EagerKeeper, out: Tensor) -> bool:
+def can_recompute(region: Keeper, out: Tensor) -> bool:
     """Return whether a region recomputes layer outputs, and this one is floating-point."""
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:

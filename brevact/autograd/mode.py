@@ -18,11 +18,9 @@ from brevact.autograd.active_regions import active
 from brevact.autograd.aten_calls import as_torch_function
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
@@ -172,13 +170,14 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     else:
         hooks = region.hooks
         hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.reads_sizes = row.reads_sizes
         if keeps_distinct or row.places is not None:
             hooks.keeps_distinct = keeps_distinct
             hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes = None
+            hooks.cast_shapes, hooks.reads_sizes = None, False
             if keeps_distinct or row.places is not None:
                 hooks.keeps_distinct, hooks.places = False, 0
     region.mark(result, is_weight=False)
@@ -249,7 +248,7 @@ def _track(
     if is_new and known_values.is_marked(result):
         return
     if row.kind is Kind.MOVE:
-        track_moved_codes(func, args, kwargs, result)
+        track_moved(func, args, kwargs, result)
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.decode_cache import decoded, may_be_held
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -53,31 +53,24 @@ def aligned(
     return mean, alignment.align(alignment.inverse(spread), shape)
 
 
-class Unpacked(Decoder):
+@dataclass(frozen=True, slots=True)
+class Unpacked(PassesOn):
     """Decoder of a losslessly saved norm input; its last tensors are the norm's statistics."""
 
-    __slots__ = ("_decoder", "statistics")
-    statistics: int
-
-    def __init__(self, decoder: Decoder, statistics: int) -> None:
-        self._decoder, self.statistics = decoder, statistics
-
-    @property
-    def quality(self) -> Quality:
-        return self._decoder.quality
+    statistics: int = field()  # otherwise the base class's property would be the default
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self._decoder.decode(tensors[: -self.statistics])
+        return self.decoder.decode(tensors[: -self.statistics])
 
     def without_statistics(self, tensors: tuple[Tensor, ...]) -> Saved:
-        return tensors[: -self.statistics], self._decoder
+        return tensors[: -self.statistics], self.decoder
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None
         return self.decode(tensors), mean, tensors[-1]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self._decoder.described(tensors[: -self.statistics])
+        return self.decoder.described(tensors[: -self.statistics])
 
 
 class Centred(Decoder):

@@ -20,8 +20,7 @@ from brevact.autograd.held_outputs import HeldOutput, is_held
 from brevact.autograd.layer_recompute import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import PassesOn, Saved, one_object_each
 from brevact.autograd.storages import LONE
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction
@@ -30,42 +29,29 @@ from brevact.quantizers import PointFunction
 _NUMEL_IN_CACHE = 1 << 16
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _NormOutput(Decoder):
-    """Decoder of a norm's output; its first tensors are the input's.
+@dataclass(frozen=True, slots=True)
+class _NormOutput(PassesOn):
+    """Decoder of a norm's output; its first ``count`` tensors are the input's, which ``decoder`` decodes.
 
-    ``source`` is the input's decoder and the number of its tensors; ``has`` says which of the other tensors there are.
+    ``has`` says which of the other tensors there are.
     """
 
-    source: tuple[Decoder, int]
+    count: int
     alignment: Alignment
     has: tuple[bool, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def quality(self) -> Quality:
-        return self.source[0].quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.source[0].lasts
-
-    @property
-    def depth(self) -> int:
-        return self.source[0].depth
-
-    @property
-    def layers_without_sum(self) -> int:
-        return self.source[0].layers_without_sum
+    allows_double_backward = False
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        decoder, count = self.source
-        return tensors[:count], decoder
+        return tensors[: self.count], self.decoder
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
+
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        return False
 
     def _finished(self, out: Tensor) -> Tensor:
         return with_strides(out.to(self.dtype), self.stride)
@@ -76,27 +62,19 @@ class NormOutputAgain(_NormOutput):
 
     __slots__ = ()
 
+    @torch.no_grad()
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        kept, decoder = self.input_of(tensors)
-        spread, *others = tensors[len(kept) :]
-        with torch.no_grad():
-            return self._finished(self._affine(decoder.decode(kept), spread, others))
-
-    def _affine(self, x: Tensor, spread: Tensor, others: list[Tensor]) -> Tensor:
-        given = iter(others)
+        x, given = self.decoder.decode(tensors[: self.count]), iter(tensors[self.count + 1 :])
         mean, weight, bias = (next(given) if there else None for there in self.has)
-        shift, scale = aligned(self.alignment, mean, spread, self.shape)
+        shift, scale = aligned(self.alignment, mean, tensors[self.count], self.shape)
         weight, bias = (y if y is None else self.alignment.align_weight(y, self.shape) for y in (weight, bias))
         if weight is not None and weight.shape != scale.shape:  # no factor that is as large as the input
             out = (x * scale if shift is None else (x - shift).mul_(scale)).mul_(weight)
-            return out if bias is None else out.add_(bias)
+            return self._finished(out if bias is None else out.add_(bias))
         scale = scale if weight is None else scale * weight
         if shift is not None:
             bias = -shift * scale if bias is None else bias - shift * scale
-        return x * scale if bias is None else torch.addcmul(bias, x.to(scale.dtype), scale)
-
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        return False
+        return self._finished(x * scale if bias is None else torch.addcmul(bias, x.to(scale.dtype), scale))
 
 
 class ChannelsAgain(_NormOutput):
@@ -116,7 +94,7 @@ class ChannelsAgain(_NormOutput):
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, scale, shift = self._read(tensors)
-        is_owned = isinstance(self.source[0], HeldOutput) and not is_held(tensors[0])
+        is_owned = isinstance(self.decoder, HeldOutput) and not is_held(tensors[0])
         is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
         if is_owned and x.is_cpu and x.dtype is self.dtype is scale.dtype and x.stride() == self.stride:
             for rows in x.split(max(_NUMEL_IN_CACHE // math.prod(self.shape[1:]), 1)):
@@ -129,11 +107,10 @@ class ChannelsAgain(_NormOutput):
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input, and its channels' factors and shifts."""
-        kept, decoder = self.input_of(tensors)
-        spread, shift, *weight = tensors[len(kept) :]
+        spread, shift, *weight = tensors[self.count :]
         with torch.no_grad():
             scale = self.alignment.inverse(spread)
-            return decoder.decode(kept), scale * weight[0] if weight else scale, shift
+            return self.decoder.decode(tensors[: self.count]), scale * weight[0] if weight else scale, shift
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
@@ -183,20 +160,16 @@ def recomputed_output(
         tensors, decoder = decoder.without_statistics(tensors)
     if not is_output(decoder):
         return None
-    alignment, rest = norm.norm.alignment, (tuple(out.shape), out.stride(), out.dtype)
-    source = decoder, len(tensors)
+    given = decoder, len(tensors), norm.norm.alignment
+    rest = tuple(out.shape), out.stride(), out.dtype
     if norm.mean is not None and norm.mean.shape == norm.spread.shape == out.shape[1:2] and out.dim() > 2:
         with torch.no_grad():
-            scale = alignment.inverse(norm.spread)
+            scale = norm.norm.alignment.inverse(norm.spread)
             scale = scale if weight is None else scale * weight
             shift = -norm.mean * scale if bias is None else bias - norm.mean * scale
         make = _of_channels if decoder.lasts else ChannelsAgain
         weights = () if weight is None else (as_now(weight, True),)
-        return (*tensors, norm.spread, shift, *weights), make(source, alignment, (weight is not None,), *rest)
-    others = tuple(
-        y if y is None else y if y is norm.mean else as_now(y, y is weight) for y in (norm.mean, weight, bias)
-    )
-    make_any = _output if decoder.lasts else NormOutputAgain
-    has = tuple(y is not None for y in others)
-    result = make_any(source, alignment, has, *rest)
+        return (*tensors, norm.spread, shift, *weights), make(*given, (weight is not None,), *rest)
+    others = (norm.mean, *(y if y is None else as_now(y, y is weight) for y in (weight, bias)))
+    result = (_output if decoder.lasts else NormOutputAgain)(*given, tuple(y is not None for y in others), *rest)
     return (*tensors, norm.spread, *(y for y in others if y is not None)), result

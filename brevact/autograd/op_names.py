@@ -26,10 +26,9 @@ _BUILTIN = (
 
 def _stores(rows: list[Op]) -> bool:
     """Whether a rule changes the tensors that a function saves: its counterpart, or hooks, may pack some."""
-    if all(row.stored is not None and row.stored.kept == NOTHING for row in rows if row.handler):
-        if any(row.handler for row in rows):
-            return False
-    return any(row.handler or row.must_not_round or row.saves in (Saves.FACTORS, Saves.BOUNDED) for row in rows)
+    kinds = Saves.FACTORS, Saves.BOUNDED, Saves.SIZES
+    saving = [row for row in rows if row.handler or row.must_not_round or row.saves in kinds]
+    return any(row.stored is None or row.stored.kept != NOTHING for row in saving)
 
 
 def _plain_name(func: Callable) -> str:

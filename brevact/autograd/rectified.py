@@ -13,16 +13,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
-from brevact.autograd.derivations import function_of
+from brevact.autograd.derived import function_of
 from brevact.autograd.saved import Decoder, Saved, one_object_each
-from brevact.autograd.storages import EXPOSED, OF_VALUES, OFFERED, is_tracked, note_held
+from brevact.autograd.storages import find_record, is_tracked, note_held, record_of
 from brevact.autograd.store import keep_mask
 
 
@@ -63,14 +64,6 @@ def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
-class _Inverse(NamedTuple):
-    function: Callable[..., Tensor]
-    number: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.function(x, self.number)
-
-
 _INVERSES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
     **dict.fromkeys(("sub", "__sub__"), torch.add),
@@ -79,26 +72,22 @@ _INVERSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def offer(x: Tensor, stored: SavedByHook, inverses: tuple[_Inverse, ...] = ()) -> None:
+def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = ()) -> None:
     """Attach to a tensor the stand-in for it, or for the result that these functions give for it."""
     if x.is_inference() or x.layout is not torch.strided:
         return
-    entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
-    known = x.untyped_storage().__dict__
-    if EXPOSED in known:
-        return
-    known[OFFERED] = [each for each in known.get(OFFERED, ()) if each[0]() is not None] + [entry]
-
-
-#: Keys: whether a tensor is a saturating output; the saturating outputs that a tensor is a function of.
-_SATURATES, _CARRIED = OF_VALUES + "saturates", OF_VALUES + "carried"
+    record = record_of(x)
+    if record is not None:
+        entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
+        record.offered = [each for each in record.offered if each[0]() is not None] + [entry]
 
 
 def offer_saturated(out: Tensor, stored: SavedByHook) -> None:
     """Attach to a saturating output its packed form, until an op saves the output, or a function of it, unpacked."""
     offer(out, stored)
-    if OFFERED in out.untyped_storage().__dict__:
-        out.untyped_storage().__dict__[_SATURATES] = True
+    record = find_record(out)
+    if record is not None and record.offered:
+        record.saturates = True
 
 
 def carry(tensors: list[Tensor], out: Any) -> None:
@@ -109,14 +98,17 @@ def carry(tensors: list[Tensor], out: Any) -> None:
     for x in tensors:
         if not x.requires_grad or 8 * x.numel() <= out.numel():
             continue
-        known = x.untyped_storage().__dict__ if is_tracked(x) else {}
-        carried = (x.detach(),) if _SATURATES in known and OFFERED in known else known.get(_CARRIED)
-        if carried is None:
+        record = find_record(x)
+        carried = () if record is None else record.carried
+        if record is not None and record.saturates and record.offered:
+            carried = (x.detach(),)
+        if not carried:
             return
         found |= {each.untyped_storage()._cdata: each for each in carried}
-    storage = out.untyped_storage()
-    if len(found) == 1 and storage._cdata not in found and EXPOSED not in storage.__dict__:
-        storage.__dict__[_CARRIED] = tuple(found.values())
+    if len(found) == 1 and out.untyped_storage()._cdata not in found:
+        record = record_of(out)
+        if record is not None:
+            record.carried = tuple(found.values())
 
 
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -131,10 +123,11 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
     if out is x or not (out.dtype is x.dtype in (torch.float32, torch.float64)) or out.stride() != x.stride():
         return
     place = x.shape, x.stride(), x.storage_offset()
-    for reference, version, dtype, own_place, inverses in x.untyped_storage().__dict__.get(OFFERED, ()):
+    record = find_record(x)
+    for reference, version, dtype, own_place, inverses in () if record is None else record.offered:
         stored = reference()
         if stored is not None and version == x._version and dtype is x.dtype and own_place == place:
-            offer(out, stored, (_Inverse(inverse, number), *inverses))
+            offer(out, stored, (BoundCall(inverse, (Tensor, number)), *inverses))
 
 
 def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
@@ -144,11 +137,13 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
-    known = x.untyped_storage().__dict__
-    for source in known.pop(_CARRIED, ()):
+    record = find_record(x)
+    if record is None:
+        return
+    carried, offered, record.carried, record.offered = record.carried, record.offered, (), []
+    for source in carried:
         give_up(source, outer, why)
-    for entry in known.pop(OFFERED, ()):
-        reference, version, dtype, place, inverses = entry
+    for reference, version, dtype, place, inverses in offered:
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:
             continue
@@ -166,7 +161,8 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
 
 def give_up_saturated(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
     """Save the saturating outputs unpacked that ``x``, an argument that an op needs exactly, is a function of."""
-    if is_tracked(x) and not {_SATURATES, _CARRIED}.isdisjoint(x.untyped_storage().__dict__):
+    record = find_record(x)
+    if record is not None and (record.saturates or record.carried):
         give_up(x, outer, storage_report.NOT_NOISE)
 
 

@@ -17,7 +17,7 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.base import may_overwrite
-from brevact.autograd.ops.op import Op
+from brevact.autograd.ops.op import Op, Saves
 from brevact.autograd.other_code import OPERATORS, operator_name
 from brevact.private_names.of_torch import schemas_of_operator
 
@@ -39,6 +39,7 @@ class Row:
         is_norm: whether it is a norm, which makes a weight of a weight.
         rounds_forward: whether some quantizers change its result.
         looks_up: whether integers beside a tensor are indices.
+        reads_sizes: whether its gradient reads only the sizes of floating-point tensors.
         places: returns the number of places, if saved integers are places.
         is_pointwise: whether each result element is a function of the elements at its position.
         is_metadata: whether a call reads a tensor's metadata, or makes a plain view (``stores_nothing``).
@@ -62,6 +63,7 @@ class Row:
     is_norm: bool = False
     rounds_forward: bool = False
     looks_up: bool = False
+    reads_sizes: bool = False
     places: Callable[[list[Tensor]], int] | None = None
     is_pointwise: bool = False
     is_metadata: bool = False
@@ -123,6 +125,7 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
         is_norm=is_norm,
         rounds_forward=any(op.rounds_forward for op in ops),
         looks_up=any(op.looks_up for op in ops),
+        reads_sizes=any(op.saves is Saves.SIZES for op in ops),
         places=next((op.places for op in ops if op.places), None),
         is_pointwise=any(op.is_pointwise for op in ops),
         is_metadata=any(op.is_metadata for op in ops),

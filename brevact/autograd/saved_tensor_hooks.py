@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
-from brevact.autograd.call_arguments import tensors_of_call
+from brevact.autograd.call_arguments import BoundCall, tensors_of_call
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.clipped_ends import share_codes
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, own, unpack
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.distinct import keep_distinct
 from brevact.autograd.hook_stack import HookStack
@@ -33,7 +33,7 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_complex, is_plain
+from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
 from brevact.autograd.other_code import saver_of
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer, offer_saturated
 from brevact.autograd.saved import Saved
@@ -60,12 +60,22 @@ class SavedTensorHooks(HookStack):
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
         # Whether the function's saved tensors take their distinct forms, and those without one stay unpacked.
         self.keeps_distinct = False
+        # Whether the function's gradient reads only the sizes of floating-point tensors.
+        self.reads_sizes = False
         # Number of places, if the integers that the function saves are places; 0 if they may be others.
         self.places = 0
         # Whether a backward pass runs whose gradients will be differentiated again.
         self.is_in_backward = False
         # Packs the saved tensors of a torch function that replaces a Function of ours, or makes a weight.
         self._packer: Callable[[Tensor], _Packed] | None = None
+
+    def _run(self, packer: Callable[[Tensor], _Packed], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a torch function whose saved tensors ``packer`` packs."""
+        try:
+            self._packer = packer
+            return function(*args, **kwargs)
+        finally:
+            self._packer = None
 
     def run_torch(
         self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, flattens: bool = False
@@ -75,11 +85,7 @@ class SavedTensorHooks(HookStack):
         It saves its input and weight, or, if it ``flattens``, the input's rows and the transposed weight. Two hook
         calls for each cost less than a Function.
         """
-        try:
-            self._packer = functools.partial(self._pack_of_layer, input, weight, flattens)
-            out = layer(input, weight, *args)
-        finally:
-            self._packer = None
+        out = self._run(functools.partial(self._pack_of_layer, input, weight, flattens), layer, input, weight, *args)
         ModelState.mark_activation(out)
         return out
 
@@ -98,21 +104,13 @@ class SavedTensorHooks(HookStack):
         If it ``offers``, the unpacked tensor replaces ``kept`` once another op saves it. In place of ``kept``, ``keep``
         packs the tensor, or ``mask_of`` makes its mask, which another op that saves the tensor unpacked replaces.
         """
-        try:
-            self._packer = functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers)
-            out = function(input)
-        finally:
-            self._packer = None
+        out = self._run(functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers), function, input)
         ModelState.mark_activation(out)
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function whose saved tensors stay unpacked, and are shared with other ops that save them."""
-        try:
-            self._packer = self._pack_exactly
-            result = func(*args, **kwargs)
-        finally:
-            self._packer = None
+        result = self._run(self._pack_exactly, func, *args, **kwargs)
         self.give_up_saturated(tensors_of_call(args, kwargs))  # func may save a function of them, such as its result
         return result
 
@@ -136,11 +134,8 @@ class SavedTensorHooks(HookStack):
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does, but pack its normalized input."""
         waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is packed once its statistics exist
-        try:
-            self._packer = functools.partial(self._pack_of_norm, weight, norm.running, waiting)
-            out, mean, spread = norm.forward(input, weight, bias)
-        finally:
-            self._packer = None
+        packer = functools.partial(self._pack_of_norm, weight, norm.running, waiting)
+        out, mean, spread = self._run(packer, norm.forward, input, weight, bias)
         given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
         kept = self._keep_waiting(waiting, input, given)
         derive_output(self._region, given, kept, out, weight, bias)
@@ -172,11 +167,7 @@ class SavedTensorHooks(HookStack):
         The saved forms of torch's saved tensors, including the result, are known once the function has run.
         """
         collected: list[tuple[SavedByHook, Tensor]] = []
-        try:
-            self._packer = functools.partial(_put_off, collected)
-            result = func(*args, **kwargs)
-        finally:
-            self._packer = None
+        result = self._run(functools.partial(_put_off, collected), func, *args, **kwargs)
         remember(self._region, func, args, kwargs, result, [x for _, x in collected])
         for stored, x in collected:
             kept = self._region.keep_weight(x)
@@ -218,7 +209,7 @@ class SavedTensorHooks(HookStack):
             tensors, decoder = self._region.keep(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
                 return self._hand_on(((x,), AS_IT_IS))
-            return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
+            return self._hand_on((tensors, mapped(decoder, BoundCall(torch.reshape, (Tensor, tuple(x.shape))))))
         return self._pack_of_shape(x, input)
 
     def _pack_of_function(
@@ -352,6 +343,8 @@ class SavedTensorHooks(HookStack):
             why = storage_report.NO_QUANTIZER
         elif not is_plain(x):
             why = storage_report.OTHER_KIND
+        elif self.reads_sizes and (x.is_floating_point() or x.is_complex()):
+            return reported(keep_sizes(x))
         elif x.numel() < settings.min_numel and not (self.places and x.dtype in INTEGERS):
             return self._keep_small(x)
         elif not region.packs_for(saver):

@@ -1,11 +1,10 @@
 """Pack a tensor once for all ops that save it.
 
 Residual branches, q/k/v projections, a block's input that its shortcut reads too: several ops save the same tensor and
-get the same packed tensors. The table owns nothing. It finds a tensor by its storage (which carries its part of the
-table, so that a reused address is never taken for the old storage), version counter, offset, shape and strides, and
-holds the packed tensors by weak references: they live as long as some graph node keeps them. The version counter
-misses edits through ``x.data``, NumPy or an address: a region that hands one out forgets the tensor's packed forms
-(``storages.end_known_values``).
+get the same packed tensors. The table owns nothing. It finds a tensor by its storage, whose record carries its part of
+the table, version counter, offset, shape and strides, and holds the packed tensors by weak references: they live as
+long as some graph node keeps them. The version counter misses edits through ``x.data``, NumPy or an address: a region
+that hands one out forgets the tensor's packed forms (``storages.end_known_values``).
 
 A tensor without gradient, such as a batch or target, outlives the step that packed it. Only one root region uses its
 random codes: otherwise a step's noise would depend on whether something, perhaps uncollected garbage, still holds the
@@ -14,18 +13,16 @@ codes of an earlier step.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
-from brevact.autograd.storages import EXPOSED, OF_VALUES, referent
+from brevact.autograd.storages import find_record, record_of, referent
 
 _SWEEP_FLOOR = 4
-_numbers = itertools.count()
 
 
 class _WeakTensor:
@@ -84,62 +81,57 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
         self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
 
 
-class SharedPacks:
-    """Weak table from (tensor, settings) to the tensor's saved form."""
-
-    def __init__(self) -> None:
-        self._attribute = f"{OF_VALUES}packs_{next(_numbers)}"
-
-    def packs_of(self, storage: UntypedStorage) -> _Packs:
-        packs: _Packs | None = getattr(storage, self._attribute, None)
-        if packs is None:
-            packs = _Packs()
-            setattr(storage, self._attribute, packs)
-        return packs
-
-    def find(
-        self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0, also: Callable[[Any], bool] | None = None
-    ) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the packed form of ``x``, a tensor with a storage, if a node still holds it.
-
-        Args:
-            x: the tensor.
-            settings: key of the settings under which it was packed.
-            root: number, from 1 on, of the root region whose random codes of a tensor without gradient match; 0 matches
-                any.
-            also: whether a decoder is accepted whose settings differ in their key's first item; None accepts none.
-        """
-        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
-        if not packs or x.is_inference():
-            return None
-        sought, served = _key_of(x, settings), 0 if x.requires_grad else root
-        found = packs.find(sought, served)
-        if found is not None or also is None:
-            return found
-        for key in list(packs):
-            if key != sought and key[:-1] == sought[:-1] and key[-1][1:] == settings[1:]:
-                found = packs.find(key, served)
-                if found is not None and also(found[1]):
-                    return found
+def packs_of(x: Tensor) -> _Packs | None:
+    """Return the packed forms of the tensors in the storage of ``x``; None if nothing may be recorded for it."""
+    record = record_of(x)
+    if record is None:
         return None
+    if record.packs is None:
+        record.packs = _Packs()
+    packs: _Packs = record.packs
+    return packs
 
-    def add(
-        self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
-    ) -> None:
-        """Register the packed form of ``x``; not for inference tensors, which have no version, nor exposed storages.
 
-        ``root`` is the number of the root region that drew random codes, 0 for codes that are not random.
-        """
-        if x.is_inference():
-            return
-        storage = x.untyped_storage()
-        if EXPOSED in storage.__dict__:
-            return
-        packs, source = self.packs_of(storage), storage._cdata
-        if len(packs) >= packs.sweep_at:  # it has doubled
-            packs.sweep()
-        served = 0 if x.requires_grad else root
-        packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder, served)
+def find(
+    x: Tensor, settings: tuple[Hashable, ...], root: int = 0, also: Callable[[Any], bool] | None = None
+) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Return the packed form of ``x``, a tensor with a storage, if a node still holds it.
+
+    Args:
+        x: the tensor.
+        settings: key of the settings under which it was packed.
+        root: number, from 1 on, of the root region whose random codes of a tensor without gradient match; 0 matches
+            any.
+        also: whether a decoder is accepted whose settings differ in their key's first item; None accepts none.
+    """
+    record = find_record(x)
+    packs: _Packs | None = None if record is None else record.packs
+    if not packs or x.is_inference():
+        return None
+    sought, served = _key_of(x, settings), 0 if x.requires_grad else root
+    found = packs.find(sought, served)
+    if found is not None or also is None:
+        return found
+    for key in list(packs):
+        if key != sought and key[:-1] == sought[:-1] and key[-1][1:] == settings[1:]:
+            found = packs.find(key, served)
+            if found is not None and also(found[1]):
+                return found
+    return None
+
+
+def add(x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0) -> None:
+    """Register the packed form of ``x``; not for inference tensors, which have no version, nor exposed storages.
+
+    ``root`` is the number of the root region that drew random codes, 0 for codes that are not random.
+    """
+    packs = None if x.is_inference() else packs_of(x)
+    if packs is None:
+        return
+    if len(packs) >= packs.sweep_at:  # it has doubled
+        packs.sweep()
+    source, served = x.untyped_storage()._cdata, 0 if x.requires_grad else root
+    packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder, served)
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:

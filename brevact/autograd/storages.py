@@ -25,17 +25,50 @@ def _count_of_a_lone_local() -> int:
 LONE = _count_of_a_lone_local()
 
 _version_of = operator.attrgetter("_version")
-#: Prefix of storage attributes that depend on the values in the storage.
-OF_VALUES = "_brevact_values_"
-#: The object by which an op saves the storage unpacked, with the version.
-_HELD = OF_VALUES + "held"
-#: The stand-ins for the storage's tensors until an op saves these unpacked.
-OFFERED = OF_VALUES + "stand_ins"
-#: Attribute of a storage that somebody may write to unseen at any time: it gets none of the others.
-EXPOSED = "_brevact_exposed"
+#: Attributes of a storage: its record, and whether integers in it were made by a region's op.
+_RECORD, _MADE = "_brevact_record", "_brevact_made"
 
-#: Attribute of a storage of integers that a region's op made.
-_MADE = "_brevact_made"
+
+class Record:
+    """What is known of the values in a storage, which carries it: a reused address is never taken for the old storage.
+
+    Attributes:
+        known: the saved form of the tensor that fills the storage (``known_values``).
+        packs: the packed forms of the storage's tensors (``sharing``).
+        held: a weak reference to the object by which an op saves the storage unpacked, and the version.
+        offered: the stand-ins for the storage's tensors until an op saves these unpacked (``rectified``).
+        saturates: whether the tensor is a saturating output.
+        carried: the saturating outputs that the tensor is a function of.
+        is_exposed: whether somebody may write to the storage unseen at any time: nothing else is recorded then.
+    """
+
+    __slots__ = ("carried", "held", "is_exposed", "known", "offered", "packs", "saturates")
+
+    def __init__(self, *, is_exposed: bool = False) -> None:
+        self.known: Any = None
+        self.packs: Any = None
+        self.held: tuple[weakref.ref[Any], int] | None = None
+        self.offered: list[Any] = []
+        self.saturates, self.is_exposed = False, is_exposed
+        self.carried: tuple[Tensor, ...] = ()
+
+
+def find_record(x: Tensor) -> Record | None:
+    """Return the record of a tensor's storage, None if there is none."""
+    try:
+        found: Record | None = x.untyped_storage().__dict__.get(_RECORD)
+    except (NotImplementedError, RuntimeError):  # no storage
+        return None
+    return found
+
+
+def record_of(x: Tensor) -> Record | None:
+    """Return the record of a tensor's storage, a new one if there is none; None if nothing may be recorded."""
+    known = x.untyped_storage().__dict__
+    found: Record | None = known.get(_RECORD)
+    if found is None:
+        found = known[_RECORD] = Record()
+    return None if found.is_exposed else found
 
 
 def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
@@ -48,10 +81,10 @@ def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
             known = x.untyped_storage().__dict__
     except (NotImplementedError, RuntimeError, ValueError):  # no storage
         return
-    for name in [name for name in known if name.startswith(OF_VALUES)]:
-        del known[name]
     if for_good:
-        known[EXPOSED] = True
+        known[_RECORD] = Record(is_exposed=True)
+    elif _RECORD in known and not known[_RECORD].is_exposed:
+        del known[_RECORD]
 
 
 def storage_address(x: Tensor) -> int:
@@ -82,18 +115,21 @@ def any_tracked(tensors: list[Tensor]) -> bool:
 
 def is_offered(x: Tensor) -> bool:
     """Return whether an op saves a stand-in for ``x``, such as a packed copy, which it can give up."""
-    return not is_traced(x) and OFFERED in x.untyped_storage().__dict__
+    found = None if is_traced(x) else find_record(x)
+    return found is not None and bool(found.offered)
 
 
 def note_held(x: Tensor, holder: Any) -> None:
     """Record that an op that needs ``x`` exactly saves it unpacked as long as ``holder`` lives."""
-    if not x.is_inference() and EXPOSED not in x.untyped_storage().__dict__:
-        x.untyped_storage().__dict__[_HELD] = weakref.ref(holder), x._version
+    record = None if x.is_inference() else record_of(x)
+    if record is not None:
+        record.held = weakref.ref(holder), x._version
 
 
 def is_held(x: Tensor) -> bool:
     """Return whether an op saves ``x``, or other elements of its storage, unpacked because it needs them exactly."""
-    found = x.untyped_storage().__dict__.get(_HELD)
+    record = find_record(x)
+    found = None if record is None else record.held
     return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, storage_report
+from brevact.autograd import known_values, sharing, storage_report
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import (
     AS_IT_IS,
@@ -18,27 +19,28 @@ from brevact.autograd.decoders import (
     complex_of,
     decoder_of_mask,
     decoder_of_packed,
-    decoder_of_pairs,
     decoder_of_places,
     distinct_elements,
+    mapped,
     pairs_of,
     without_gaps,
 )
-from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.layer_recompute import goes_deep, serves_norms
+from brevact.autograd.layer_recompute import DEEP, serves_norms
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
+from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import is_held, is_tracked
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
 
+if TYPE_CHECKING:
+    from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
+
 _is_grad_enabled = torch.is_grad_enabled
 _NO_CONTEXT = nullcontext()
 _STRIDED = torch.strided
-_shared = SharedPacks()
 _COPY = ("a copy",)
 
 
@@ -63,16 +65,18 @@ def compact(x: Tensor) -> Tensor:
         return x
     if is_traced(x) or x.is_inference() or x.is_conj() or x.is_neg():
         return x.detach().clone()
-    found = _shared.find(x, _COPY)
+    found = sharing.find(x, _COPY)
     if found is not None:
         return found[0][0]
     storage = x.untyped_storage()
-    packs = _shared.packs_of(storage)
+    packs = sharing.packs_of(x)
+    if packs is None:
+        return x.detach().clone()
     packs.copied += x.nbytes
     if packs.copied > storage.nbytes():
         return x
     copied = x.detach().clone()
-    _shared.add(x, _COPY, (copied,), AS_IT_IS)
+    sharing.add(x, _COPY, (copied,), AS_IT_IS)
     return copied
 
 
@@ -107,11 +111,11 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
     if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
         return keep_as_it_is(x)
-    found = None if is_traced(x) else _shared.find(x, (kinds[0],))
+    found = None if is_traced(x) else sharing.find(x, (kinds[0],))
     if found is None:
         found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
         if not is_traced(x):
-            _shared.add(x, (kinds[0],), *found)
+            sharing.add(x, (kinds[0],), *found)
     return reported(found)
 
 
@@ -122,11 +126,24 @@ def reported(kept: Saved, why: str = "") -> Saved:
     return kept
 
 
-class Store(EagerKeeper):
+class Store:
     """The part of a region that saves tensors: in their registered form, packed once for all ops, or unpacked."""
 
+    settings: Any
+    """The ``BackwardSettings``: never None where a handler runs."""
+    recompute: int
+    """Maximum multiplications and additions per element of a layer that is recomputed for any reader."""
+    seeds: SeedStream
+    hooks: SavedTensorHooks
+    is_counted: bool
+    """Whether a selective checkpoint's mode counts ops. It must not count those of packing: a tensor may be packed
+    already in forward, and not in recomputation."""
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics packs."""
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a weight of the region's model."""
+        raise NotImplementedError
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
@@ -159,7 +176,7 @@ class Store(EagerKeeper):
         tensors, decoder = self.keep(pairs_of(x), share=share)
         if decoder is AS_IT_IS:
             return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
-        return tensors, decoder_of_pairs(decoder, x.is_conj())
+        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Save a norm's input by a quantizer that has a form for normalized values."""
@@ -170,7 +187,7 @@ class Store(EagerKeeper):
         place = next(self.places) if settings.observes else 0
         normalizes = norm is not None and not settings.is_lossless
         is_small = x.numel() < settings.min_numel
-        if is_small and not goes_deep(self):
+        if is_small and self.recompute < DEEP:
             return _beside(keep_small(x, settings), norm)
         may_be_known = share and is_tracked(x)
         if may_be_known:
@@ -192,11 +209,11 @@ class Store(EagerKeeper):
         if norm is not None and normalizes:
             of_norm = norm.key
             key = None if of_norm is None else (settings.key, repeats, of_norm)
-        found = _shared.find(x, key, self.seeds.number) if may_be_known and key is not None else None
+        found = sharing.find(x, key, self.seeds.number) if may_be_known and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, place, norm if normalizes else None)
             if share and key is not None:
-                _shared.add(x, key, *found, self.seeds.number if settings.is_random else 0)
+                sharing.add(x, key, *found, self.seeds.number if settings.is_random else 0)
         if storage_report.recorders:
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
@@ -267,7 +284,7 @@ class Store(EagerKeeper):
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
         """Share the saved form of the normalized values of ``x`` with other ops, under a norm's key."""
         root = self.seeds.number if self.settings.is_random else 0
-        _shared.add(x, (self.settings.key, False, norm), vectors, decoder, root)
+        sharing.add(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         """Register the saved form of ``out``, which ops that save ``out`` use.
@@ -303,7 +320,7 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
-    return _shared.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
+    return sharing.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
 
 
 def _copy_of(x: Tensor) -> Tensor:

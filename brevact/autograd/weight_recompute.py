@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.call_arguments import BoundCall, bound_call, tensors_of_call
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_complex, is_plain
 from brevact.autograd.saved import Decoder
@@ -30,10 +31,7 @@ from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
     DisableTorchFunction,
-    TreeSpec,
     is_any_autocast_enabled,
-    tree_flatten,
-    tree_unflatten,
 )
 
 #: Most ops between the parameters and a recomputed tensor: each op on the way recomputes those before it.
@@ -77,38 +75,21 @@ class _Kept:
     __slots__ = ()
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """One op of a recipe, and the device type and dtype of the autocast in which it ran, or None.
+    """One op of a recipe, and the device type and dtype of the autocast in which it ran, or None."""
 
-    ``leaves`` are its flattened arguments, of structure ``spec``, with a step or a ``_Kept`` for each tensor.
-    """
-
-    __slots__ = ("autocast", "compute", "leaves", "spec")
-
-    def __init__(
-        self,
-        compute: Callable[..., Tensor],
-        leaves: tuple[Any, ...],
-        spec: TreeSpec,
-        autocast: tuple[str, torch.dtype] | None,
-    ) -> None:
-        self.compute, self.leaves, self.spec, self.autocast = compute, leaves, spec, autocast
+    compute: Callable[..., Tensor]
+    operands: tuple[_Step | _Kept, ...]
+    autocast: tuple[str, torch.dtype] | None = None
 
     def run(self, values: dict[Any, Tensor]) -> Tensor:
         """Compute the result; add it and those that it needs to ``values``, which holds the saved tensors."""
-        found = values.get(self)
-        if found is None:
-            leaves = [_value(leaf, values) for leaf in self.leaves]
-            args, kwargs = tree_unflatten(leaves, self.spec)
+        if self not in values:
+            operands = [each.run(values) if type(each) is _Step else values[each] for each in self.operands]
             with _as_in_forward(self.autocast):
-                found = values[self] = self.compute(*args, **kwargs)
-        return found
-
-
-def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
-    if type(leaf) is _Step:
-        return leaf.run(values)
-    return values[leaf] if type(leaf) is _Kept else leaf
+                values[self] = self.compute(*operands)
+        return values[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +98,6 @@ class Recipe(Decoder):
 
     places: tuple[_Kept, ...]
     step: _Step
-    steps: int
     nbytes: int
     allows_double_backward = True
 
@@ -175,27 +155,23 @@ class _Writer:
         self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor
     ) -> tuple[tuple[Tensor, ...], Recipe] | None:
         """Return the saved tensors and the recipe; None for views, and recipes that are long or save more tensors."""
-        leaves, spec = tree_flatten((args, kwargs))
-        address = storage_address(result)
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            found = None if storage_address(leaf) == address else self._source(leaf)
+        address, operands = storage_address(result), []
+        for x in tensors_of_call(args, kwargs):
+            found = None if storage_address(x) == address else self._source(x)
             if found is None:
                 return None
-            leaves[index] = found
-        step = _Step(func, tuple(leaves), spec, _autocast_of(result))
+            operands.append(found)
+        step = _Step(bound_call(func, args, kwargs), tuple(operands), _autocast_of(result))
         self._count(step)
         if len(self._steps) > MOST_STEPS:
             return None
-        return tuple(self._kept.values()), Recipe(tuple(self._kept), step, len(self._steps), result.nbytes)
+        return tuple(self._kept.values()), Recipe(tuple(self._kept), step, result.nbytes)
 
-    def _count(self, step: _Step) -> None:
-        if step not in self._steps:
+    def _count(self, step: _Step | _Kept) -> None:
+        if type(step) is _Step and step not in self._steps:
             self._steps.add(step)
-            for leaf in step.leaves:
-                if type(leaf) is _Step:
-                    self._count(leaf)
+            for each in step.operands:
+                self._count(each)
 
     def _source(self, x: Tensor) -> _Step | _Kept | None:
         """Return the step or placeholder that gives an argument back; None if there is none."""
@@ -213,13 +189,14 @@ class _Writer:
     def _known(self, tensors: tuple[Tensor, ...], decoder: Any) -> _Step:
         if isinstance(decoder, known_values.View):
             inner = self._known(tensors, decoder.decoder)
-            return _step_of(torch.as_strided, inner, decoder.shape, decoder.stride, decoder.offset)
+            view = BoundCall(torch.as_strided, (Tensor, decoder.shape, decoder.stride, decoder.offset))
+            return _Step(view, (inner,))
         if isinstance(decoder, Recipe):
             for place, x in zip(decoder.places, tensors, strict=True):
                 if place not in self._kept:
                     self._kept[place] = x
             return decoder.step
-        return _step_of(lambda *kept: decoder.decode(kept), *(self._keep(x) for x in tensors))
+        return _Step(lambda *kept: decoder.decode(kept), tuple(self._keep(x) for x in tensors))
 
     def _keep(self, x: Tensor) -> _Kept:
         """Return a tensor's placeholder; one that an op reads twice has one placeholder."""
@@ -233,11 +210,6 @@ class _Writer:
 
 def _view_of(x: Tensor) -> tuple[Any, ...]:
     return x.storage_offset(), x.shape, x.stride(), x.dtype
-
-
-def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
-    leaves, spec = tree_flatten((args, {}))
-    return _Step(compute, tuple(leaves), spec, None)
 
 
 def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.bit_widths.allocation import Option, allocate
+from brevact.bit_widths.allocation import Option, allocate, most_within
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
-from brevact.bit_widths.fit_peaks import ByteLimit, peak_of_step
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
 from brevact.bit_widths.redraws import agreed, check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
@@ -23,7 +22,7 @@ from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
-from brevact.reports.step import StepLoss
+from brevact.reports.step import StepLoss, peak_of_step
 from brevact.tables import text_table
 
 _log = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ class Adaptive:
                 f"bytes; accepted is peak_bytes={least_peak} or more, or policies that store less beside (rules, "
                 "act_quant=, recompute=)"
             )
-        return agreed(int(ByteLimit(peak_bytes, least + peak_bytes - least_peak, least, most).search(peak_with)))
+        return agreed(int(most_within(peak_bytes, peak_with, least + peak_bytes - least_peak, least, most)))
 
     @property
     def saved_bytes(self) -> int:

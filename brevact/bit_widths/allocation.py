@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+#: Most measurements in a search.
+TRIES = 8
+#: Fraction of the bytes that may stay unused.
+SLACK = 0.01
 #: Relative tolerance of a number of bytes that comes from a ratio.
 ROUNDING = 1e-12
 
@@ -71,3 +75,21 @@ def _gain(low: Option, high: Option) -> float:
 def _step(hull: list[Option], place: int, item: int) -> tuple[float, int]:
     """Return a heap entry, best step first, ties by item."""
     return -_gain(hull[place], hull[place + 1]), item
+
+
+def most_within(allowed: float, peak_with: Callable[[float], int], first: float, fits: float, exceeds: float) -> float:
+    """Return the most saved bytes that were tried, from `first` on, whose peak is within the budget, or `fits`.
+
+    The bytes move by the distance of the peak from the budget; or halve the range, since few may be alive at the peak.
+    """
+    value = first
+    for number in range(TRIES):
+        value = max(fits, min(exceeds, value))
+        room = allowed - peak_with(value)
+        fits, exceeds = (max(fits, value), exceeds) if room >= 0 else (fits, min(exceeds, value))
+        value += room
+        if 0 <= room <= SLACK * allowed or exceeds - fits <= SLACK * fits:
+            break
+        if room < 0 and (number or value <= fits):
+            value = (fits + exceeds) / 2
+    return fits

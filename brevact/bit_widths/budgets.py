@@ -9,6 +9,7 @@ from typing import Any
 
 from brevact.bit_widths.allocation import ROUNDING, Option, allocate
 from brevact.bit_widths.layers import BIT_WIDTHS, Plan
+from brevact.policy.fit_report import FitReport
 from brevact.quantizers.brief import brief
 from brevact.tables import MIB
 
@@ -53,9 +54,9 @@ class Budget:
     def allows_peak(self, peak: int) -> bool:
         return self.peak_bytes is None or peak <= self.peak_bytes
 
-    def is_met(self, saved_bytes: int, plain_bytes: int, noise: float, peak: int) -> bool:
-        is_quiet = self.noise is None or noise <= self.noise
-        return saved_bytes <= self.bytes_of(plain_bytes) and is_quiet and self.allows_peak(peak)
+    def is_met_by(self, report: FitReport) -> bool:
+        is_quiet = self.noise is None or report.harm <= self.noise
+        return report.saved_bytes <= self.bytes_of(report.plain_bytes) and is_quiet and self.allows_peak(report.peak)
 
     def check_bytes(self, plain_bytes: int, least: int) -> None:
         """Raise a BudgetRefusal if both 1 bit everywhere and full precision save more than the budget."""

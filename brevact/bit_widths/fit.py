@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from brevact.arguments import check_model
+from brevact.bit_widths.allocation import SLACK, TRIES, most_within
 from brevact.bit_widths.budgets import Budget, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
@@ -19,10 +20,8 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_levels import QUIET, Levels
+from brevact.bit_widths.fit_levels import levels_of, policy_of_levels, times_of_levels
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
-from brevact.bit_widths.fit_parts import noise_on_part
-from brevact.bit_widths.fit_peaks import SLACK, TRIES, ByteLimit, peak_of_step
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
@@ -35,18 +34,29 @@ from brevact.reports.in_place import in_place
 from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
-from brevact.reports.step import StepLoss
+from brevact.reports.step import StepLoss, peak_of_step
 from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
-#: Batches for each group's noise, batches for the result, and draws per batch.
-_ALONE, _TOGETHER, _DRAWS = 2, 4, 2
-#: Rounds of measuring a policy and correcting it.
-_ROUNDS = 3
-#: Of a quick fit: batches for the unit, batches on which a policy is measured, and rounds.
-_QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
-#: Noise and squared bias above which a quick fit recomputes more layers, at the cost of another fit.
-_QUICK_QUIET = 0.1
+
+
+class _Effort(NamedTuple):
+    """How much a fit measures.
+
+    Batches of the unit (None: all), of each layer's noise, and of a policy's; rounds of measuring a policy and
+    correcting it; noise and squared bias that need no further recomputation.
+    """
+
+    batches: int | None
+    alone: int
+    together: int
+    rounds: int
+    quiet: float
+
+
+_THOROUGH, _QUICK = _Effort(None, 2, 4, 3, 0.01), _Effort(3, 1, 2, 2, 0.1)
+#: Draws per batch in a policy's noise.
+_DRAWS = 2
 #: Noise and squared bias above which to warn, unless a budget accepts them.
 _LOUD = 1.0
 #: Largest accepted factor between measured and predicted noise.
@@ -93,11 +103,9 @@ def fit(
     Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
     ``TMPDIR``), except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the layers' noise on an eighth of the first batch (more, if that would pack fewer tensors; the
-    whole batch, if its tensors differ in their first size), in G + 2 passes of it, and at most 2 policies on two
-    batches. Without ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the
-    budget, and the last one if noise would be above 0.1 or the budget cannot be met otherwise. Bytes and peaks are
-    still measured on whole batches.
+    ``quick`` measures the layers' noise on one batch, in G + 2 passes, and at most 2 policies on two batches. Without
+    ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
+    last one if noise would be above 0.1 or the budget cannot be met otherwise.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is in bytes.
@@ -122,7 +130,7 @@ def fit(
         time: longest step, as a multiple of a plain step; with another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
             supports.
-        quick: whether to measure the layers' noise on a part of a batch, and the policy's on two batches.
+        quick: whether to measure the layers' noise on one batch, and the policy's on two.
         progress: whether to show a progress bar after some seconds, if tqdm is installed.
 
     Returns:
@@ -153,28 +161,29 @@ def fit(
         )
     if not isinstance(quick, bool):
         raise TypeError(
-            f"quick={brief(quick)} must be True, to measure the noise of layers on a part of a batch, or False, the "
-            "default"
+            f"quick={brief(quick)} must be True, to measure the noise of layers on one batch, or False, the default"
         )
     refuse_policy(model)
     loss = StepLoss(loss)
-    batches = batches[:_QUICK_BATCHES] if quick else batches
-    with progress_bar("fit", None, progress) as on_pass:
-        with in_place(model):
-            exact = exact_gradients(model, batches, loss, on_pass)
-            plain_peak = peak_of_step(model, batches[0], loss, packs=False)
-            memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
+    effort = _QUICK if quick else _THOROUGH
+    batches = batches[: effort.batches]
+    with progress_bar("fit", None, progress) as on_pass, in_place(model):
+        exact = exact_gradients(model, batches, loss, on_pass)
+        plain_peak = peak_of_step(model, batches[0], loss, packs=False)
+        memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
+        times: Mapping[int, float] = {0: 0.0}
+        if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
+            levels = levels_of(model, memory, budget, quiet=effort.quiet, is_quick=quick)
+            times = dict.fromkeys(levels, 0.0)
+            if time is not None:
+                times = times_of_levels(model, levels, batches[0], loss, budget)
 
-            def fit_at(recompute: int) -> Policy:
-                options = {"double_backward": double_backward, "recompute": recompute}
-                return _Fit(model, batches, loss, budget, exact, memory, plain_peak, on_pass, options, quick).policy()
+        def fit_at(recompute: int) -> Policy:
+            options = {"double_backward": double_backward, "recompute": recompute}
+            fitting = _Fit(model, batches, loss, budget, exact, memory, plain_peak, on_pass, options, effort)
+            return fitting.policy(times[recompute])
 
-            if double_backward and time is None:  # a gradient's graph needs the tensors to recompute
-                policy = fit_at(0)
-            else:
-                quiet = _QUICK_QUIET if quick else QUIET
-                levels = Levels(model, batches[0], loss, memory, on_pass, quiet=quiet, is_quick=quick)
-                policy = levels.policy(fit_at, budget)
+        policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
     if budget.noise is None:
         _warn_of_noise(cast(FitReport, policy.report))
     return policy
@@ -209,45 +218,44 @@ class _Fit:
         plain_peak: int,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
-        is_quick: bool = False,
+        effort: _Effort,
     ) -> None:
-        self._together, self._rounds = (_QUICK_TOGETHER, _QUICK_ROUNDS) if is_quick else (_TOGETHER, _ROUNDS)
+        self._effort, self._recompute = effort, options["recompute"]
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
         self._exact, self._memory, self._passes, self._told = exact, memory, len(batches) + 1, on_pass
         at = {width: quantizer_of(width, attends=True, **options) for width in BIT_WIDTHS}
         reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
         self._groups = groups_of(model, reports, **options)
-        if is_quick:
-            self._known = noise_on_part(model, self._groups, batches[0], loss, exact, self._count)
-        else:
-            self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, exact, self._count)
+        self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
         #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
         self._plain_peak = plain_peak
         least = dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))
         self._least_bytes, self._least_peak = self._groups.saved_bytes(least), self._peak(least)
-        #: Measured peak of a step minus its saved bytes.
-        self._above = self._least_peak - self._least_bytes
-        #: Byte limit that leaves room for everything else at the peak.
+        #: Most bytes to save; below those of the budget where a peak is to fit.
         self._limit = self._budget.bytes_of(self._groups.plain_bytes)
-        if self._budget.peak_bytes is not None:
-            self._limit = min(self._limit, self._budget.peak_bytes - self._above)
+        if self._budget.peak_bytes is not None:  # what else is alive at the peak stays
+            self._limit = min(self._limit, self._budget.peak_bytes - self._least_peak + self._least_bytes)
 
-    def policy(self) -> Policy:
+    def policy(self, time: float) -> Policy:
+        """Return the best policy; `time` is that of a step at its level of recomputation."""
+        return self._best(self._reports(), time)
+
+    def _reports(self) -> list[FitReport]:
         groups, budget = self._groups, self._budget
         budget.check_bytes(groups.plain_bytes, self._least_bytes)
         budget.check_peak(self._plain_peak, self._least_peak)
         if not groups.costs or budget.takes_all(groups.plain_bytes, self._plain_peak):
-            return self._best([self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))])
+            return [self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))]
         for source in groups.costs:
             self._known.measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
-        for _ in range(self._rounds):
+        for _ in range(self._effort.rounds):
             widths = self._within_peak()
             found.append(self._measured(widths))
             if self._is_right(found[-1], widths):
                 break
-        return self._best(found)
+        return found
 
     def _within_peak(self) -> dict[str, int]:
         """Return the best widths by known noise whose measured bytes and peak are within the budget."""
@@ -258,14 +266,12 @@ class _Fit:
 
         def peak_with(limit: float) -> int:
             self._limit = limit
-            found[limit] = widths = self._within_bytes()
-            peak = self._peak(widths)
-            self._above = peak - self._groups.saved_bytes(widths) - self._more_bytes
-            return peak
+            found[limit] = self._within_bytes()
+            return self._peak(found[limit])
 
         plain_bytes = self._groups.plain_bytes
         most = min(plain_bytes, self._budget.bytes_of(plain_bytes))
-        self._limit = ByteLimit(allowed, self._limit, self._least_bytes, most).search(peak_with)
+        self._limit = most_within(allowed, peak_with, self._limit, self._least_bytes, most)
         return found[self._limit]
 
     def _within_bytes(self) -> dict[str, int]:
@@ -296,12 +302,11 @@ class _Fit:
                 return widths
 
     def _measured(self, widths: Mapping[str, int]) -> FitReport:
-        predicted_peak = self._groups.saved_bytes(widths) + self._more_bytes + self._above
         peak = self._peak(widths)
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory.measured()
-            batches = self._batches[: self._together]
+            batches = self._batches[: self._effort.together]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
         of_layers = {row.layer: row.saved_bytes for row in memory.rows}
         groups = tuple(
@@ -326,7 +331,6 @@ class _Fit:
             passes=self._passes,
             groups=groups,
             peak=peak,
-            predicted_peak=predicted_peak,
             plain_peak=self._plain_peak,
         )
         _log.info(
@@ -344,12 +348,12 @@ class _Fit:
             total = sum(known.noise(source, width) for source, width in widths.items())
             if total and report.harm > known.rest:
                 self._factor = (report.harm - known.rest) / total
-        return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
+        return _agree(report) and self._budget.is_met_by(report)
 
-    def _best(self, found: Sequence[FitReport]) -> Policy:
+    def _best(self, found: Sequence[FitReport], time: float) -> Policy:
         """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
-        budget, plain = self._budget, self._groups.plain_bytes
-        met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm, each.peak)]
+        budget = self._budget
+        met = [each for each in found if budget.is_met_by(each)]
         is_by_noise = (budget.noise is None) == bool(met)
         best = min(met or found, key=lambda each: each.harm if is_by_noise else each.saved_bytes)
         notes = []
@@ -358,7 +362,7 @@ class _Fit:
         if best.predicted and not _agree(best):
             times = best.harm / best.predicted
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
-        report = replace(best, passes=self._passes, note=" ".join(notes))
+        report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
         return replace(policy, layers=layers_of(self._model), report=report)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from brevact.quantizers.brief import brief
@@ -55,10 +55,8 @@ class FitReport:
         note: the part of the budget that was not reached; "" if all was.
         groups: layers that pack, in the order of the forward pass.
         recompute: maximum multiplications per element of recomputed layers.
-        time: measured time of a step, as a multiple of a plain step; 0 if not measured.
-        predicted_time: predicted ``time``; 0 if the budget has no time.
+        time: time of a step at this level of recomputation, as a multiple of a plain step; 0 if not measured.
         peak: measured peak bytes that PyTorch allocates in a step, above those at its start; 0 if not measured.
-        predicted_peak: predicted ``peak``.
         plain_peak: ``peak`` without backward quantization.
     """
 
@@ -75,9 +73,7 @@ class FitReport:
     groups: tuple[FittedGroup, ...] = ()
     recompute: int = 0
     time: float = 0.0
-    predicted_time: float = 0.0
     peak: int = 0
-    predicted_peak: int = 0
     plain_peak: int = 0
 
     @property
@@ -116,13 +112,9 @@ class FitReport:
             "in units of minibatch noise"
         )
         if self.peak:
-            text += (
-                f"; peak of a step {self.peak / MIB:.2f} of {self.plain_peak / MIB:.2f} MiB "
-                f"(predicted: {self.predicted_peak / MIB:.2f})"
-            )
+            text += f"; peak of a step {self.peak / MIB:.2f} of {self.plain_peak / MIB:.2f} MiB"
         if self.time:
-            predicted = f" (predicted: {self.predicted_time:.2f})" if self.predicted_time else ""
-            text += f"; a step takes {self.time:.2f} times as long{predicted}"
+            text += f"; a step takes {self.time:.2f} times as long"
         if self.recompute:
             text += f", layers of up to {self.recompute} multiplications an element are recomputed"
         return f"{text}\n{self.note}" if self.note else text
@@ -134,6 +126,8 @@ class FitReport:
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
         """Return the report that :meth:`to_plain` wrote; raises a TypeError for another form."""
+        if isinstance(plain, dict):  # earlier files have fields that reports no longer have
+            plain = {name: value for name, value in plain.items() if name not in ("predicted_time", "predicted_peak")}
         _check_fields(cls, plain, "report")
         for each in plain["groups"]:
             _check_fields(FittedGroup, each, "report, groups")
@@ -143,8 +137,8 @@ class FitReport:
 def _check_fields(kind: type, plain: Any, name: str) -> None:
     """Raise unless plain values have a dataclass's fields and types."""
     accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
-    later = {"recompute", "time", "predicted_time", "peak", "predicted_peak", "plain_peak"}  # earlier files lack them
-    if not isinstance(plain, dict) or plain.keys() - later != accepted.keys() - later or plain.keys() - accepted.keys():
+    required = {field.name for field in fields(kind) if field.default is MISSING}  # earlier files lack others
+    if not isinstance(plain, dict) or required - plain.keys() or plain.keys() - accepted.keys():
         found = ", ".join(sorted(plain)) if isinstance(plain, dict) else brief(plain)
         raise TypeError(f"{name}: got {found}; accepted is an object with {', '.join(sorted(accepted))}")
     for key, value in plain.items():

@@ -1,4 +1,4 @@
-"""The one place that chooses what runs a kernel op: Numba's kernels, Triton's, or its reference in plain torch.
+"""The one place that chooses the backend of a kernel op: Numba's kernels, Triton's, or its reference in plain torch.
 
 `brevact.cpu_kernels.launch` and `brevact.triton_kernels` define launchers, functions of the names and parameters of the
 references in `kernel_ops`. Where one is missing, or returns `NotImplemented` because it cannot take its arguments, the
@@ -41,14 +41,9 @@ class KernelOp(Protocol, Generic[P, R]):
 
 
 def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
-    """Let the kernels of its name, if they take its arrays, stand for a reference. Arguments are given by position.
+    """Run a reference's kernels in its place if they take its arrays; arguments are given by position.
 
-    Args:
-        reference: Function of plain torch. Its arrays are the parameters annotated `Tensor` or `Tensor | None`, the
-            first of which is never None.
-
-    Returns:
-        The op.
+    Arrays are the parameters annotated `Tensor` or `Tensor | None`; the first is never None.
     """
     name = reference.__name__
     kinds = [parameter.annotation for parameter in inspect.signature(reference).parameters.values()]
@@ -81,8 +76,8 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
 def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     """Launchers of the kernels that take all these arrays, if there are any (ROCm devices are "cuda" too).
 
-    Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
-    a plain tensor may have no memory.
+    Results count as arrays: under torch.func transforms and FakeTensorMode, memory allocated for a plain tensor may be
+    none.
     """
     kernels = None if _disabled else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
     return kernels if kernels is not None and kernels.takes(arrays) else None

@@ -46,16 +46,7 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
 
 
 def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = DEFAULT_BLOCK) -> Tensor:
-    """The inverse of `pack_codes`.
-
-    Args:
-        packed: uint8 tensor made by `pack_codes`.
-        bit_width: Bits a code, 1 to 32.
-        numel: Number of codes.
-        block_size: Codes in a packing block.
-
-    Returns:
-        (numel,) tensor of codes in [0, 2^bit_width): int32, or int64 at 32 bits.
+    """The inverse of `pack_codes`: (numel,) codes in [0, 2^bit_width), int32, or int64 at 32 bits.
 
     Raises:
         ValueError: If bit_width or block_size is not accepted, or packed has another length.
@@ -70,17 +61,12 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask at one bit an element, in memory order.
+    """Pack a mask at one bit an element, in memory order: ceil(n / 8) bytes for n distinct elements.
 
-    Args:
-        mask: bool tensor of any shape and strides; or a floating-point one, which stands for `~(mask <= 0)`: where a
-            ReLU of it passes the gradient (NaN included, as in torch).
+    A bool mask has any shape and strides; a floating-point tensor stands for `~(mask <= 0)`: where a ReLU of it passes
+    the gradient (NaN included, as in torch).
 
-    Returns:
-        uint8 tensor of ceil(n / 8) bytes for n distinct elements.
-
-    Raises:
-        TypeError: If mask is neither bool nor floating point.
+    Raises: TypeError: If mask is neither bool nor floating point.
     """
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
@@ -94,14 +80,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
-    """The inverse of `pack_mask`.
-
-    Args:
-        packed: uint8 tensor made by `pack_mask`.
-        layout: Layout of the packed tensor; its dtype does not matter.
-
-    Returns:
-        bool tensor with the layout's shape and strides.
+    """The inverse of `pack_mask`: a bool tensor with the layout's shape and strides, whatever its dtype.
 
     Raises:
         ValueError: If packed has another length.
@@ -119,20 +98,11 @@ def mask_multiply(
 ) -> Tensor:
     """Backward pass of ReLU and leaky ReLU from the packed mask: where(mask, grad, negative_slope * grad).
 
-    A slope of 0 gives +0 where the mask is unset, whatever the gradient, as in torch.
+    A slope of 0 gives +0 where the mask is unset, whatever the gradient, as in torch. The layout is that of the packed
+    tensor, of any dtype. The result is `out`, which may be grad itself and is overwritten, or a new tensor with the
+    dtype of grad and, where those are dense, its strides.
 
-    Args:
-        packed: uint8 tensor made by `pack_mask`.
-        layout: Layout of the packed tensor; its dtype does not matter.
-        grad: Floating-point tensor of the layout's shape.
-        out: Tensor of the shape and dtype of grad, overwritten in place; may be grad itself.
-        negative_slope: Factor where the mask is unset.
-
-    Returns:
-        `out`, or a new tensor with the dtype of grad and, where those are dense, its strides.
-
-    Raises:
-        ValueError: If grad or out has another shape, or packed another length.
+    Raises: ValueError: If grad or out has another shape, or packed another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
     _check_shape("grad", grad, layout)
@@ -154,16 +124,7 @@ def mask_multiply(
 
 
 def masked_fill_(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """`x.masked_fill_(mask, value)`, of which ATen takes one element at a time on the CPU.
-
-    Args:
-        x: Floating-point tensor, overwritten.
-        mask: bool tensor of a shape that broadcasts to that of `x`.
-        value: What is written where the mask is set.
-
-    Returns:
-        `x`.
-    """
+    """`x.masked_fill_(mask, value)`; ATen takes one element at a time on the CPU."""
     is_flat = x.shape == mask.shape and x.stride() == mask.stride() and Layout.of(x).is_dense
     if not is_flat or is_traced(x):
         return x.masked_fill_(mask, value)

@@ -48,19 +48,11 @@ def fake_quantize(
 ) -> None:
     """Quantize to integers and back, and pack the integers and the tensors that the gradient needs.
 
-    Args:
-        x: Dense tensor of n elements; each op rounds to its type.
-        plan: Its plan.
-        scale: (), (1,) or (groups,) scales; several are of the type of x.
-        zero_point: likewise.
-        residual_of: How residuals are rounded, to levels between its bounds; None where there are none.
-        seed: Signed 64-bit int or 0-d int64 tensor of that rounding.
-        out: Dense result of its type, written.
-        values: Dense tensor of its type, the ReLU's output, written; None where it is not asked for.
-        codes: Packed uint8 codes of the integers, written, or None. NaN has the last code if that is spare, else 0.
-        mask: Packed uint8 mask of the elements that have a gradient, written, or None.
-        residual: Packed uint8 residuals x / s + z - round(x / s + z), clipped elements marked, written, or None.
-        missing: (1,) uint8, set to 1 where an integer is NaN, or None.
+    `x` and the written `out` and `values` (the ReLU's output) are dense tensors of one type, to which each op rounds.
+      There are (), (1,) or (groups,) scales and zero points; several are of this type. Of the other results, each None
+      if unwanted: `codes` are the packed integers, NaN the last code if that is spare, else 0; `mask` is that of the
+      elements that have a gradient; `residual` are x / s + z - round(x / s + z), rounded by `residual_of` with the
+      seed, clipped elements marked; `missing`, (1,) uint8, is set to 1 if an integer is NaN.
     """
     refuse_wrapped(x)
     n = plan.numel
@@ -104,26 +96,15 @@ def fake_quantize_backward(
     With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
     the sum of g q and of -g' ((x / s) / s). With residuals, x / s = q + r, and terms with q cancel where nothing was
     clipped: there q counts as 0, or as NaN if it is, and x / s as r. The gradient of a zero point that learns is the
-    sum of -g s and of g', for which a ReLU in front sets nothing to 0. What was clipped, and q, are recomputed from x
-    where there are no codes; a ReLU in front of a zero point that learns demands that.
+    sum of -g s and of g', for which a ReLU in front sets nothing to 0. Clipping and q are recomputed from x without
+    codes; a ReLU in front of a zero point that learns demands that.
 
-    Args:
-        grad: Dense gradient of the result, in the memory order of the codes.
-        plan: As in the forward pass; no integer was NaN, unless a code is spare.
-        scale: As in the forward pass.
-        zero_point: As in the forward pass.
-        residual_of: As in the forward pass.
-        codes: Packed integers, or None.
-        mask: Packed mask of the elements that have a gradient; None for all of them, and where there are residuals, or
-            x without codes.
-        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums of the scale.
-        residual: Packed residuals, or None.
-        target: Dense gradient of x, written.
-        terms: (k, n) terms of the sums, written, or None; k is 2, or 4 where the zero point learns. The first two rows,
-            here and below, are left as they are where there are neither codes nor x.
-        sums: (k,) sums as `torch.sum` adds them, written, or None.
-        parts: (k, 64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to
-            last, 0 for columns that the last block lacks, written, or None.
+    `grad` and the written `target` are dense in the memory order of the codes. The mask is None for all elements, with
+    residuals, and for x without codes; `values`, x behind the ReLU, is None with residuals or without sums of the
+    scale. No integer was NaN, unless a code is spare. Of the results, each None if unwanted, `terms` are the (k, n)
+    terms of the sums, k = 2, or 4 if the zero point learns; `sums` are (k,), as `torch.sum` adds them; `parts` are (k,
+    64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to last, 0 for
+    columns that the last block lacks. Their first two rows are left alone if there are neither codes nor x.
     """
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
@@ -163,14 +144,8 @@ def fake_quantize_backward(
 
 @run_by_kernels
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    """Decode (q - z) s from packed integers q.
-
-    Args:
-        codes: Packed integers.
-        plan: That of `fake_quantize`; its rounding does not matter.
-        scale: As there.
-        zero_point: As there.
-        target: Dense tensor of n elements in the memory order of the codes, written.
+    """Decode (q - z) s from packed integers q, with the plan (whose rounding does not matter) and numbers of
+    `fake_quantize`.
     """
     q = _integers(codes, plan, target.dtype) - _each(zero_point, plan)
     flat_memory(target, plan.numel).copy_(q * _each(scale, plan))
@@ -179,7 +154,7 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
 def _quantized(
     v: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x / s + z of elements behind a ReLU, this rounded, and clipped, and where there is a gradient."""
+    """x / s + z of elements behind a ReLU, this rounded, and clipped, and where there is a gradient."""
     shifted = v / _each(scale, plan) + _each(zero_point, plan)
     rounded = ROUNDINGS[plan.rounding](shifted)
     q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
@@ -191,7 +166,6 @@ def _quantized(
 
 
 def _inside(rounded: Tensor, plan: IntegerPlan) -> Tensor:
-    """Where clipping lets gradients through."""
     if not plan.clips:
         return torch.ones_like(rounded, dtype=torch.bool)
     return ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
@@ -211,14 +185,13 @@ def _columns(terms: Tensor) -> Tensor:
 
 
 def _integers(codes: Tensor, plan: IntegerPlan, dtype: torch.dtype) -> Tensor:
-    """Integers of packed codes, (n,)."""
     numbers = reference.unpack(codes, plan.bit_width, plan.numel, DEFAULT_BLOCK)
     q = numbers.to(dtype) + plan.lowest
     return q.masked_fill_(numbers == 2**plan.bit_width - 1, torch.nan) if plan.has_spare else q
 
 
 def _each(of_groups: Tensor, plan: IntegerPlan) -> Tensor:
-    """A number for each element, or one for all, which leaves the type of elements as it is."""
+    """A number for each element, or one for all, which leaves the type of elements alone."""
     if of_groups.numel() == 1:
         return of_groups.reshape(())
     place, columns = torch.arange(plan.numel, device=of_groups.device) // plan.inner, plan.groups // plan.rows

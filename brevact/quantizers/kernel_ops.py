@@ -1,7 +1,17 @@
 """Ops on the elements of tensors, defined in plain torch: references, whose bytes kernels of all devices reproduce.
 
 Each writes into arrays that it is given, and runs by a kernel of its name where there is one (`backends`). Float
-arithmetic is float32, with one rounding an operation, elementwise or in a fixed order.
+arithmetic is float32, with one rounding an operation, elementwise or in a fixed order. Arguments of one name mean the
+same in all ops:
+
+- `x`: a floating-point tensor, dense in memory order; float64 has no kernels.
+- `plan`: its `UniformPlan`; `geometry`: its blocks and groups; `grid`: its levels.
+- `seed`: a signed 64-bit int or a 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
+- `buffer`: the bytes of the plan, uint8, zero where they have padding; `codes` and `packed`: packed bytes alone.
+- `mean`, `factor`, `place`: (M,) float32 statistics in the memory order of the tensor, None for none, and which is
+  whose.
+- `other`: a factor, dense in the memory order of the tensor, or None; `target`: memory that holds the elements densely
+  in this order, written, which may be `other`. Both are of the tensor's type, in `look_up` of any that kernels take.
 """
 
 from __future__ import annotations
@@ -36,38 +46,22 @@ _LOW_32 = 0xFFFFFFFF
 
 @run_by_kernels
 def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
-    """Pack codes into eight-plane blocks (see `PackedActivation`).
+    """Pack (n,) contiguous integer codes into eight-plane blocks (see `PackedActivation`); higher bits are dropped.
 
-    Args:
-        codes: (n,) contiguous integer tensor; bits above bit_width are dropped.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, a multiple of 8.
-        packed: uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes, written.
+    `bit_width` is 1 to 32, `block_size` a multiple of 8; `packed` has `packed_bytes(n, bit_width, block_size)` bytes.
     """
     packed.copy_(reference.pack(codes, bit_width, block_size))
 
 
 @run_by_kernels
 def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
-    """The inverse of `pack_codes`.
-
-    Args:
-        packed: Contiguous uint8 tensor.
-        bit_width: Bits a code.
-        block_size: Codes in a block.
-        codes: (n,) int32 or int64 tensor, written.
-    """
+    """The inverse of `pack_codes`, to (n,) int32 or int64 codes."""
     codes.copy_(reference.unpack(packed, bit_width, codes.numel(), block_size))
 
 
 @run_by_kernels
 def pack_mask(x: Tensor, packed: Tensor) -> None:
-    """Pack a bool mask, or the mask `~(x <= 0)` of a floating-point tensor, in memory order.
-
-    Args:
-        x: Dense tensor of n elements.
-        packed: uint8 tensor of a bit an element, the last byte filled up with zeros, written.
-    """
+    """Pack a bool mask, or the mask `~(x <= 0)` of a floating-point tensor, in memory order."""
     refuse_wrapped(x)
     flat = flat_memory(x.detach(), x.numel())
     mask = flat if flat.dtype == torch.bool else ~(flat <= 0)
@@ -76,25 +70,15 @@ def pack_mask(x: Tensor, packed: Tensor) -> None:
 
 @run_by_kernels
 def unpack_mask(packed: Tensor, mask: Tensor) -> None:
-    """The inverse of `pack_mask`.
-
-    Args:
-        packed: Contiguous uint8 tensor.
-        mask: (n,) bool tensor, written.
-    """
+    """The inverse of `pack_mask`, to an (n,) bool tensor."""
     mask.copy_(reference.unpack(packed, 1, mask.numel(), DEFAULT_BLOCK))
 
 
 @run_by_kernels
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
-    """where(mask, grad, negative_slope * grad), all dense in the mask's memory order.
+    """where(mask, grad, negative_slope * grad), all dense in the mask's memory order; a slope of 0 gives +0.
 
-    Args:
-        packed: Contiguous uint8 mask.
-        numel: Number of elements.
-        grad: Dense floating-point gradient.
-        negative_slope: Factor where the mask is unset; 0 gives +0.
-        target: Dense result of its dtype, written; may be `grad`.
+    `target` has the dtype of `grad`, and may be `grad`.
     """
     flat = flat_memory(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
@@ -105,12 +89,9 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: floa
 
 @run_by_kernels
 def fill(x: Tensor, mask: Tensor, value: float) -> None:
-    """Overwrite elements where a mask is set; ATen's `masked_fill_` takes one element at a time on the CPU.
+    """Overwrite elements of a dense tensor where a mask of its shape and strides is set.
 
-    Args:
-        x: Dense floating-point tensor, overwritten.
-        mask: bool tensor of its shape and strides.
-        value: What is written, rounded to the type of `x`.
+    ATen's `masked_fill_` takes one element at a time on the CPU.
     """
     x.masked_fill_(mask, value)
 
@@ -119,19 +100,13 @@ def fill(x: Tensor, mask: Tensor, value: float) -> None:
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
 
-    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it. Elements
-    that are exactly 0 take the level there, if there is one: see `reference.calibrate`.
+    In a flagged group code 2^b - 1 stands for elements that are not finite, and finite elements take the codes below
+    it. Elements that are exactly 0 take the level there, if there is one: see `reference.calibrate`.
 
-    If the plan is dithered, a group that is not flagged, holds no 0 and that `reference.spreads` takes q =
-    round(clip(t + u, 0, 2^b - 1)), to nearest, for positions t and its shift u, and stores m - u s, the lowest float32
-    at least. Others, in which many elements lie on levels or are equal, round stochastically: with less variance, or
-    without errors that elements share.
-
-    Args:
-        x: Floating-point tensor, dense in memory order.
-        plan: Its plan.
-        seed: Signed 64-bit int or 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
-        buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
+    If the plan is dithered, a group that is not flagged, holds no 0 and that `reference.spreads` takes q = round(clip(t
+    + u, 0, 2^b - 1)), to nearest, for positions t and its shift u, and stores m - u s, the lowest float32 at least.
+    Others, in which many elements lie on levels or are equal, round stochastically: with less variance, or without
+    errors that elements share.
     """
     refuse_wrapped(x)
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
@@ -217,12 +192,6 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
 
     In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
     for all other elements, m is moved to the middle, m + |s| / 2.
-
-    Args:
-        buffer: Bytes of the plan.
-        plan: Plan of the tensor.
-        other: Dense factor of the target's type and memory order, or None.
-        target: Tensor whose memory holds the elements densely in memory order, written; may be `other`.
     """
     geometry = plan.geometry
     flat = flat_memory(target, geometry.numel)
@@ -259,17 +228,7 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    """Quantize (x - mean) * factor; `quantize_uniform` of a normalized copy, which kernels do without.
-
-    Args:
-        x: float32, bfloat16 or float16 tensor of at least one element, dense in memory order.
-        plan: Its plan.
-        seed: Signed 64-bit int or 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
-        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
-        factor: (M,) float32 factors.
-        place: Which is whose.
-        buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
-    """
+    """Quantize (x - mean) * factor; `quantize_uniform` of a normalized copy, which kernels do without."""
     z = _by_groups(x.detach(), plan, place).to(torch.float32, copy=True)
     if mean is not None:
         z.sub_(mean.view(-1, 1, place.row, 1))
@@ -289,18 +248,8 @@ def denormalize(
 ) -> None:
     """Decode z * factor + mean, clamped to the finite range of float16 where that is the target's type.
 
-    In the same pass, a tensor is added, and what lies outside of a mask is set to +0.
-
-    Args:
-        buffer: Bytes of the plan.
-        plan: Plan of the tensor.
-        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
-        factor: (M,) float32 factors.
-        place: Which is whose.
-        addend: float32 tensor, dense in the memory order of the tensor, for a target of that type; None for 0.
-        mask: uint8 tensor that :func:`pack_mask` has written, of the elements in memory order; None for all of them.
-        target: float32, bfloat16 or float16 tensor of at least one element, dense in memory order, written; may be
-            `addend`.
+    In the same pass, `addend` is added, a float32 tensor for a target of that type, and elements outside of a mask of
+    `pack_mask` are set to +0. The target may be the addend.
     """
     z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
     dequantize_uniform(buffer, plan, None, z)
@@ -328,20 +277,11 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    """What each code of each segment stands for behind an affine map: z * factor + mean.
+    """Map the value of each code of each segment: z * factor + mean, in float32, into a (segments.rows, 2^b) table.
 
-    z is decoded as `dequantize_uniform` decodes it, the map is computed in float32, and clamped to the finite range of
-    float16 where that is the table's type. Slots beyond the last run of statistics have the map of that run.
-
-    Args:
-        buffer: Bytes of the plan.
-        plan: Plan of the tensor, of at most 4 bits a code.
-        dtype: float32, bfloat16 or float16, type of z.
-        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
-        factor: (M,) float32 factors, None for 1; then `mean` is None as well.
-        place: Which is whose, None where there are no factors.
-        segments: Segments of the plan's geometry and the place.
-        table: (segments.rows, 2^b) contiguous float32, bfloat16 or float16 tensor, written.
+    z is decoded as `dequantize_uniform` decodes it to `dtype`, and the result clamped to the finite range of float16
+    where that is the table's type. Slots beyond the last run of statistics have the map of that run. Codes have at most
+    4 bits; no factor means no map.
     """
     geometry, device = plan.geometry, buffer.device
     codes = 1 << geometry.bit_width
@@ -365,16 +305,7 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    """Decode by a table of the values of each segment's codes, and multiply in float32.
-
-    Args:
-        buffer: Bytes of the plan.
-        plan: Plan of the tensor, of at most 4 bits a code.
-        segments: Its segments.
-        table: (segments.rows, 2^b) contiguous float32 values.
-        other: Factor, float32, bfloat16 or float16 and dense in the memory order of the tensor, or None.
-        target: Tensor of such a type that is dense in that order, written; may be `other`.
-    """
+    """Decode by a contiguous (segments.rows, 2^b) float32 table of segments' codes, and multiply in float32."""
     geometry = plan.geometry
     flat = flat_memory(target, geometry.numel)
     factor = None if other is None else flat_memory(other, geometry.numel)
@@ -395,12 +326,7 @@ def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:
 
 @run_by_kernels
 def random_words(seed: int | Tensor, words: Tensor) -> None:
-    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2.
-
-    Args:
-        seed: Signed 64-bit int or 0-d int64 tensor.
-        words: (n,) int64 tensor, written.
-    """
+    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2, as int64."""
     counter = torch.arange(-(-words.numel() // 4), device=words.device)
     zero = torch.zeros_like(counter)
     key = torch.as_tensor(seed, dtype=torch.int64, device=words.device)
@@ -410,15 +336,10 @@ def random_words(seed: int | Tensor, words: Tensor) -> None:
 
 @run_by_kernels
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Smallest and largest finite value of each group, and which groups hold a 0.
+    """Smallest and largest finite value of each group, and which groups hold a 0: `(low, high, missing, zeros)`.
 
-    Args:
-        flat: (n,) floating-point tensor.
-        geometry: Its groups.
-
-    Returns:
-        `(low, high, missing, zeros)`: (G,) float32 ends without negative zeros, NaN for a group without a finite
-        element, int64 numbers of elements that are not finite, and whether an element is 0.
+    They are (G,) float32 ends without negative zeros, NaN for a group without a finite element, int64 numbers of
+    elements that are not finite, and whether an element is 0.
     """
     refuse_wrapped(flat)
     low, high, missing = group_ranges(flat, geometry)
@@ -431,18 +352,9 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Te
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
     """Counts, sums and sums of squares of the values on either side of each group's offset, in integers.
 
-    With z = (x - offset) * inverse and r = min(rint(|z|), 65536): integer sums do not depend on their order, so that
-    every device gives the same ones.
-
-    Args:
-        flat: (n,) floating-point tensor.
-        geometry: Its groups.
-        offset: (G,) float32 offsets.
-        inverse: (G,) float32 factors.
-
-    Returns:
-        (G, 6) int64: number of z < 0, their sum of r, their sum of r^2; the same for z > 0. Infinities and NaNs are in
-        neither.
+    With z = (x - offset) * inverse and r = min(rint(|z|), 65536): (G, 6) int64 number of z < 0, their sum of r, their
+    sum of r^2; the same for z > 0. Infinities and NaNs are in neither. Integer sums do not depend on their order, so
+    that every device gives the same ones.
     """
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
     for start, stop, _ in chunks(geometry.numel, geometry.block_size):
@@ -456,19 +368,11 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
 
 
 def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> Tensor:
-    """Positions on the grid: code 2 and a quarter of the way to code 3 is 2.25.
+    """(n,) float32 positions of z in [0, N - 1] on a grid: code 2 and a quarter of the way to code 3 is 2.25.
 
     Stochastic: with i the last level but one that z reaches (0 where it reaches none), t = i + clip((z - level_i) *
-    steps_i, 0, 1). Nearest: t is the number of bounds that z reaches. NaN gives 0.
-
-    Args:
-        z: (n,) float32 values.
-        levels: (n, N) float32 levels, or (1, N).
-        steps: (n, N - 1) or (1, N - 1), see `Grid.steps`.
-        stochastic: Rounding.
-
-    Returns:
-        (n,) float32 positions in [0, N - 1].
+    steps_i, 0, 1). Nearest: t is the number of bounds that z reaches. NaN gives 0. There are (n, N) or (1, N) levels,
+    and as many rows of `Grid.steps`.
     """
     if not stochastic:
         return (z[:, None] >= steps).sum(1).float()
@@ -480,15 +384,7 @@ def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> 
 
 @run_by_kernels
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """Quantize a flat tensor to codes of levels; see `Grid` for elements that are not finite.
-
-    Args:
-        flat: (n,) contiguous floating-point tensor.
-        geometry: Its blocks and groups.
-        grid: Its levels; bounds may be missing.
-        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
-        codes: uint8 tensor of the packed codes, written.
-    """
+    """Quantize a contiguous (n,) tensor to codes of levels; see `Grid` for elements that are not finite."""
     refuse_wrapped(flat)
     key = None if seed is None else torch.as_tensor(seed, device=flat.device)
     stochastic = seed is not None
@@ -510,15 +406,7 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
 
 @run_by_kernels
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """Decode x = offset + |scale| * level, clamped to the finite range of the target's type; see `Grid` for NaN.
-
-    Args:
-        codes: Packed uint8 codes.
-        geometry: Blocks and groups.
-        grid: Levels.
-        other: Dense factor of the target's type and memory order, or None.
-        target: Tensor whose memory holds the elements densely in memory order, written; may be `other`.
-    """
+    """Decode x = offset + |scale| * level, clamped to the finite range of the target's type; see `Grid` for NaN."""
     flat = flat_memory(target, geometry.numel)
     factor = None if other is None else flat_memory(other, geometry.numel)
     limit = min(torch.finfo(flat.dtype).max, torch.finfo(torch.float32).max)

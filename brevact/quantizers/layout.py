@@ -48,7 +48,6 @@ class Layout:
     """Whether a restored tensor fills one run of memory (in memory order)."""
 
     def __post_init__(self) -> None:
-        """Derive the memory order."""
         shape, stride = tuple(self.shape), tuple(self.stride)
         dims = tuple(
             sorted((d for d, size in enumerate(shape) if size != 1 and stride[d] != 0), key=lambda d: (-stride[d], d))
@@ -91,14 +90,7 @@ class Layout:
 
     @staticmethod
     def of(x: Tensor) -> Layout:
-        """Layout of a tensor.
-
-        Args:
-            x: Strided tensor of any shape and dtype.
-
-        Returns:
-            Its layout; equal layouts are one shared object.
-        """
+        """Layout of a strided tensor of any shape and dtype; equal layouts are one shared object."""
         try:
             return layout_of(x.shape, x.stride(), x.dtype)
         except TypeError:  # symbols have no hash
@@ -106,15 +98,8 @@ class Layout:
 
     @staticmethod
     def of_sizes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
-        """Layout of a tensor of these sizes.
-
-        Args:
-            shape: Sizes; symbolic ones, of a traced graph with dynamic shapes, are as good.
-            stride: Strides in elements.
-            dtype: Data type.
-
-        Returns:
-            Its layout; equal layouts without symbols are one shared object.
+        """Layout of a tensor of these sizes and strides, symbolic ones too; equal layouts without symbols are one
+        shared object.
         """
         try:
             return layout_of(tuple(shape), tuple(stride), dtype)
@@ -122,14 +107,7 @@ class Layout:
             return Layout(tuple(shape), tuple(stride), dtype)
 
     def flatten(self, x: Tensor) -> Tensor:
-        """The distinct elements of a tensor of this layout in memory order; a view if they are dense.
-
-        Args:
-            x: Tensor of this shape and these strides (its dtype may differ).
-
-        Returns:
-            1-D contiguous tensor of `numel` elements.
-        """
+        """The distinct elements of a tensor of this layout, of any dtype, in memory order; a view if they are dense."""
         if self.numel == 0:
             return x.reshape(-1)
         if self.is_dense:
@@ -138,15 +116,7 @@ class Layout:
         return x.contiguous().view(-1)
 
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor of this layout.
-
-        Args:
-            device: Where to allocate it.
-            dtype: Data type, by default the layout's.
-
-        Returns:
-            Tensor with `shape` and `result_stride`.
-        """
+        """An uninitialised tensor of this layout, by default of its dtype, with `shape` and `result_stride`."""
         dtype = dtype or self.dtype
         x = torch.empty_strided(self.shape, self.result_stride, dtype=dtype, device=device)
         if self.numel * dtype.itemsize >= SMALLEST:
@@ -154,13 +124,8 @@ class Layout:
         return x
 
     def restore(self, flat: Tensor) -> Tensor:
-        """Put elements in memory order back into place: the inverse of `flatten`.
-
-        Args:
-            flat: 1-D contiguous tensor of `numel` elements, any dtype.
-
-        Returns:
-            Tensor with `shape` and `result_stride`; a view of `flat` where that tensor is dense.
+        """Put (numel,) elements in memory order back into place, the inverse of `flatten`; a view if the result is
+        dense.
         """
         if self.is_result_dense:
             return flat.as_strided(self.shape, self.result_stride)
@@ -169,13 +134,8 @@ class Layout:
         return x
 
     def matches(self, x: Tensor) -> bool:
-        """Whether a tensor's elements lie densely in this memory order, so that it can be read or written flat.
-
-        Args:
-            x: Tensor of any shape, strides and dtype.
-
-        Returns:
-            True if `x` has this shape and as many distinct elements, and they are dense and in the same order.
+        """Whether a tensor of this shape has as many distinct elements, dense in this memory order: can be read or
+        written flat.
         """
         if x.is_neg():
             return False
@@ -187,11 +147,8 @@ class Layout:
     def groups_along(self, dim: int) -> tuple[int, int]:
         """How the indices of one dimension divide the memory order: group of element e is `e // inner % count`.
 
-        Args:
-            dim: Dimension of the tensor, may be negative.
-
-        Returns:
-            `(inner, count)`. A dimension that the tensor lacks, or that holds no elements of its own, makes one group.
+        Returns `(inner, count)`. A dimension that the tensor lacks, or that holds no elements of its own, makes one
+        group.
         """
         dim = dim + len(self.shape) if dim < 0 else dim
         if dim not in self.dims:
@@ -202,14 +159,5 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The layout with these fields; equal layouts are one shared object.
-
-    Args:
-        shape: Sizes.
-        stride: Strides in elements.
-        dtype: Data type.
-
-    Returns:
-        The layout.
-    """
+    """The layout with these fields; equal layouts are one shared object."""
     return Layout(shape, stride, dtype)

@@ -1,4 +1,4 @@
-"""Normalized inputs: what a norm computes from its input on the way, quantized and given back.
+"""Normalized inputs of norms, quantized and given back.
 
 x^ = (x - mean) * invstd is of one scale everywhere, whatever the scales of rows or channels: a bucket that lies in
 several of them has the same step for all. The statistics are the norm's own, which keeps them anyway.
@@ -6,16 +6,14 @@ several of them has the same step for all. The statistics are the norm's own, wh
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.normalizing_plans import FUSED, plan_of_decoding, plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
@@ -24,15 +22,10 @@ from brevact.quantizers.tracing import is_traced
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
-    """Normalize a tensor: (x - mean) * invstd.
+    """Normalize a tensor: (x - mean) * invstd, in float32; in float64 if `x` is.
 
-    Args:
-        x: Floating-point tensor of any shape and strides.
-        mean: Means, of a shape that broadcasts to that of `x`; None for 0.
-        invstd: Inverse deviations, of a shape that broadcasts as well.
-
-    Returns:
-        A dense tensor of the shape, memory order and expanded dimensions of `x`, in float32; in float64 where `x` is.
+    The statistics broadcast to the shape of `x`; a mean of None is 0. The result is dense, with the shape, memory order
+    and expanded dimensions of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     distinct = [_distinct(part, x) for part in (x, mean, invstd) if part is not None]
@@ -51,18 +44,8 @@ def quantize_normalized(
 ) -> PackedActivation:
     """Quantize a normalized input; the bytes are those of `quantizer.quantize(normalize(x, mean, invstd), seed)`.
 
-    The uniform quantizer's kernels normalize what they load, where its groups are buckets that lie in blocks; other
+    The uniform quantizer's kernels normalize while they load, where its groups are buckets that lie in blocks; other
     formats read a copy that is normalized beforehand.
-
-    Args:
-        quantizer: Any activation quantizer.
-        x: Floating-point tensor of any shape and strides.
-        mean: Means, of a shape that broadcasts to that of `x`; None for 0.
-        invstd: Inverse deviations, of a shape that broadcasts as well.
-        seed: Seed of the quantizer.
-
-    Returns:
-        The packed normalized values.
     """
     if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg():
         if type(x) is Tensor:
@@ -81,44 +64,28 @@ def quantize_normalized(
 
 
 def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode a normalized input and undo the normalization: x^ / invstd + mean.
+    """Decode a normalized input and undo the normalization: x^ / invstd + mean; a mean of None gives the centred input.
 
     It is computed in float32 (float64 for float64), with one reciprocal for each deviation, and clamped to the finite
-    range where `dtype` is float16.
-
-    Args:
-        packed: What :func:`quantize_normalized` returned.
-        mean: What to add, of a shape that broadcasts; None for 0: the result is then centred.
-        invstd: The inverse deviations that it was normalized with.
-        dtype: Data type of the result.
-
-    Returns:
-        Tensor of the normalized one's shape and strides. NaN where the inverse deviation is; a deviation that is
-        infinite, of elements that are 0 as soon as they are normalized, counts as 0.
+    range where `dtype` is float16. It is NaN where the inverse deviation is; a deviation that is infinite, of elements
+    that are 0 as soon as they are normalized, counts as 0.
     """
-    if is_traced(packed.buffer) and packed.spec.layout.dtype is torch.float32 and is_uniform(packed, dtype):
+    if (
+        is_traced(packed.buffer)
+        and packed.spec.layout.dtype is torch.float32
+        and dtype in FUSED
+        and has_uniform_codes(packed.spec)
+    ):
         return torch.ops.brevact.denormalize(packed.buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
     return decode_affine(packed, reciprocal_of(invstd.to(packed.spec.layout.dtype)), mean, dtype)
 
 
-def reciprocal_of(invstd: Tensor) -> Tensor:
-    """Deviations of inverse ones: NaN of NaN, and 0 of an infinite deviation, whose elements are 0 when normalized."""
-    return invstd.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
-
-
 def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Decode a tensor z and apply an affine map to it: z * scale + shift.
+    """Decode a tensor z and apply an affine map: z * scale + shift, as a tensor of this dtype, the same shape and
+    strides.
 
-    It is computed in float32 (float64 for float64), and clamped to the finite range where `dtype` is float16.
-
-    Args:
-        packed: A packed tensor.
-        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
-        shift: What to add, of the same shape as `scale`; None for 0.
-        dtype: Data type of the result.
-
-    Returns:
-        Tensor of the packed one's shape and strides.
+    Factors broadcast to the shape of the tensor, addends have theirs; None is 1 and 0. It is computed in float32
+    (float64 for float64), and clamped to the finite range where `dtype` is float16.
     """
     found = decode_in_one_pass(packed, scale, shift, dtype)
     if found is not None:
@@ -148,144 +115,32 @@ def decode_in_one_pass(
     *,
     overwrites: bool = False,
 ) -> Tensor | None:
-    """What `decode_affine` gives, and a tensor added to it, with zeros outside of a mask, if one pass does all of that.
+    """Decode as `decode_affine`, add a tensor and set elements outside of a mask to 0, if one pass does all of that.
 
     Args:
         packed: A packed tensor.
         scale: Factors, of a shape that broadcasts to that of the tensor.
-        shift: What to add, of the same shape as `scale`; None for 0.
+        shift: Addends, of the same shape as `scale`; None for 0.
         dtype: Data type of the result.
-        addend: float32 tensor of the packed one's shape, whose sum with values of that type is the result; None for 0.
-        mask: What `pack_mask` returned for a tensor of the packed one's shape and memory order; None for no mask.
+        addend: float32 tensor of the packed one's shape, for a result of that type; None for 0.
+        mask: Result of `pack_mask` for a tensor of the packed one's shape and memory order; None for no mask.
         overwrites: Whether the result may take the memory of `addend`.
 
     Returns:
         Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
     """
     spec, buffer = packed.spec, packed.buffer
-    if scale is None or type(buffer) is not Tensor or not getattr(spec.quantizer, "has_uniform_codes", False):
+    if scale is None or scale.dtype is torch.float64 or type(buffer) is not Tensor or not has_uniform_codes(spec):
         return None
-    found = _plan_of_decoding(spec, dtype, scale.shape)
-    if found is None or scale.dtype is torch.float64:
+    plan = plan_of_decoding(spec, dtype, scale.shape)
+    if plan is None or (addend is not None and not plan.matches(addend)):
         return None
-    if addend is not None and not (addend.dtype is dtype is torch.float32 and found.layout.matches(addend)):
-        return None
-    x = addend if addend is not None and overwrites else found.layout.empty(buffer.device)
-    kernel_ops.denormalize(buffer, found.plan, *found.groups(shift, scale), addend, mask, x)
-    return x
+    return plan.decode_affine(buffer, scale, shift, addend, mask, overwrites=overwrites)
 
 
-def is_uniform(packed: PackedActivation, dtype: torch.dtype) -> bool:
+def has_uniform_codes(spec: PackedSpec[Any]) -> bool:
     """Whether kernels of the uniform format decode the tensor."""
-    spec = packed.spec
-    return getattr(spec.quantizer, "has_uniform_codes", False) and spec.layout.dtype in FUSED and dtype in FUSED
-
-
-#: Types that kernels normalize on the way; of float64 the reference is in float64.
-FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
-class Groups(NamedTuple):
-    """Statistics of the groups of a tensor, for kernels: (M,) float32 in its memory order, and which is whose."""
-
-    mean: Tensor | None
-    scale: Tensor
-    place: Place
-
-
-class StatisticsPlan(NamedTuple):
-    """How kernels normalize tensors of one layout by statistics of one shape, pack them, and decode them.
-
-    Args:
-        spec: Of the packed normalized values, in float32.
-        plan: The same for the kernel ops.
-        layout: Of the tensors.
-        place: Which statistics are whose.
-        order: Of the dimensions of the statistics in the tensors' memory order; None where they lie in it.
-    """
-
-    spec: PackedSpec[UniformQuantizer]
-    plan: UniformPlan
-    layout: Layout
-    place: Place
-    order: tuple[int, ...] | None
-
-    def groups(self, mean: Tensor | None, scale: Tensor) -> Groups:
-        """Statistics in the tensors' memory order."""
-        first = None if mean is None else _in_order(mean, self.layout, self.order)
-        return Groups(first, _in_order(scale, self.layout, self.order), self.place)
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple[int, ...]) -> StatisticsPlan | None:
-    """Plan of tensors that are normalized by statistics of a shape that broadcasts.
-
-    Args:
-        quantizer: Quantizer with uniform codes.
-        layout: Layout of the tensors.
-        shape: Of the statistics.
-
-    Returns:
-        The plan; None for float64, for tensors with gaps or without elements, and where statistics lie in an order that
-        kernels do not know.
-    """
-    found = place_of(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
-    if found is None:
-        return None
-    spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
-    return StatisticsPlan(spec, plan_of(spec), layout, *found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan_of_decoding(
-    spec: PackedSpec[UniformQuantizer], dtype: torch.dtype, shape: tuple[int, ...]
-) -> StatisticsPlan | None:
-    """Plan of packed values that are decoded to this type; None for those that were rounded to a type of 16 bits."""
-    if spec.layout.dtype is not torch.float32:
-        return None
-    layout = Layout.of_sizes(spec.layout.shape, spec.layout.stride, dtype)
-    return plan_of_statistics(spec.quantizer, layout, shape)
-
-
-def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
-    """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
-    is_known = layout.is_dense and layout.numel > 0 and scale.dtype is not torch.float64
-    found = place_of(layout, tuple(scale.shape)) if is_known else None
-    if found is None:
-        return None
-    place, order = found
-    return Groups(None if mean is None else _in_order(mean, layout, order), _in_order(scale, layout, order), place)
-
-
-def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) -> Tensor:
-    """The distinct numbers of a statistic in a tensor's memory order."""
-    if order is not None:
-        statistic = statistic[tuple(slice(None) if dim in layout.dims else slice(1) for dim in range(len(order)))]
-        statistic = statistic.permute(order)
-    return statistic.float().contiguous().view(-1)
-
-
-@functools.lru_cache(maxsize=4096)
-def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
-    """Place of the statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
-
-    In memory order, dimensions are of groups, then of elements of one, then of groups and of elements once more, any of
-    these missing. Other orders have no place.
-    """
-    if len(shape) != len(layout.shape):
-        return None
-    sizes, position = [1, 1, 1, 1], 0
-    for dim, size in zip(layout.dims, layout.sizes, strict=True):
-        if (position % 2 == 0) != (shape[dim] > 1):
-            position += 1
-        if position > 3:
-            return None
-        sizes[position] *= size
-    _, elements, row, run = sizes
-    order = (*layout.dims, *(dim for dim in range(len(shape)) if dim not in layout.dims))
-    several = [dim for dim in order if shape[dim] > 1]
-    is_in_order, is_whole = several == sorted(several), all(dim in layout.dims for dim in several)
-    return Place(elements * row * run, row, row * run, run), None if is_in_order and is_whole else order
+    return getattr(spec.quantizer, "has_uniform_codes", False)
 
 
 def _distinct(part: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The stored form of an activation: packed codes, metadata, and what restores the tensor."""
+"""The stored form of an activation: packed codes, metadata, and the layout of the tensor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from brevact.quantizers.tracing import is_traced
 class ActivationQuantizer(Protocol):
     """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
 
-    It is immutable and hashable, a frozen dataclass for example: quantizers that are equal share what they packed, and
-    specs are cached by quantizer and layout. Norms let it quantize what they have normalized, unless it has a true
+    It is immutable and hashable, a frozen dataclass for example: equal quantizers share packed tensors, and specs
+    are cached by quantizer and layout. Norms let it quantize their normalized input, unless it has a true
     attribute `is_lossless`: then their input itself. `quantize` returns a `PackedActivation`, whose
-    `buffer` is what autograd keeps and whose `spec` (a `Decoder`, often the quantizer itself, and the layout) is what
-    `dequantize` and `dequantize_multiply` decode it with.
+    `buffer` autograd keeps; `dequantize` and `dequantize_multiply` decode it by its `spec`: a `Decoder`, often the
+    quantizer itself, and the layout.
     """
 
     @property
@@ -83,7 +83,7 @@ class PackedSpec(Generic[D]):
         self.nbytes = end
         self.shape = torch.Size((end,)) if type(end) is int else (end,)  # of the buffer; symbols stay as they are
         self.has_padding = used < end
-        self.plan: Any = None  # what the quantizer derives from it for its passes
+        self.plan: Any = None  # the quantizer derives it for its passes
 
     @staticmethod
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
@@ -94,26 +94,12 @@ class PackedSpec(Generic[D]):
             return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
-        """Memory for the bytes, uninitialised but for padding.
-
-        Args:
-            like: Tensor on the device to allocate on.
-
-        Returns:
-            (nbytes,) uint8 tensor.
-        """
+        """(nbytes,) uint8 memory for the bytes on the device of a tensor, uninitialised but for padding."""
         make = like.new_zeros if self.has_padding else like.new_empty
         return make(self.nbytes, dtype=torch.uint8)
 
     def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Views of the parts.
-
-        Args:
-            buffer: (nbytes,) uint8 tensor.
-
-        Returns:
-            One 1-D tensor a part.
-        """
+        """Views of the parts of (nbytes,) bytes, one 1-D tensor a part."""
         return tuple(
             buffer[start : start + part.numel * part.dtype.itemsize].view(part.dtype)
             for part, start in zip(self.parts, self.offsets, strict=True)
@@ -275,18 +261,13 @@ class PackedActivation:
         return self.buffer.untyped_storage().nbytes()
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
-        """Decode the activation.
+        """Decode the activation to a tensor with the shape, dtype, device and strides of the quantized one.
 
-        Args:
-            out: Tensor of the same shape, dtype and device, overwritten in place; no allocation where it is dense and
-                in the activation's memory order.
+        Strides are dense where its elements overlapped otherwise than by expansion. `out`, a tensor of the same shape,
+        dtype and device, is overwritten instead, without an allocation if it is dense and in the activation's memory
+        order.
 
-        Returns:
-            `out`, or a new tensor with the shape, dtype, device and strides of the quantized tensor (dense strides
-            where its elements overlapped otherwise than by expansion).
-
-        Raises:
-            ValueError: If `out` has another shape, dtype or device.
+        Raises: ValueError: If `out` has another shape, dtype or device.
         """
         spec, buffer = self.spec, self.buffer
         layout = spec.layout
@@ -309,16 +290,11 @@ class PackedActivation:
     def dequantize_multiply(self, other: Tensor, out: Tensor | None = None) -> Tensor:
         """Decode and multiply, equal to `dequantize() * other` bit for bit, without the intermediate tensor.
 
-        Args:
-            other: Tensor of the same shape and device. Where its dtype or memory order differ, the product is computed
-                in two steps.
-            out: Tensor of the result's shape and dtype, overwritten in place; may be `other` itself.
+        `other` has the same shape and device; where its dtype or memory order differ, the product is computed in two
+        steps. The result is `out`, overwritten, which may be `other`, or a new tensor, with the strides of `other`
+        where those are dense.
 
-        Returns:
-            `out`, or a new tensor of the product's dtype, with the strides of `other` where those are dense.
-
-        Raises:
-            ValueError: If the shape or device of `other` or `out`, or the dtype of `out`, does not fit.
+        Raises: ValueError: If the shape or device of `other` or `out`, or the dtype of `out`, does not fit.
         """
         spec, layout = self.spec, self.spec.layout
         self._check("other", other)
@@ -357,7 +333,7 @@ class PackedActivation:
             raise TypeError(f"{name}: got {brief(tensor)}; accepted is a tensor of shape {layout.shape} on {device}")
         if tensor.shape != layout.shape:
             raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of what is packed"
+                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of the packed tensor"
             )
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")

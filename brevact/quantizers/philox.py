@@ -16,14 +16,7 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Draw a seed in [0, 2^63 - 1) from torch's default generator of a device, without a synchronisation.
-
-    Args:
-        device: Device of the generator and of the seed.
-
-    Returns:
-        0-d int64 tensor on the device.
-    """
+    """Draw a 0-d int64 seed in [0, 2^63 - 1) from torch's default generator of a device, without a synchronisation."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
 
 

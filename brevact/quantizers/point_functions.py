@@ -1,4 +1,4 @@
-"""Decoding with a function on the way: applied to what codes stand for, where that is less than the elements."""
+"""Decoding with a function on the way: applied to the values of codes, where these are fewer than the elements."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import FUSED, Groups, decode_affine, groups_of, is_uniform
-from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.normalizing import decode_affine, has_uniform_codes
+from brevact.quantizers.normalizing_plans import FUSED, NormalizedPlan, groups_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
+#: Means and factors of groups, and which is whose; None where there is no affine map.
+Groups = tuple[Tensor | None, Tensor | None, Place | None]
 #: Elements of a segment from which on a table pays; at 4 bits it has a quarter of the tensor's size then.
 _LEAST_OF_SEGMENTS = 64
 #: Elements to which a function is applied at once: few enough for a cache on the CPU, enough for a whole GPU.
@@ -45,38 +47,26 @@ def decode_through(
     """Decode a tensor z and apply a function behind an affine map: f(z * scale + shift), or its product with `grad`.
 
     Up to 4 bits, where runs of elements that share a bucket and a scale (see `geometry.Segments`) have 64 elements or
-    more in the mean, the function is applied to a table of what the codes of each run stand for, and elements are
-    looked up there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor.
-    Torch's own functions may differ by roundings between the two, as they do between elements of one tensor on the CPU.
-    Which way is taken depends on quantizer, layout, types and the shape of `scale` alone.
+    more in the mean, the function is applied to a table of the values of each run's codes, and elements are looked up
+    there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor. Torch's own
+    functions may differ by roundings between the two, as they do between elements of one tensor on the CPU. Which way
+    is taken depends on quantizer, layout, types and the shape of `scale` alone.
 
-    Args:
-        packed: A packed tensor.
-        function: The function f; it is applied to float32, bfloat16 or float16 tensors of any shape, or to float64.
-        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
-        shift: What to add, of the same shape as `scale`; None for 0.
-        dtype: Data type of what the function is applied to.
-        grad: Tensor of the packed one's shape, to multiply; None for the values alone.
-
-    Returns:
-        Tensor of the packed one's shape and strides (dense ones where those leave gaps), of the type that the function
-        gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same
-        memory order, otherwise of those that torch gives the product.
+    `scale` and `shift` are those of `decode_affine`; the function's argument is of this dtype, and of any shape. The
+    result has the packed tensor's shape and strides (dense ones where those leave gaps), and the type that the function
+    gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same memory
+    order, otherwise of those that torch gives the product.
     """
     layout, buffer = packed.layout, packed.buffer
     decode = functools.partial(decode_affine, packed, scale, shift, dtype)
     if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
         return _multiplied(function(decode()), grad)
-
-    def look_up(other: Tensor | None) -> Tensor | None:
-        if not is_uniform(packed, dtype):
-            return None
-        if scale is None and shift is None:
-            return _looked_up(buffer, packed.spec, function, None, dtype, other)
+    groups: Groups | None = (None, None, None)
+    if not (has_uniform_codes(packed.spec) and layout.dtype in FUSED and dtype in FUSED):
+        groups = None
+    elif scale is not None or shift is not None:
         groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
-        return None if groups is None else _looked_up(buffer, packed.spec, function, groups, dtype, other)
-
-    return _apply(function, look_up, decode, layout, grad)
+    return _apply(function, packed.spec, buffer, groups, dtype, decode, grad)
 
 
 def decode_through_plan(
@@ -87,47 +77,28 @@ def decode_through_plan(
     shift: Tensor | None,
     grad: Tensor | None,
 ) -> Tensor:
-    """Return the result of :func:`decode_through` for normalized values that a plan has packed.
-
-    Args:
-        plan: The plan; it has the memory order of the values, and the type of the function's argument.
-        buffer: The stored bytes.
-        function: See :func:`decode_through`.
-        scale: (C,) float32 factors.
-        shift: (C,) float32 numbers; None for 0.
-        grad: See :func:`decode_through`.
-    """
+    """The result of :func:`decode_through` for normalized values that a plan has packed, whose layout has its type."""
     decode = functools.partial(plan.decode_affine, buffer, scale, shift)
     if not _has_memory(buffer, scale, shift):
         return _multiplied(function(decode()), grad)
-
-    def look_up(other: Tensor | None) -> Tensor | None:
-        groups = Groups(None if shift is None else shift.contiguous(), scale.contiguous(), plan.place)
-        return _looked_up(buffer, plan.spec, function, groups, plan.layout.dtype, other)
-
-    return _apply(function, look_up, decode, plan.spec.layout, grad)
+    return _apply(function, plan.spec, buffer, plan.groups(shift, scale), plan.layout.dtype, decode, grad)
 
 
 def _apply(
     function: PointFunction,
-    look_up: Callable[[Tensor | None], Tensor | None],
+    spec: PackedSpec[Any],
+    buffer: Tensor,
+    groups: Groups | None,
+    dtype: torch.dtype,
     decode: Callable[[], Tensor],
-    layout: Layout,
     grad: Tensor | None,
 ) -> Tensor:
     """Return f of the decoded values, times `grad` if there is one: from a table, or in pieces of the decoded tensor.
 
-    A gradient that lies in the same memory order is multiplied on the way.
-
-    Args:
-        function: The function f.
-        look_up: Returns f of the values by a table, times its argument if there is one; None where no table pays.
-        decode: Returns the values as a tensor of their own.
-        layout: Of the values.
-        grad: The gradient; None for f alone.
+    A gradient that lies in the same memory order is multiplied on the way. Without groups no table pays.
     """
-    other = grad if grad is not None and _is_readable(grad, layout) else None
-    values = look_up(other)
+    other = grad if grad is not None and _is_readable(grad, spec.layout) else None
+    values = None if groups is None else _looked_up(buffer, spec, function, groups, dtype, other)
     if values is None:
         values = _in_pieces(decode(), function, other)
     return values if other is not None else _multiplied(values, grad)
@@ -141,12 +112,12 @@ def _looked_up(
     buffer: Tensor,
     spec: PackedSpec[Any],
     function: PointFunction,
-    groups: Groups | None,
+    groups: Groups,
     dtype: torch.dtype,
     other: Tensor | None,
 ) -> Tensor | None:
     """Return the result of `decode_through` from a table of all codes of all segments; None if segments are short."""
-    mean, factor, place = (None, None, None) if groups is None else groups
+    mean, factor, place = groups
     plan: UniformPlan = spec.plan or plan_of(spec)
     segments = _long_segments(plan, place)
     if segments is None:
@@ -167,14 +138,8 @@ def _looked_up(
 def multiply_by_function(x: Tensor, function: PointFunction, grad: Tensor, *, overwrites: bool) -> Tensor:
     """Return grad * function(x), with temporaries of a piece each where both lie in one order of memory.
 
-    Args:
-        x: Tensor of any strides.
-        function: The function; see :func:`decode_through`.
-        grad: Tensor of the same shape.
-        overwrites: Whether the result may take the memory of `x`.
-
-    Returns:
-        Tensor of the shape of both.
+    Shapes are equal, strides any. If it `overwrites`, the result may take the memory of `x`; see
+    :func:`decode_through`.
     """
     layout = Layout.of(x)
     if not layout.is_dense or layout.numel != x.numel() or x.dtype is not grad.dtype or not _has_memory(x):

@@ -18,7 +18,7 @@ from brevact.quantizers.tracing import is_traced
 
 
 class Quantizer(ABC):
-    """Quantizer that writes the bytes of a tensor, the number of which follows from the tensor's layout.
+    """Quantizer that writes the bytes of a tensor, whose number follows from the tensor's layout.
 
     A format is a frozen dataclass with a field `rounding`, or an `is_stochastic` of its own. It says which arrays it
     stores (`parts`), writes them (`encode`) and reads them (`decode`).
@@ -41,39 +41,26 @@ class Quantizer(ABC):
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write the bytes of a tensor that is not empty.
 
-        Args:
-            dense: Tensor whose memory holds the layout's elements densely, in memory order; of any shape.
-            spec: Spec of the tensor.
-            seed: Key of the random bits, a signed 64-bit int or a 0-d int64 tensor; None for nearest rounding.
-            buffer: (spec.nbytes,) uint8 tensor, uninitialised but for padding between parts.
+        `dense` has any shape; its memory holds the layout's elements densely, in memory order. The seed is a signed
+        64-bit int or a 0-d int64 tensor, None for nearest. The buffer is uninitialised but for padding between parts.
         """
 
     @abstractmethod
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode, and multiply where there is a factor.
+        """Decode, and multiply by `other` unless that is None.
 
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in memory order, written. The
-                caller may overwrite it afterwards.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None; may be `target`.
+        `target` and `other`, which may be `target`, are of the layout's dtype and hold its elements in memory order.
+        The caller may overwrite the target afterwards.
         """
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
+        """Quantize and pack a float32, bfloat16, float16 or float64 tensor of any shape and strides; float64 is rounded
+        first.
 
-        Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
-                first.
-            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
-                torch's generator. Unused, and not drawn, for nearest.
+        The seed is the key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one
+        from torch's generator. It is unused, and not drawn, for nearest.
 
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        Raises: TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
         check_input(x)
         layout = Layout.of(x)
@@ -91,18 +78,10 @@ class Quantizer(ABC):
 
 
 def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
-    """Quantize a tensor, or let a traced graph do it.
-
-    Args:
-        quantizer: Any activation quantizer.
-        x: Floating-point tensor.
-        seed: Seed, None where the quantizer takes none or draws one; a tensor while a graph is traced.
-
-    Returns:
-        The packed activation.
+    """Quantize a tensor by any activation quantizer, or let a traced graph do it, where a seed is a tensor.
 
     Raises:
-        TypeError: If the quantizer returns something else.
+        TypeError: If the quantizer returns something else than a `PackedActivation`.
     """
     if type(x) is not Tensor and is_traced(x):
         key = seed if isinstance(seed, Tensor) else None

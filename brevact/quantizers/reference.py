@@ -106,21 +106,11 @@ def aligned(
     scale_dtype: torch.dtype,
     minimum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The grid with a level at zero, from m = -k s, of the least scale that covers a range.
+    """(G,) float32 code k of zero and scale s of grids with a level at zero, from m = -k s, of the least s that covers.
 
-    Decoding computes m + k s, which is exactly 0. k is one of the two integers around (0 - low) / ((high - low) /
-    levels), of as few bits as `ZERO_UNITS` says.
-
-    Args:
-        low: (G,) float32 lower ends, negative, or what is not used.
-        high: (G,) float32 upper ends, at least 0.
-        levels: (G,) float32 number of steps.
-        bit_width: Bits a code.
-        scale_dtype: bfloat16 or float32.
-        minimum_dtype: bfloat16 or float32.
-
-    Returns:
-        `(k, s)`, (G,) float32.
+    `low` is negative, or unused, `high` at least 0, `levels` the number of steps. Decoding computes m + k s, which is
+    exactly 0. k is one of the two integers around (0 - low) / ((high - low) / levels), of as few bits as `ZERO_UNITS`
+    says.
     """
     unit, scale_unit = ZERO_UNITS[minimum_dtype]
     scale_unit = max(scale_unit, 1 << 16 if scale_dtype == torch.bfloat16 or bit_width > 16 else 1)
@@ -141,9 +131,9 @@ def positions_of_zeros(steps: Tensor) -> Tensor:
 
 
 def shifts(seed: Tensor, groups: int) -> Tensor:
-    """By how many steps the levels of groups are shifted where they are: u = (w >> 8) / 2^24 - 1/2 in [-1/2, 1/2).
+    """(G,) float32 shifts of levels in steps: u = (w >> 8) / 2^24 - 1/2 in [-1/2, 1/2).
 
-    (G,) float32; w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
+    w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
     """
     group = torch.arange(groups, device=seed.device)
     counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
@@ -156,20 +146,14 @@ def parts_of_steps(steps: Tensor) -> Tensor:
 
 
 def spreads(spread: Tensor, upper: Tensor, outer: Tensor, sizes: Tensor) -> Tensor:
-    """Whether groups shift their levels: their elements lie between levels, and in all parts of a step alike.
+    """Whether groups shift their levels: their elements lie between levels, and in all parts of a step alike; (G,)
+    bool.
 
-    The sum of d (256 - d) is at least `LEAST_SPREAD` an element: with less, stochastic rounding has less variance. And
-    A^2 + B^2 is at most `MOST_ALIKE` times the number n of elements, with A = n - 2 upper and B = n - 2 outer; it is
-    2 n on average for elements that are spread at random. With more, many elements have errors in common.
-
-    Args:
-        spread: (G,) sums of d (256 - d) over the elements of a group.
-        upper: (G,) numbers of elements with d & 128, in the upper half of a step.
-        outer: (G,) numbers of elements with (d + 64) & 128, in its middle half.
-        sizes: (G,) numbers n.
-
-    Returns:
-        (G,) bool.
+    `spread` is the sum of d (256 - d), `upper` and `outer` are the numbers of elements with d & 128, in the upper half
+    of a step, and with (d + 64) & 128, in its middle half. The first is at least `LEAST_SPREAD` per element: with less,
+    stochastic rounding has less variance. And A^2 + B^2 is at most `MOST_ALIKE` times the size n, with A = n - 2 upper
+    and B = n - 2 outer; it is 2 n on average for elements that are spread at random. With more, many elements have
+    errors in common.
     """
     alike = (sizes - 2 * upper).square() + (sizes - 2 * outer).square()
     return (spread >= sizes * LEAST_SPREAD) & (alike <= sizes * MOST_ALIKE)
@@ -178,10 +162,8 @@ def spreads(spread: Tensor, upper: Tensor, outer: Tensor, sizes: Tensor) -> Tens
 def bounded(low: Tensor, high: Tensor, is_aligned: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Ends of ranges that float32 has room for: -2^125 and 2^125 at most where the range is 2^128 - 2^122 or more.
 
-    Of grids that are aligned to zero, (G,) bool, where it is 2^126 or more.
-
-    What lies beyond counts as the end. Such a range means that a mask, say, left the lowest float among other values.
-    Ends that are NaN stay.
+    Of grids that are aligned to zero, (G,) bool, where it is 2^126 or more. Elements beyond an end count as the end.
+    Such a range means that a mask, say, left the lowest float among other values. Ends that are NaN stay.
     """
     wide = high - low >= LARGEST_RANGE  # the difference may be infinite
     if is_aligned is not None:
@@ -254,10 +236,9 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
 
 
 def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Range of each group's finite elements: `(low, high, missing)`; float64 is rounded to float32 first.
+    """(G,) smallest and largest finite value of each group in float32, and int64 numbers of other elements.
 
-    They are (G,) float32 smallest and largest value, infinity and -infinity where no element is finite, and int64
-    numbers of elements that are not.
+    The ends are infinity and -infinity where no element is finite.
     """
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     flat = flat.float()

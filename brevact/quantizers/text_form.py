@@ -20,33 +20,21 @@ _CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
 
 
 def to_text(value: Any) -> str:
-    """Return a dataclass whose fields are numbers, strings, None, enums, dtypes, tuples or such dataclasses as text.
+    """Return a dataclass whose fields are numbers, strings, None, enums, dtypes, tuples or such dataclasses as JSON.
 
     >>> from brevact.quantizers import UniformQuantizer
     >>> from_text(to_text(UniformQuantizer(bit_width=3))).bit_width
     3
 
-    Args:
-        value: Dataclass of a module's top level.
-
-    Returns:
-        Its class and fields as JSON.
-
     Raises:
-        TypeError: If it is no such dataclass.
+        TypeError: If it is no such dataclass of a module's top level.
     """
     return json.dumps(_plain(value), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> Any:
-    """Return the object of a text, the inverse of `to_text`; equal texts give one shared object.
-
-    Args:
-        text: What `to_text` returned.
-
-    Returns:
-        The dataclass.
+    """Return the dataclass of a text, the inverse of `to_text`; equal texts give one shared object.
 
     Raises:
         TypeError: If a class that it names is not where it says.
@@ -78,8 +66,8 @@ def _place(kind: type, value: Any) -> str:
 
 def _refusal(value: Any) -> TypeError:
     return TypeError(
-        f"got {brief(value)} of type {type(value).__name__}; what a compiled graph holds of a quantizer is its class "
-        "and fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
+        f"got {brief(value)} of type {type(value).__name__}; a compiled graph holds the class and fields of a "
+        "quantizer: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
         "strings, None, enums, torch.dtype, tuples or such dataclasses"
     )
 

@@ -11,12 +11,7 @@ _TRACED = (FakeTensor, FunctionalTensor)
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor has no values because a graph is traced, so that the ops of `ops` must stand for the kernels.
-
-    Args:
-        x: Any tensor.
-
-    Returns:
-        True for the fake and functional tensors of `torch.compile`.
+    """Whether a tensor is a fake or functional one of `torch.compile`, for which the ops of `ops` must stand for
+    kernels.
     """
     return type(x) not in _PLAIN_TYPES and isinstance(x, _TRACED)

@@ -73,7 +73,8 @@ def _ends(x: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
 
 
 def fit(x: Tensor, bit_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Metadata of buckets as uneven ones: (R,) minimum (int32 bits), (R,) scale (int16 bits), (R, I) what is far.
+    """Metadata of buckets as uneven ones: (R,) minimum (int32 bits), (R,) scale (int16 bits), (R, I) whether elements
+    are far.
 
     *Far* are the elements that are not finite, else those of the least value or of the largest, whichever leaves the
     smaller range. The gap between levels at the median magnitude of the others decides how these lie. Of the forms
@@ -141,7 +142,7 @@ def _octaves(low: Tensor, high: Tensor, bit_width: int, spacing: int, middle: Te
 
 
 def _covering(below: Tensor, above: Tensor, zero: Tensor, spacing: int, bit_width: int) -> Tensor:
-    """The step with which levels cover what lies below zero and above it."""
+    """The step with which levels cover the range below zero and above it."""
     low_reach, high_reach = reach(zero, spacing, bit_width), reach((1 << bit_width) - 2 - zero, spacing, bit_width)
     of_low, of_high = torch.where(below > 0, below / low_reach, 0.0), torch.where(above > 0, above / high_reach, 0.0)
     return torch.maximum(of_low, of_high)

@@ -158,11 +158,8 @@ def step_report(
         if not model.training:
             model.train()
         steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
-        seconds: dict[bool, list[float]] = {False: [], True: []}
         peaks = {packs: measured_peak(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
-        for number in range(rounds):
-            for packs in (False, True) if number % 2 else (True, False):
-                seconds[packs].append(_seconds(steps[packs], device_of(model, batch)))
+        seconds = _seconds_of(steps, device_of(model, batch), rounds)
     (plain_peak, plain), (packed_peak, packed) = peaks[False], peaks[True]
     return StepReport(tuple(seconds[False]), tuple(seconds[True]), plain_peak, packed_peak, note, plain, packed)
 
@@ -200,12 +197,27 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
 
-def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    _wait_for(device)
-    start = time.perf_counter()
-    step()
-    _wait_for(device)
-    return time.perf_counter() - start
+def time_ratio(model: nn.Module, batch: Any, loss: Loss, rounds: int) -> float:
+    """Return the median ratio of the times of steps with the model's policy and without, after a pair to warm up."""
+    with in_place(model):
+        if not model.training:
+            model.train()
+        steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
+        seconds = _seconds_of(steps, device_of(model, batch), rounds + 1)
+    return statistics.median(b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
+
+
+def _seconds_of(steps: Mapping[bool, Step], device: torch.device, rounds: int) -> dict[bool, list[float]]:
+    """Time pairs of steps; each kind is first in every other pair."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds):
+        for packs in (False, True) if number % 2 else (True, False):
+            _wait_for(device)
+            start = time.perf_counter()
+            steps[packs]()
+            _wait_for(device)
+            seconds[packs].append(time.perf_counter() - start)
+    return seconds
 
 
 def _wait_for(device: torch.device) -> None:
@@ -224,6 +236,16 @@ def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | N
 def plain_peak_of(model: nn.Module, batch: Any, loss: Loss) -> PeakMemory:
     """Return the parts of a plain step's peak, measured in the memory of a packed step."""
     return peak_memory_by_file(step_of(model, batch, loss, packs=False), model, device_of(model, batch).type)
+
+
+def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
+    """Return the peak of a step in training mode, with the model's policy, or without it in as little memory."""
+    with in_place(model):
+        if not model.training:
+            model.train()
+        if not packs:
+            return plain_peak_of(model, batch, loss).tensors
+        return peak_of(step_of(model, batch, loss, packs=True), device_of(model, batch))
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:

@@ -40,7 +40,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         mix_schedule: text.
         noise_every: optimizer steps.
         memory: whether to measure saved bytes.
-        quick_fit: whether to fit a budget on parts of batches.
+        quick_fit: whether to fit a budget on few batches.
         loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
             returns for a batch with labels.
         batches: for measurements; by default the first batches of the training data.

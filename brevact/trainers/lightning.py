@@ -46,7 +46,7 @@ class LightningCallback(Callback):
         mix_schedule: text.
         noise_every: optimizer steps.
         memory: whether to measure saved bytes.
-        quick_fit: whether to fit a budget on parts of batches.
+        quick_fit: whether to fit a budget on few batches.
         loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
             ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
         batches: for measurements; by default the first batches of the training data.

@@ -54,8 +54,8 @@ class TrainingPolicy:
         noise_every: steps between measurements of the gradients' noise; None for no measurements.
         memory: whether to measure saved bytes when the run begins, by two forward passes of the model, which take no
             more memory than a step.
-        quick_fit: whether to fit a budget by ``brevact.fit(..., quick=True)``, on parts of batches; False for whole
-            batches, which takes two or more passes per layer before the first step.
+        quick_fit: whether to fit a budget by ``brevact.fit(..., quick=True)``, by a pass per layer before the first
+            step; False takes two or more.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.

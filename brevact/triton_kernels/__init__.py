@@ -6,13 +6,12 @@ for nothing.
 
 from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid, ranges
 from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake_quantize_backward
-from brevact.triton_kernels.launch import Launch, takes
+from brevact.triton_kernels.launch import takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.segments import look_up, map_levels
 from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
 __all__ = [
-    "Launch",
     "decode_integers",
     "denormalize",
     "dequantize_grid",

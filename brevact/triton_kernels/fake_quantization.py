@@ -12,15 +12,7 @@ from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint
 from brevact.triton_kernels.groups import is_finite
 from brevact.triton_kernels.levels import codes_on_row, group_of_plane
 from brevact.triton_kernels.quantize import seed_words
-from brevact.triton_kernels.tiles import (
-    element_mask,
-    load_bytes,
-    load_planes,
-    single_block,
-    store_codes,
-    unpack_code,
-    whole_blocks,
-)
+from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
 
 BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
@@ -99,6 +91,16 @@ def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr)
     else:
         cut = tl.zeros_like(x) != 0.0
     return cut == 0
+
+
+@triton.jit
+def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr):
+    """Integers of plane i, NaN for the spare code."""
+    code = unpack_code(codes, i, BIT_WIDTH)
+    q = float_of_code(code, BIT_WIDTH) + lowest
+    if HAS_SPARE:
+        q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
+    return q
 
 
 @triton.jit
@@ -226,10 +228,7 @@ def fake_quantize_backward_tile(
             if AGAIN:
                 q = _clipped(r, lowest, highest)
             else:
-                code = unpack_code(codes, i, BIT_WIDTH)
-                q = float_of_code(code, BIT_WIDTH) + lowest
-                if HAS_SPARE:
-                    q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
+                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
             q = settle(q - zero, dtype)
             if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
                 q = tl.where(code_of_residual != 0, q * 0.0, q)
@@ -264,31 +263,6 @@ def fake_quantize_backward_tile(
             tl.store(more_zero_parts_ptr + pointers, more_zero_sums, mask=exists)
 
 
-@triton.jit
-def decode_integers_tile(
-    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, first, row, column, stride, limit, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Decode (q - z) s of a tile."""
-    dtype: tl.constexpr = target_ptr.dtype.element_ty
-    place = codes_ptr + first // 8 * BIT_WIDTH
-    codes = load_bytes(place, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        group = 0
-        if SCALES or ZEROS:
-            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
-        scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-        zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
-        code = unpack_code(codes, i, BIT_WIDTH)
-        q = float_of_code(code, BIT_WIDTH) + lowest
-        if HAS_SPARE:
-            q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
-        y = cast(settle(q - zero, dtype) * scale, dtype)
-        tl.store(target_ptr + first + (row * BLOCK + i * stride + column), y, mask=valid)
-
-
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def fake_quantize_kernel(
     x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
@@ -298,24 +272,17 @@ def fake_quantize_kernel(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize: tiles of ROWS whole blocks and an incomplete last one."""
-    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
-    fake_quantize_tile(
-        x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
-        out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
-        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-        RAGGED=False,
-    )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
-    if count > 0:
-        fake_quantize_tile(
-            x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
-            out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
-            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-            RAGGED=True,
-        )  # fmt: skip
+    """Quantize."""
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if limit > 0:
+            fake_quantize_tile(
+                x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
+                out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
+                lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
+                BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+                RAGGED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -328,26 +295,18 @@ def fake_quantize_backward_kernel(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients, in the same tiles."""
-    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
-    fake_quantize_backward_tile(
-        g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-        target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
-        parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
-        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-        RAGGED=False,
-    )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
-    if count > 0:
-        fake_quantize_backward_tile(
-            g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-            target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
-            parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
-            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-            RAGGED=True,
-        )  # fmt: skip
+    """Gradients."""
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if limit > 0:
+            fake_quantize_backward_tile(
+                g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
+                target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+                parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+                lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
+                BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+                RAGGED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -356,19 +315,20 @@ def decode_integers_kernel(
     BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Decode, in the same tiles."""
-    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
-    decode_integers_tile(
-        codes_ptr, scale_ptr, zero_ptr, target_ptr,
-        lowest, first, row, column, stride, whole, inner, groups, repeats, rows,
-        BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-        RAGGED=False,
-    )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
-    if count > 0:
-        decode_integers_tile(
-            codes_ptr, scale_ptr, zero_ptr, target_ptr,
-            lowest, first, row, column, stride, count, inner, groups, repeats, rows,
-            BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-            RAGGED=True,
-        )  # fmt: skip
+    """Decode (q - z) s."""
+    dtype: tl.constexpr = target_ptr.dtype.element_ty
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if limit > 0:
+            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
+            codes = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                group = 0
+                if SCALES or ZEROS:
+                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
+                y = cast(settle(q - zero, dtype) * scale, dtype)
+                tl.store(target_ptr + first + (row * BLOCK + i * stride + column), y, mask=valid)

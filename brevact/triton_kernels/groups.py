@@ -35,7 +35,7 @@ def is_flagged(scale):
 
 @triton.jit
 def _with_sign(x, flagged):
-    """Float32 without a sign bit, with one where flagged: the `-` operator leaves 0 as it is."""
+    """Float32 without a sign bit, with one where flagged: the `-` operator leaves 0 alone."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(flagged, bits ^ _SIGN, bits).to(tl.float32, bitcast=True)
 
@@ -89,16 +89,8 @@ def calibrate(
     """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
 
     See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
-    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN.
-
-    Args:
-        low_key: Lowest keys, above `high_key` where no element is finite.
-        high_key: Highest keys.
-        flagged: Whether groups hold elements that are not finite.
-        zero: Whether groups hold elements that are 0.
-        BIT_WIDTH: Bits a code.
-        scale_dtype: Stored type of the scale.
-        minimum_dtype: Stored type of the minimum.
+    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN. The lowest
+    key is above the highest where no element is finite.
     """
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -148,8 +140,8 @@ def store_metadata(pointer, value, mask):
 def quotient(x, inner):
     """x // inner for 0 <= x < 2^14 and inner >= 1, by one multiplication.
 
-    M = ceil(2^31 / inner) is off by less than 1, so x * M / 2^31 by less than 2^-17 <= 1 / inner, which is what it may
-    be off where inner < 2^17. Where inner is larger, M <= 2^14 and x * M < 2^28.
+    M = ceil(2^31 / inner) is off by less than 1, so x * M / 2^31 by less than 2^-17 <= 1 / inner, which is allowed
+    where inner < 2^17. Where inner is larger, M <= 2^14 and x * M < 2^28.
     """
     magic = (0x7FFFFFFF // tl.minimum(inner, 1 << 30).to(tl.int32)).to(tl.uint32) + 1
     return ((x.to(tl.uint64) * magic.to(tl.uint64)) >> 31).to(tl.int32)
@@ -157,14 +149,9 @@ def quotient(x, inner):
 
 @triton.jit
 def group_of(first, offset, inner, groups, INNER: tl.constexpr):
-    """Group of element first + offset: (first + offset) // inner % groups.
+    """Group of element first (int64) + offset (int32, below 2^14): (first + offset) // inner % groups.
 
-    Args:
-        first: Scalar int64, first element of a tile.
-        offset: int32 tensor of values in [0, 2^14).
-        inner: Consecutive elements of one group; unused where INNER is given.
-        groups: Number of groups; unused where INNER is given.
-        INNER: inner where every group is one run of known length, else 0.
+    INNER is `inner` where every group is one run of known length, else 0.
     """
     if INNER > 0:
         group = first // INNER + ((first % INNER).to(tl.uint32) + offset.to(tl.uint32)) // INNER

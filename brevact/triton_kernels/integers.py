@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from brevact.geometry import DEFAULT_BLOCK, Geometry
 from brevact.integers import IntegerPlan
-from brevact.triton_kernels import fake_quantization
 from brevact.triton_kernels.fake_quantization import (
     decode_integers_kernel,
     fake_quantize_backward_kernel,
     fake_quantize_kernel,
 )
-from brevact.triton_kernels.launch import Launch, seed_on, tiling
+from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 
-_BLOCK = fake_quantization.BLOCK.value
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _LARGEST_CODE = 8
 """Bits."""
@@ -44,14 +44,11 @@ def fake_quantize(
     packs = residual is not None and seed is not None
     levels, steps = residual_of.rows(x.device) if packs else (None, None)
     itemsize = max(x.itemsize, 4) if packs else x.itemsize  # residuals of more elements a thread would spill
-    constants, programs, threads = _tiles(x, plan, scale, zero_point, itemsize)
-    constants |= _integers(plan, residual_of.bit_width if packs else 1)
-    arguments = (
-        *(x.detach(), scale, zero_point, levels, steps, seed_on(x.device, seed) if packs else None),
-        *(out, values, codes, mask, residual, missing, float(plan.lowest), float(plan.highest)),
-        *(plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows),
-    )
-    Launch(fake_quantize_kernel, programs, arguments, constants, threads).run()
+    numbers = scale.numel() > 1, zero_point.numel() > 1
+    width = residual_of.bit_width if packs else 1
+    program = _program(fake_quantize_kernel, plan, x.dtype, x.is_cuda, numbers, itemsize, width)
+    key = seed_on(x.device, seed) if packs else None
+    program.run(x, scale, zero_point, levels, steps, key, out, values, codes, mask, residual, missing)
 
 
 def fake_quantize_backward(
@@ -75,16 +72,13 @@ def fake_quantize_backward(
     if codes is not None and plan.bit_width > _LARGEST_CODE:
         return NotImplemented
     if sums is not None and terms is None:
-        padded = -(-plan.numel // _BLOCK) * _BLOCK  # each row starts aligned
+        padded = -(-plan.numel // DEFAULT_BLOCK) * DEFAULT_BLOCK  # each row starts aligned
         terms = grad.new_empty(len(sums), padded)[:, : plan.numel]
-    constants, programs, threads = _tiles(grad, plan, scale, zero_point, grad.itemsize)
-    constants |= _integers(plan, 1 if residual is None else residual_of.bit_width)
-    arguments = (
-        *(grad.detach(), scale, zero_point, None if residual is None else residual_of.rows(grad.device)[0]),
-        *(codes, mask, values, residual, target, *_four(terms), *_four(parts)),
-        *(float(plan.lowest), float(plan.highest), plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows),
-    )
-    Launch(fake_quantize_backward_kernel, programs, arguments, constants, threads).run()
+    numbers = scale.numel() > 1, zero_point.numel() > 1
+    levels, width = (None, 1) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
+    itemsize = grad.itemsize
+    program = _program(fake_quantize_backward_kernel, plan, grad.dtype, grad.is_cuda, numbers, itemsize, width)
+    program.run(*(grad, scale, zero_point, levels, codes, mask, values, residual, target), *_four(terms), *_four(parts))
     if sums is not None and terms is not None:
         for place in range(0 if codes is not None or values is not None else 2, len(sums)):
             sums[place] = terms[place].sum()
@@ -94,11 +88,9 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
     """The kernel reads codes of at most 8 bits."""
     if plan.bit_width > _LARGEST_CODE or not _reads(target, plan, scale, zero_point):
         return NotImplemented
-    constants, programs, threads = _tiles(target, plan, scale, zero_point, target.itemsize)
-    constants |= {"BIT_WIDTH": plan.bit_width, "HAS_SPARE": plan.has_spare}
-    sizes = (float(plan.lowest), plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows)
-    arguments = (codes, scale, zero_point, target, *sizes)
-    Launch(decode_integers_kernel, programs, arguments, constants, threads).run()
+    numbers = scale.numel() > 1, zero_point.numel() > 1
+    program = _program(decode_integers_kernel, plan, target.dtype, target.is_cuda, numbers, target.itemsize)
+    program.run(codes, scale, zero_point, target)
 
 
 def _reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
@@ -112,38 +104,35 @@ def _reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *oth
     return x.dtype in _SIXTEEN and all(each.numel() == 1 or each.dtype is x.dtype for each in (scale, zero_point))
 
 
-def _integers(plan: IntegerPlan, width: int) -> dict[str, int | bool]:
-    """Constants of the kernels that quantize; the width is that of a residual."""
-    return {
-        "BIT_WIDTH": plan.bit_width,
+@functools.lru_cache(maxsize=4096)
+def _program(
+    kernel: Any, plan: IntegerPlan, dtype: torch.dtype, on_gpu: bool, numbers: tuple[bool, bool], itemsize: int,
+    width: int = 1,
+) -> Program:  # fmt: skip
+    """The program of a kernel for elements of so many bytes; `numbers`: whether there are several scales, zero points.
+
+    The width is that of a residual.
+    """
+    aligned = plan.rows == 1 and plan.inner % (DEFAULT_BLOCK // 8) == 0
+    if any(numbers) and not aligned:
+        itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill
+    values = {
+        **plan._asdict(),
+        "lowest": float(plan.lowest),
+        "highest": float(plan.highest),
         "WIDTH": width,
         "ROUNDING": int(plan.rounding),
         "RECTIFIES": plan.rectifies,
         "CLIPS": plan.clips,
         "HAS_SPARE": plan.has_spare,
-    }
-
-
-def _tiles(
-    x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, itemsize: int
-) -> tuple[dict[str, int | bool], tuple[int], int]:
-    """Constants of tiles and of groups, programs and threads, for elements of so many bytes."""
-    several, aligned = (
-        (scale.numel() > 1, zero_point.numel() > 1),
-        plan.rows == 1 and plan.inner % (_BLOCK // 8) == 0,
-    )
-    if any(several) and not aligned:
-        itemsize = 4 if x.dtype is torch.float32 else 8  # the groups of more elements a thread could spill
-    tiles = tiling(plan.numel, _BLOCK, itemsize)
-    constants = {
-        "SCALES": several[0],
-        "ZEROS": several[1],
-        "NUMBERS_ROUND": x.is_cuda and x.dtype is not torch.float32,
+        "SCALES": numbers[0],
+        "ZEROS": numbers[1],
+        "NUMBERS_ROUND": on_gpu and dtype is not torch.float32,
         "NESTED": plan.rows > 1,
         "ALIGNED": aligned,
-        "ROWS": tiles.rows,
     }
-    return constants, (tiles.programs,), tiles.threads
+    geometry = Geometry(plan.numel, plan.bit_width, DEFAULT_BLOCK, plan.inner, plan.groups, True)
+    return over_blocks(kernel, geometry, itemsize, **values)
 
 
 def _four(rows: Tensor | None) -> tuple[Tensor | None, ...]:

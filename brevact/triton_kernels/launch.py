@@ -1,10 +1,8 @@
-"""Launches: a kernel with its arguments, its constants and its grid, to be run, or compiled without a GPU."""
+"""Programs: a kernel with its numbers, its constants and its grid, to be run, or compiled without a GPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +16,11 @@ THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
-_LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
+LARGEST_TILE = 16384
+"""Elements of the largest group that one program holds in registers."""
+_LEAST_TILES = 8  # of a part of a group, so that results of parts stay small beside the tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PROGRAMS = 1024  # that keep a large GPU busy
-_MOST_PROGRAMS = 1 << 16  # launches of different sizes that are remembered
 
 
 class Part(NamedTuple):
@@ -40,44 +39,14 @@ TENSOR = Part(0, torch.uint8, -1)
 """An argument that is a tensor, of any type, from its first element on."""
 
 
-def parts_of(plan: UniformPlan) -> tuple[Part, Part, Part]:
-    """Codes, minima and scales of a buffer."""
+def parts_of(plan: UniformPlan) -> dict[str, Part]:
+    """Codes, minima and scales of a buffer, by the names that kernels have for them."""
     geometry = plan.geometry
-    return (
-        Part(0, torch.uint8, geometry.code_bytes),
-        Part(plan.minimum_at, plan.minimum_dtype, geometry.groups),
-        Part(plan.scale_at, plan.scale_dtype, geometry.groups),
-    )
-
-
-class Launch(NamedTuple):
-    """A kernel made by `triton.jit` with its grid, arguments in order, and constants by name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Tensor | int | float | None, ...]
-    constants: Mapping[str, int | bool]
-    threads: int = THREADS
-
-    def run(self) -> None:
-        """Launch the kernel on its tensors' device, in the current stream. An empty grid is none."""
-        tensors = [x for x in self.arguments if isinstance(x, Tensor)]
-        arguments = tuple([TENSOR if isinstance(x, Tensor) else x for x in self.arguments])
-        key = (self.kernel.fn, self.grid, self.threads, arguments, *self.constants, *self.constants.values())
-        program = _programs.get(key)
-        if program is None:
-            if len(_programs) >= _MOST_PROGRAMS:
-                _programs.clear()
-            program = _programs[key] = Program(self.kernel, self.grid, arguments, self.constants, self.threads)
-        program.run(*tensors)
-
-    def run_by_triton(self) -> Any:
-        """Launch the kernel by Triton, which compiles it if need be; return Triton's result."""
-        device = next(x.device for x in self.arguments if isinstance(x, Tensor))
-        constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
-        arguments = [x.detach() if isinstance(x, Tensor) else x for x in self.arguments]
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            return self.kernel[self.grid](*arguments, **constants)
+    return {
+        "codes_ptr": Part(0, torch.uint8, geometry.code_bytes),
+        "minimum_ptr": Part(plan.minimum_at, plan.minimum_dtype, geometry.groups),
+        "scale_ptr": Part(plan.scale_at, plan.scale_dtype, geometry.groups),
+    }
 
 
 class Program:
@@ -89,26 +58,21 @@ class Program:
     Args:
         kernel: Made by `triton.jit`.
         grid: Programs of the GPU.
-        arguments: In the order of the kernel: numbers, and `TENSOR` or a `Part` of a buffer where a tensor stands.
-        constants: By name.
         threads: Of a program of the GPU.
+        values: Numbers by parameter, constants by parameter in capitals, and the `Part` of a buffer that a pointer
+            reads or writes; other pointers are those of whole tensors. The kernel may lack some of them.
     """
 
     __slots__ = ("_compiled", "_numbers", "_tail", "_tensors", "arguments", "constants", "grid", "kernel", "threads")
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: tuple[Part | int | float | None, ...],
-        constants: Mapping[str, int | bool],
-        threads: int = THREADS,
-    ) -> None:
-        self.kernel, self.grid, self.arguments = kernel, grid, arguments
-        self.constants, self.threads = constants, threads
-        self._tensors = [(place, x.start) for place, x in enumerate(arguments) if type(x) is Part]
-        self._numbers: list[Any] = [None if type(x) is Part else x for x in arguments]
-        self._tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    def __init__(self, kernel: Any, grid: tuple[int, ...], threads: int = THREADS, **values: Any) -> None:
+        names = [name for name in kernel.arg_names if not name.isupper()]
+        self.kernel, self.grid, self.threads = kernel, grid, threads
+        self.arguments = [values.get(name, TENSOR) if name.endswith("_ptr") else values[name] for name in names]
+        self.constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+        self._tensors = [(place, x.start) for place, x in enumerate(self.arguments) if type(x) is Part]
+        self._numbers = [None if type(x) is Part else x for x in self.arguments]
+        self._tail = tuple(self.constants.values())
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def run(self, *tensors: Tensor | None) -> None:
@@ -124,7 +88,7 @@ class Program:
                 index = x.get_device()
         found = self._compiled.get((index, *key))
         if found is None or (_has_several_devices() and torch.cuda.current_device() != index):
-            self._run_by_triton(tensors, (index, *key))
+            self._compile(tensors, (index, *key))
             return
         compiled, launch, function, metadata, stream_of = found
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -134,7 +98,7 @@ class Program:
         else:  # the same, without the calls of Triton that prepare it
             launch(*grid, stream, function, metadata, None, None, None, *values, *self._tail)
 
-    def _run_by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple[Any, ...]) -> None:
+    def _compile(self, tensors: tuple[Tensor | None, ...], key: tuple[Any, ...]) -> None:
         """Run the kernel, compiled if need be, and remember the compiled one for tensors of this key."""
         if 0 in self.grid:
             return
@@ -143,19 +107,28 @@ class Program:
         for place, part in enumerate(self.arguments):
             if type(part) is Part and part is not TENSOR:
                 arguments[place] = part.of(arguments[place])
-        compiled = Launch(self.kernel, self.grid, tuple(arguments), self.constants, self.threads).run_by_triton()
+        compiled = self.run_by_triton(arguments)
         if key[0] >= 0 and isinstance(compiled, CompiledKernel):  # not interpreted, and no hook of somebody's
             stream_of = driver.active.get_current_stream
             self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, stream_of
 
-
-#: Programs of launches without one of their own, by all but their tensors.
-_programs: dict[tuple[Any, ...], Program] = {}
+    def run_by_triton(self, arguments: list[Any]) -> Any:
+        """Launch the kernel by Triton, which compiles it if need be; return Triton's result."""
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            return self.kernel[self.grid](*detached, **constants)
 
 
 @functools.cache
 def _has_several_devices() -> bool:
     return torch.cuda.device_count() > 1
+
+
+@functools.cache
+def _warp_size(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:
@@ -186,56 +159,60 @@ def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How programs divide a tensor: tiles of whole blocks if blocks are a power of two, else single blocks.
+def one_pass(geometry: Geometry) -> bool:
+    """Whether a program holds whole groups, so that x is read once."""
+    if not geometry.one_run:
+        return False
+    block, inner = geometry.block_size, geometry.inner
+    if block % inner == 0:
+        return True
+    return inner % block == 0 and inner & (inner - 1) == 0 and inner <= LARGEST_TILE and geometry.numel % inner == 0
 
-    Of single blocks, of any size, there are 0 rows. Columns are those of a block, rounded up to a power of two.
+
+def _run_of(geometry: Geometry) -> int:
+    """`inner`, or a larger aligned number that means the same if there is one group."""
+    inner, block = geometry.inner, geometry.block_size
+    return inner if geometry.groups != 1 else -(-inner // block) * block
+
+
+def rows_in_groups(geometry: Geometry) -> bool:
+    """Whether a row of a whole block's plane lies in one group."""
+    return _run_of(geometry) % (geometry.block_size // 8) == 0
+
+
+def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, **values: Any) -> Program:
+    """The program of a kernel that loops over `tile`: tiles of whole blocks if blocks are a power of two, else blocks.
+
+    Each thread's part of a plane is one widest access. A tile has at least so many elements, a power of two. Values are
+    those of `Program`, beside the geometry's, which they replace.
     """
-
-    rows: int
-    columns: int
-    threads: int
-    programs: int
+    block = geometry.block_size
+    blocks, columns, a_thread = -(-geometry.numel // block), next_power_of_2(block // 8), WIDEST_ACCESS // itemsize
+    if 8 * columns != block:
+        rows, threads, programs = 0, min(max(columns // a_thread, 64), 512), blocks
+    else:
+        rows = max(THREADS * a_thread // columns, least // block, 1)
+        threads, programs = max(rows * columns // a_thread, 64), -(-blocks // rows)
+    known = {
+        "numel": geometry.numel,
+        "inner": _run_of(geometry),
+        "groups": geometry.groups,
+        "BIT_WIDTH": geometry.bit_width,
+        "BLOCK": block,
+        "ROWS": rows,
+        "COLUMNS_2": columns,
+        "INNER": geometry.inner if one_pass(geometry) else 0,
+        "ALIGNED": rows_in_groups(geometry),
+    }
+    return Program(kernel, (programs,), threads, **known | values)
 
 
 @functools.lru_cache(maxsize=4096)
-def tiling(numel: int, block_size: int, itemsize: int, least: int = 0) -> Tiling:
-    """Tiles in which each thread's part of a plane is one widest access, of at least so many elements.
+def over_groups(kernel: Any, geometry: Geometry, tile: int, least: int = 1) -> Program:
+    """The program of a kernel that reduces groups: some groups each, or a part of some, the parts joined later.
 
-    That least number is a power of two.
-    """
-    blocks = -(-numel // block_size)
-    columns = next_power_of_2(block_size // 8)
-    a_thread = WIDEST_ACCESS // itemsize
-    if 8 * columns != block_size:
-        threads = min(max(columns // a_thread, 64), 512)
-        return Tiling(0, columns, threads, blocks)
-    rows = max(THREADS * a_thread // columns, least // block_size, 1)
-    return Tiling(rows, columns, max(rows * columns // a_thread, 64), -(-blocks // rows))
-
-
-@dataclass(frozen=True)
-class GroupTiling:
-    """How programs reduce the groups of a tensor: some groups each, or a part of some groups, the parts joined later.
-
-    Args:
-        shape: Extents of a tile, as constants: runs of a group, groups, elements of a run.
-        repeats: Number of runs of one group.
-        group_tiles: Number of programs beside each other that all groups need.
-        parts: Number of programs that share a group.
-    """
-
-    shape: dict[str, int]
-    repeats: int
-    group_tiles: int
-    parts: int
-
-
-def group_tiling(geometry: Geometry, tile: int, least: int = 1) -> GroupTiling:
-    """Tiles of whole runs of several groups, or pieces of one run, of a power of two of elements.
-
-    A part of a group has at least so many of its elements.
+    Tiles are whole runs of several groups, or pieces of one run, a power of two of elements. A part of a group has at
+    least so many of its elements. `grid` is the programs that all groups need, and the parts.
     """
     inner, groups = geometry.inner, geometry.groups
     repeats = 1 if geometry.one_run else geometry.numel // (inner * groups)
@@ -246,9 +223,6 @@ def group_tiling(geometry: Geometry, tile: int, least: int = 1) -> GroupTiling:
     tiles = -(-repeats // repeats_tile) * -(-inner // inner_tile)
     group_tiles = -(-groups // groups_tile)
     most = min(tiles // _LEAST_TILES, inner * repeats // least)
-    return GroupTiling(shape, repeats, group_tiles, max(min(_PROGRAMS // max(group_tiles, 1), most), 1))
-
-
-@functools.cache
-def _warp_size(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    parts = max(min(_PROGRAMS // max(group_tiles, 1), most), 1)
+    sizes = {"numel": geometry.numel, "inner": inner, "groups": groups, "repeats": repeats}
+    return Program(kernel, (group_tiles, parts), **sizes, **shape)

@@ -25,7 +25,7 @@ def moments_kernel(
 ):  # fmt: skip
     """Moments of groups, each read by one program or several: int64 sums [parts, groups, 6].
 
-    A thread adds up what it reads, in integers: squares are at most 2^32, and int32 holds the count of one element of
+    A thread adds up its elements, in integers: squares are at most 2^32, and int32 holds the count of one element of
     a tile.
     """
     first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from brevact.geometry import Place
+from brevact.geometry import Geometry, Place
 from brevact.triton_kernels.floats import maximum, minimum, widen
 from brevact.triton_kernels.tiles import element_mask
 
@@ -14,29 +14,22 @@ LARGEST_RUN = 1 << 30
 """Elements of a row, and of a run of groups inside of it, that 32-bit places reach."""
 
 
-def fits(place: Place, numel: int) -> bool:
+def fits(place: Place | None, numel: int) -> bool:
     """Whether the places of a tensor of so many elements are within reach."""
-    return place.inner <= LARGEST_RUN and (place.outer >= numel or place.outer <= LARGEST_RUN)
+    return place is None or (place.inner <= LARGEST_RUN and (place.outer >= numel or place.outer <= LARGEST_RUN))
 
 
-def place_flags(place: Place, numel: int, columns: int) -> int:
-    """What the kernels are compiled for.
+def values_of(place: Place | None, geometry: Geometry) -> dict[str, int]:
+    """A place by the kernels' parameters, and flags that they are compiled for; 0 for no normalization.
 
-    Args:
-        place: Which statistics are whose.
-        numel: Elements of the tensor.
-        columns: Columns of a packing block.
-
-    Returns:
-        A sum of flags: more than one row, groups inside of a row, and a row of a whole block's plane in one group.
+    Flags: several rows, groups inside a row, and a row of a whole block's plane in one group.
     """
-    rows, inner = place.outer < numel, place.inner > 1
+    if place is None:
+        return dict.fromkeys(("outer", "places", "span", "run", "PLACE"), 0)
+    rows, inner, columns = place.outer < geometry.numel, place.inner > 1, geometry.block_size // 8
     aligned = not (rows and place.outer % columns) and not (inner and place.run % columns)
-    return _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
-
-
-NO_STATISTICS = (None, None, 0, 0, 0, 0)
-"""Mean, factor and place of kernels that normalize nothing; their flags are 0."""
+    flags = _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
+    return {"outer": place.outer, "places": place.row, "span": place.inner, "run": place.run, "PLACE": flags}
 
 
 @triton.jit
@@ -64,9 +57,7 @@ def normalize_elements(
     x, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE: tl.constexpr
 ):  # fmt: skip
     """(x - mean) * factor, as `normalizing.normalize` defines it; x is float32."""
-    mean, factor = load_statistics(
-        mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
-    )  # fmt: skip
+    mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
     if mean_ptr is not None:
         x = x - mean
     return x * factor
@@ -97,9 +88,7 @@ def denormalize_elements(
     z, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, dtype: tl.constexpr, PLACE: tl.constexpr
 ):  # fmt: skip
     """z * factor + mean, as `normalizing.denormalize` defines it, in float32 and within the range of the type."""
-    mean, factor = load_statistics(
-        mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
-    )  # fmt: skip
+    mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
     x = z * factor
     if mean_ptr is not None:
         x = x + mean

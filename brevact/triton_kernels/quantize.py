@@ -17,7 +17,7 @@ from brevact.triton_kernels.groups import (
 )
 from brevact.triton_kernels.normalize import normalize_elements, normalize_planes
 from brevact.triton_kernels.philox import column_words, element_bits, shifts
-from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
+from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, tile, whole_blocks
 from brevact.triton_kernels.uneven import fit, inverse_of, is_uneven, may_be_uneven, positions
 
 _UNEVEN_TILE = tl.constexpr(2048)
@@ -47,8 +47,8 @@ def _positions(
 ):  # fmt: skip
     """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
 
-    In groups whose inverse has its sign bit set the last level stands for what is not finite. Where nothing is MISSING,
-    all is finite and valid.
+    In groups whose inverse has its sign bit set the last level stands for elements that are not finite. Where nothing
+    is MISSING, all is finite and valid.
     """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged, most = widen(x), is_flagged(inverse), TOP
@@ -143,30 +143,9 @@ def quantize_whole_blocks(
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
 
-    If groups may be uneven, blocks with one that seems to be are written again, by `quantize_blocks`.
-
-    Args:
-        x_ptr: Elements.
-        codes_ptr: Packed codes, written.
-        scale_ptr: Scales, written.
-        minimum_ptr: Minima, written.
-        seed_ptr: Seed, int64.
-        mean_ptr: Statistics of a normalization and what follows, see `Normalization`; unused for PLACE = 0.
-        factor_ptr: Its factors.
-        outer: Elements of a row.
-        places: Groups of a row.
-        span: Elements of all groups that lie behind each other.
-        run: Elements of one of these.
-        first: First element of the tile (int64), a multiple of BLOCK, and of INNER.
-        rows: Blocks of the tile that exist; where groups are longer than blocks, whole groups.
-        BIT_WIDTH: Bits a code.
-        STOCHASTIC: Rounding.
-        DITHERED: Whether groups may shift their levels; then STOCHASTIC as well.
-        UNEVEN: Whether groups may be uneven; then INNER is at most BLOCK.
-        INNER: Elements of a group, at most ROWS * BLOCK.
-        BLOCK: Elements of a block.
-        ROWS: Blocks of a tile.
-        PLACE: See `geometry.Place`.
+    If groups may be uneven (then INNER is at most BLOCK), blocks with one that seems to be are written again, by
+    `quantize_blocks`. `first` (int64) is a multiple of BLOCK and of INNER, which is at most ROWS * BLOCK; `rows` blocks
+    exist, whole groups of them. Statistics and `outer` to `run` are those of a normalization, unused for PLACE = 0.
     """
     W: tl.constexpr = BLOCK // 8
     if INNER >= W:
@@ -252,9 +231,8 @@ def quantize_blocks(
 ):  # fmt: skip
     """Range, round and pack blocks of whole groups, of any size. The second read of x comes from the cache.
 
-    Arguments are those of `quantize_whole_blocks` but for the blocks' first element (int64), the count of their
-    elements (int32; of whole blocks, if there are several), INNER, which is any divisor of BLOCK, and what is rounded
-    up to powers of two: GROUPS_2 for ROWS * BLOCK // INNER, INNER_2 for INNER, COLUMNS_2 for BLOCK // 8.
+    Of `count` (int32) elements, whole blocks if there are several; INNER is any divisor of BLOCK. GROUPS_2, INNER_2 and
+    COLUMNS_2 are ROWS * BLOCK // INNER, INNER and BLOCK // 8 rounded up to powers of two.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
@@ -354,43 +332,31 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def quantize_calibrated_tile(
-    x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, limit, inner, groups,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Round and pack a tile whose groups have been calibrated. ALIGNED: a row of a whole block's plane is in one."""
-    planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
-    codes = ()
-    for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        offset = row * BLOCK + i * stride
-        if RAGGED or not ALIGNED:
-            offset += column
-        group = group_of(first, offset, inner, groups, INNER=0)
-        base = widen(tl.load(minimum_ptr + group, mask=valid))
-        inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
-        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
-        codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
-    out_ptr = codes_ptr + first // 8 * BIT_WIDTH
-    store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-
-
 @triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["minimum_ptr", "seed_ptr"])
 def quantize_calibrated_kernel(
     x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize with minima and inverse scales that `ranges` left; BLOCK is a power of two."""
-    first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
-    quantize_calibrated_tile(
-        x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, rows, inner, groups,
-        BIT_WIDTH, STOCHASTIC, BLOCK, ALIGNED, RAGGED=False,
-    )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, BLOCK // 8)
-    if count > 0:
-        quantize_calibrated_tile(
-            x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, count, inner, groups,
-            BIT_WIDTH, STOCHASTIC, BLOCK, ALIGNED, RAGGED=True,
-        )  # fmt: skip
+    """Quantize with the minima and inverse scales of `ranges`; BLOCK is a power of two.
+
+    ALIGNED: a row of a whole block's plane lies in one group.
+    """
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, BLOCK // 8, RAGGED)
+        if limit > 0:
+            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+            codes = ()
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                offset = row * BLOCK + i * stride
+                if RAGGED or not ALIGNED:
+                    group = group_of(first, offset + column, inner, groups, INNER=0)
+                else:
+                    group = group_of(first, offset, inner, groups, INNER=0)
+                base = widen(tl.load(minimum_ptr + group, mask=valid))
+                inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
+                t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
+                codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
+            out_ptr = codes_ptr + first // 8 * BIT_WIDTH
+            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)

@@ -11,18 +11,8 @@ import triton.language as tl
 from brevact.triton_kernels.floats import key_of, widen
 from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is_finite, store_metadata, zero_part
 
-
-@triton.jit
-def _finish(
-    low_G, high_G, missing_G, zero_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr
-):  # fmt: skip
-    """Store the metadata of groups with these ranges of keys."""
-    base_G, scale_G, inverse_G = calibrate(
-        low_G, high_G, missing_G > 0, zero_G > 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
-    )
-    store_metadata(scale_ptr + group, scale_G, group < groups)
-    store_metadata(minimum_ptr + group, base_G, group < groups)
-    tl.store(inverse_ptr + group, inverse_G, mask=group < groups)
+RANGES_TILE = 2048
+"""Elements of a tile."""
 
 
 @triton.jit
@@ -40,16 +30,7 @@ def elements_of_tile(
 ):  # fmt: skip
     """Elements of a tile of runs: the first (int64), the others' distances from it, and which of them exist.
 
-    Args:
-        tile: Which tile of the groups (int64).
-        first_group: First of the groups (int64).
-        numel: Number of elements.
-        inner: Consecutive elements of one group.
-        groups: Number of groups.
-        repeats: Number of runs of one group.
-        REPEATS_TILE: Runs of a group in a tile; 1 unless all groups, and whole runs, are in one tile.
-        GROUPS_TILE: Groups of a tile; 1 unless runs are whole in a tile.
-        INNER_TILE: Elements of a run in a tile.
+    REPEATS_TILE is 1 unless all groups, and whole runs, are in one tile; GROUPS_TILE is 1 unless runs are.
     """
     o = tl.arange(0, REPEATS_TILE)[:, None, None]
     g = tl.arange(0, GROUPS_TILE)[None, :, None]
@@ -62,21 +43,22 @@ def elements_of_tile(
     return start, offset, valid
 
 
-@triton.jit
-def range_of_part(
-    x_ptr, first_group, part, numel, inner, groups, repeats, parts,
+@triton.jit(do_not_specialize=["repeats"])
+def ranges_kernel(
+    x_ptr, keys_ptr, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Range of keys of GROUPS_TILE groups over one of `parts` equal shares of their tiles, and how many are missing.
+    """Ranges of groups, each read by one program or several.
 
-    The range is that of finite elements, upside down where there is none; the others are counted. The last result is 1
-    where an element is 0, else 0.
+    Keys are [parts, 4, groups]: of the lowest and the highest finite element, upside down where there is none, the
+    number of those that are not, and 1 where an element is 0.
     """
+    first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
     low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
     high = -low
     missing = tl.zeros((REPEATS_TILE, GROUPS_TILE, INNER_TILE), tl.int32)
     least = missing + 1
-    begin, end = tiles_of_part(part, parts, inner, repeats, REPEATS_TILE, INNER_TILE)
+    begin, end = tiles_of_part(part, tl.num_programs(1), inner, repeats, REPEATS_TILE, INNER_TILE)
     for tile in range(begin, end):
         start, offset, valid = elements_of_tile(
             tile, first_group, numel, inner, groups, repeats, REPEATS_TILE, GROUPS_TILE, INNER_TILE
@@ -88,44 +70,11 @@ def range_of_part(
         least = tl.minimum(least, zero_part(x, valid))
     low_GE, high_GE, missing_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0), tl.sum(missing, axis=0)
     zero_G = (tl.min(tl.min(least, axis=0), axis=1) == 0).to(tl.int32)
-    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1), tl.sum(missing_GE, axis=1), zero_G
-
-
-@triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
-def calibrate_kernel(
-    x_ptr, scale_ptr, minimum_ptr, inverse_ptr, numel, inner, groups, repeats,
-    BIT_WIDTH: tl.constexpr,
-    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
-):  # fmt: skip
-    """Minimum, scale and inverse scale of groups, each read by one program."""
-    first_group = tl.program_id(0).to(tl.int64) * GROUPS_TILE
-    low_G, high_G, missing_G, zero_G = range_of_part(
-        x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
-    )
-    group = first_group + tl.arange(0, GROUPS_TILE)
-    _finish(low_G, high_G, missing_G, zero_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
-
-
-@triton.jit(do_not_specialize=["repeats"])
-def ranges_kernel(
-    x_ptr, keys_ptr, numel, inner, groups, repeats,
-    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
-):  # fmt: skip
-    """Ranges of groups, each read by several programs.
-
-    Keys are [parts, 4, groups]: of the lowest and the highest finite element, the number of those that are not, and 1
-    where an element is 0.
-    """
-    first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
-    low_G, high_G, missing_G, zero_G = range_of_part(
-        x_ptr, first_group, part, numel, inner, groups, repeats, tl.num_programs(1),
-        REPEATS_TILE, GROUPS_TILE, INNER_TILE,
-    )  # fmt: skip
     group = first_group + tl.arange(0, GROUPS_TILE)
     row_ptr = keys_ptr + part.to(tl.int64) * 4 * groups
-    tl.store(row_ptr + group, low_G, mask=group < groups)
-    tl.store(row_ptr + groups + group, high_G, mask=group < groups)
-    tl.store(row_ptr + 2 * groups + group, missing_G, mask=group < groups)
+    tl.store(row_ptr + group, tl.min(low_GE, axis=1), mask=group < groups)
+    tl.store(row_ptr + groups + group, tl.max(high_GE, axis=1), mask=group < groups)
+    tl.store(row_ptr + 2 * groups + group, tl.sum(missing_GE, axis=1), mask=group < groups)
     tl.store(row_ptr + 3 * groups + group, zero_G, mask=group < groups)
 
 
@@ -149,6 +98,10 @@ def join_ranges_kernel(
         missing += tl.load(keys_ptr + offset + 2 * groups, mask=valid, other=0)
         zero += tl.load(keys_ptr + offset + 3 * groups, mask=valid, other=0)
     low_G, high_G, missing_G = tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(missing, axis=0)
-    _finish(
-        low_G, high_G, missing_G, tl.sum(zero, axis=0), group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH
-    )
+    base_G, scale_G, inverse_G = calibrate(
+        low_G, high_G, missing_G > 0, tl.sum(zero, axis=0) > 0, BIT_WIDTH,
+        scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
+    )  # fmt: skip
+    store_metadata(scale_ptr + group, scale_G, group < groups)
+    store_metadata(minimum_ptr + group, base_G, group < groups)
+    tl.store(inverse_ptr + group, inverse_G, mask=group < groups)

@@ -12,9 +12,9 @@ from torch import Tensor
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.dequantize import load_grid, value_of
 from brevact.triton_kernels.floats import cast, maximum, minimum, widen
-from brevact.triton_kernels.launch import TENSOR, Program, parts_of, tiling
-from brevact.triton_kernels.normalize import LARGEST_RUN, NO_STATISTICS
-from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+from brevact.triton_kernels.launch import Program, over_blocks, parts_of
+from brevact.triton_kernels.normalize import LARGEST_RUN
+from brevact.triton_kernels.tiles import element_mask, load_bytes, tile, unpack_code
 
 LEVELS_TILE = 1024
 """Entries of a table that a program writes."""
@@ -22,12 +22,23 @@ _ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @triton.jit(
-    do_not_specialize=["entries", "inner", "run", "slots", "last", "groups", "outer", "places", "span", "place_run"],
+    do_not_specialize=[
+        "entries",
+        "inner",
+        "run",
+        "slots",
+        "last",
+        "groups",
+        "place_outer",
+        "place_row",
+        "place_inner",
+        "place_run",
+    ],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
 )
 def map_levels_kernel(
     scale_ptr, minimum_ptr, table_ptr, entries, inner, run, slots, last, groups, largest,
-    mean_ptr, factor_ptr, outer, places, span, place_run,
+    mean_ptr, factor_ptr, place_outer, place_row, place_inner, place_run,
     BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Values of TILE codes behind the affine map of their segments.
@@ -48,7 +59,7 @@ def map_levels_kernel(
         y = widen(cast(y, tl.float16))
     if factor_ptr is not None:
         first = tl.minimum(bucket * inner // run + (row - bucket * slots), last) * run
-        at = first // outer * places + first % span // place_run
+        at = first // place_outer * place_row + first % place_inner // place_run
         y = y * tl.load(factor_ptr + at, mask=valid, other=0.0)
         if mean_ptr is not None:
             y = y + tl.load(mean_ptr + at, mask=valid, other=0.0)
@@ -71,47 +82,31 @@ def _segment_of(first, offset, inner, run, slots, SLOTS: tl.constexpr):
     return segment
 
 
-@triton.jit
-def _look_up_tile(
-    codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, run, slots,
-    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Look up a tile, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
-    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        offset = row * BLOCK + i * stride
-        if RAGGED or not ALIGNED:
-            segment = _segment_of(first, offset + column, inner, run, slots, SLOTS)
-        else:
-            segment = _segment_of(first, offset, inner, run, slots, SLOTS)
-        q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
-        y = tl.load(rows_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
-        pointers = first + (offset + column)
-        if other_ptr is not None:
-            y = y * widen(tl.load(other_ptr + pointers, mask=valid))
-        tl.store(target_ptr + pointers, cast(y, target_ptr.dtype.element_ty), mask=valid)
-
-
 @triton.jit(do_not_specialize=["numel", "inner", "run", "slots"])
 def look_up_kernel(
     codes_ptr, rows_ptr, other_ptr, target_ptr, numel, inner, run, slots,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Look up: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
-    if ROWS > 0:
-        first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
-        _look_up_tile(
-            codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, rows, inner, run, slots,
-            BIT_WIDTH, BLOCK, SLOTS, ALIGNED, RAGGED=False,
-        )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
-    if count > 0:
-        _look_up_tile(
-            codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, count, inner, run, slots,
-            BIT_WIDTH, BLOCK, SLOTS, ALIGNED, RAGGED=True,
-        )  # fmt: skip
+    """Look up, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
+    for RAGGED in tl.static_range(ROWS == 0, 2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if limit > 0:
+            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
+            packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                offset = row * BLOCK + i * stride
+                if RAGGED or not ALIGNED:
+                    segment = _segment_of(first, offset + column, inner, run, slots, SLOTS)
+                else:
+                    segment = _segment_of(first, offset, inner, run, slots, SLOTS)
+                q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
+                y = tl.load(rows_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
+                pointers = first + (offset + column)
+                if other_ptr is not None:
+                    y = y * widen(tl.load(other_ptr + pointers, mask=valid))
+                tl.store(target_ptr + pointers, cast(y, target_ptr.dtype.element_ty), mask=valid)
 
 
 def map_levels(
@@ -132,13 +127,21 @@ def map_levels(
 def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segments: Segments) -> Program:
     """The program of tables. Its tensors are the buffer for scales and minima, the table, means and factors."""
     geometry = plan.geometry
-    entries, last = segments.rows << geometry.bit_width, max(geometry.numel - 1, 0) // segments.run
-    sizes = (entries, segments.inner, segments.run, segments.slots, last, geometry.groups, torch.finfo(dtype).max)
-    constants = {"BIT_WIDTH": geometry.bit_width, "ROUNDING": _ROUNDINGS[dtype], "TILE": LEVELS_TILE}
-    constants["UNEVEN"] = plan.uneven
-    _, minimum, scale = parts_of(plan)
-    arguments = (scale, minimum, TENSOR, *sizes, TENSOR, TENSOR, *(NO_STATISTICS[2:] if place is None else place))
-    return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), arguments, constants)
+    entries = segments.rows << geometry.bit_width
+    values = {
+        **parts_of(plan),
+        **segments._asdict(),
+        "entries": entries,
+        "last": max(geometry.numel - 1, 0) // segments.run,
+        "groups": geometry.groups,
+        "largest": torch.finfo(dtype).max,
+        **{f"place_{name}": value for name, value in zip(Place._fields, place or (0, 0, 0, 0), strict=True)},
+        "BIT_WIDTH": geometry.bit_width,
+        "ROUNDING": _ROUNDINGS[dtype],
+        "TILE": LEVELS_TILE,
+        "UNEVEN": plan.uneven,
+    }
+    return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), **values)
 
 
 def look_up(
@@ -158,16 +161,7 @@ def _looking_up(plan: UniformPlan, segments: Segments, itemsize: int) -> Program
     run = segments.run if segments.slots > 1 else segments.inner
     if max(segments.inner, run) > LARGEST_RUN:
         return None
-    tiles = tiling(geometry.numel, geometry.block_size, itemsize)
     columns = geometry.block_size // 8
-    constants = {
-        "BIT_WIDTH": geometry.bit_width,
-        "BLOCK": geometry.block_size,
-        "ROWS": tiles.rows,
-        "COLUMNS_2": tiles.columns,
-        "SLOTS": segments.slots > 1,
-        "ALIGNED": segments.inner % columns == 0 and run % columns == 0,
-    }
-    codes, _, _ = parts_of(plan)
-    arguments = (codes, TENSOR, TENSOR, TENSOR, geometry.numel, segments.inner, run, segments.slots)
-    return Program(look_up_kernel, (tiles.programs,), arguments, constants, tiles.threads)
+    aligned = segments.inner % columns == 0 and run % columns == 0
+    values = {"inner": segments.inner, "run": run, "slots": segments.slots, "SLOTS": segments.slots > 1}
+    return over_blocks(look_up_kernel, geometry, itemsize, ALIGNED=aligned, **values, **parts_of(plan))

@@ -39,6 +39,19 @@ def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def tile(
+    numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RAGGED: tl.constexpr,
+    IN_INT64: tl.constexpr = False,
+):  # fmt: skip
+    """A program's whole blocks, or, RAGGED, its incomplete one; kernels loop over both, ROWS = 0 over the latter."""
+    if RAGGED:
+        first, row, column, stride, limit = single_block(numel, BLOCK, ROWS, COLUMNS, IN_INT64)
+    else:
+        first, row, column, stride, limit = whole_blocks(numel, BLOCK, ROWS)
+    return first, row, column, stride, limit
+
+
+@triton.jit
 def element_mask(i: tl.constexpr, row, column, stride, limit, RAGGED: tl.constexpr):
     """Which elements of plane i exist."""
     if RAGGED:

@@ -112,7 +112,7 @@ def may_be_uneven(
 
 @triton.jit
 def fit(x, valid, BIT_WIDTH: tl.constexpr):
-    """[G] minimum (int32 bits), scale (int32, of which 16 bits count), step and far value of uneven buckets.
+    """[G] minimum (int32 bits), scale (int32; 16 bits count), step and far value of uneven buckets.
 
     The far value is NaN where only elements that are not finite are far.
     """
@@ -189,7 +189,7 @@ def _octaves(low, high, spacing, middle, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _covering(below, above, zero, spacing, BIT_WIDTH: tl.constexpr):
-    """The step with which levels cover what lies below zero and above it."""
+    """The step with which levels cover the range below zero and above it."""
     of_low = _quotient(below, reach(zero, spacing, BIT_WIDTH))
     return tl.maximum(of_low, _quotient(above, reach((1 << BIT_WIDTH) - 2 - zero, spacing, BIT_WIDTH)))
 

@@ -19,7 +19,6 @@ OF_DIFFERENCES = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "smooth_l1": lambda x, t, **options: F.smooth_l1_loss(x, t, beta=0.3, **options),
-    "smooth_l1 without a corner": lambda x, t, **options: F.smooth_l1_loss(x, t, beta=0.0, **options),
     "huber": lambda x, t, **options: F.huber_loss(x, t, delta=0.3, **options),
 }
 OTHERS = {

@@ -34,9 +34,6 @@ POOLINGS = {
     F.max_pool1d: (2, 4, 1024),
     F.max_pool2d: (2, 4, 32, 32),
     F.max_pool3d: (2, 4, 8, 16, 16),
-    F.avg_pool1d: (2, 4, 1024),
-    F.avg_pool2d: (2, 4, 32, 32),
-    F.avg_pool3d: (2, 4, 8, 16, 16),
 }
 
 

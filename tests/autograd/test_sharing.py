@@ -16,75 +16,74 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import StochBackward2bit
-from brevact.autograd import attach_region, region, store
+from brevact.autograd import attach_region, region, sharing, store
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
 from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
 
 def test_slot_finds_what_fill_kept():
-    packs, x, kept = SharedPacks(), torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
-    packs.add(x, "settings", kept, "decoder")
-    assert packs.find(x, "other settings") is None
-    found, decoder = packs.find(x.detach(), "settings")
+    x, kept = torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
+    sharing.add(x, ("settings",), kept, "decoder")
+    assert sharing.find(x, ("other settings",)) is None
+    found, decoder = sharing.find(x.detach(), ("settings",))
     assert decoder == "decoder" and torch.equal(found[0], kept[0])
     x.add_(1)
-    assert packs.find(x, "settings") is None
+    assert sharing.find(x, ("settings",)) is None
 
 
 def test_slot_forgets_a_tensor_that_nobody_keeps():
-    packs, x = SharedPacks(), torch.randn(4)
-    packs.add(x, "settings", (torch.ones(3),), "decoder")
-    assert packs.find(x, "settings") is None
+    x = torch.randn(4)
+    sharing.add(x, ("settings",), (torch.ones(3),), "decoder")
+    assert sharing.find(x, ("settings",)) is None
 
 
 def test_slot_of_a_freed_tensor_is_gone():
-    packs, kept = SharedPacks(), (torch.ones(3),)
+    kept = (torch.ones(3),)
     for _ in range(10):
         x = torch.randn(4)
-        assert packs.find(x, "settings") is None
-        packs.add(x, "settings", kept, "decoder")
-        part = weakref.ref(packs.packs_of(x.untyped_storage()))
+        assert sharing.find(x, ("settings",)) is None
+        sharing.add(x, ("settings",), kept, "decoder")
+        part = weakref.ref(sharing.packs_of(x))
         del x
         assert part() is None
 
 
 def test_slot_outlives_the_python_objects_of_its_tensor():
-    packs, kept = SharedPacks(), (torch.ones(3),)
+    kept = (torch.ones(3),)
     x = torch.randn(4, requires_grad=True).exp()
-    packs.add(x.detach(), "settings", kept, "decoder")
+    sharing.add(x.detach(), ("settings",), kept, "decoder")
     sine = x.sin()
     del x
     gc.collect()
-    (found,), _ = packs.find(sine.grad_fn._saved_self, "settings")
+    (found,), _ = sharing.find(sine.grad_fn._saved_self, ("settings",))
     assert found is kept[0]
 
 
 def test_slot_finds_views_with_their_shape_strides_and_offset():
     """Also when only an alias of the kept tensor lives on, as under checkpoint."""
-    packs, x = SharedPacks(), torch.randn(4)
+    x = torch.randn(4)
     block = torch.arange(24)
     for make in (lambda: block[7], lambda: block[4:], lambda: block.view(4, 6).t(), lambda: block.view(2, 3, 4)[:, 1]):
         view = make()
         expected, alias = view.clone(), view.detach()
-        packs.add(x, "settings", (view,), "decoder")
+        sharing.add(x, ("settings",), (view,), "decoder")
         del view
-        (found,), _ = packs.find(x, "settings")
+        (found,), _ = sharing.find(x, ("settings",))
         assert torch.equal(found, expected) and found.stride() == alias.stride()
 
 
 def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
-    packs, buffer, alive = SharedPacks(), torch.zeros(100, 4), []
+    buffer, alive = torch.zeros(100, 4), []
     for step in range(400):
         kept = (torch.ones(3),)
-        packs.add(buffer.add_(1), "settings", kept, "decoder")
-        packs.add(buffer[step % 100], "settings", kept, "decoder")
+        sharing.add(buffer.add_(1), ("settings",), kept, "decoder")
+        sharing.add(buffer[step % 100], ("settings",), kept, "decoder")
         if step < 20:
             alive.append(kept)
-    assert len(packs.packs_of(buffer.untyped_storage())) <= 2 * 2 * (len(alive) + 1)
-    assert packs.find(buffer, "settings") is not None
+    assert len(sharing.packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
+    assert sharing.find(buffer, ("settings",)) is not None
 
 
 def test_training_on_one_buffer_keeps_the_table_small():
@@ -93,7 +92,7 @@ def test_training_on_one_buffer_keeps_the_table_small():
     buffer = torch.empty(32, 16)
     for _ in range(100):
         model(buffer.normal_()).sum().backward()
-    assert len(store._shared.packs_of(buffer.untyped_storage())) <= 4
+    assert len(sharing.packs_of(buffer)) <= 4
 
 
 def test_weak_storage_expires_with_the_last_alias():
@@ -123,10 +122,10 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     """On a GPU seeds are 0-d views of a block that is drawn at once."""
     quantizer, save_mode = UniformQuantizer(bit_width=2), brevact.SaveMode.QUANTIZE_ON_BACKWARD
     settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
-    packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
+    x, block = torch.randn(64), torch.arange(256)
     kept, decoder = store.pack(x.detach(), quantizer, save_mode, block[7])
-    packs.add(x, settings.key, kept, decoder)
-    found, found_decoder = packs.find(x, settings.key)
+    sharing.add(x, settings.key, kept, decoder)
+    found, found_decoder = sharing.find(x, settings.key)
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
 
 

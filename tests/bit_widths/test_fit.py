@@ -16,15 +16,12 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import FitReport, Policy, StochBackward3bit
-from brevact.bit_widths.allocation import Option
+from brevact.bit_widths.allocation import Option, most_within
 from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
 from brevact.bit_widths.fit_noise import ChainNoise
-from brevact.bit_widths.fit_parts import noise_on_part, part_of, samples_of
-from brevact.bit_widths.fit_peaks import ByteLimit
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
-from brevact.reports.memory_table import MemoryReport
 from tests.autograd.measuring import watch_saved
 
 
@@ -93,11 +90,6 @@ def test_bytes_are_those_of_a_step_with_its_loss():
     assert saved.nbytes == step.saved_bytes and value.requires_grad
 
 
-def report_with(model: nn.Module, batch: tuple[Tensor, Tensor], bit_width: int) -> MemoryReport:
-    with with_quantizers(model, {"": quantizer_of(bit_width, attends=True)}):
-        return memory_of(model, lambda measured: loss(measured, batch), batch)
-
-
 def state_of(model: nn.Module) -> list[object]:
     values = {name: x.tolist() for name, x in model.state_dict().items()}
     grads = [p.grad for p in model.parameters()]
@@ -145,44 +137,6 @@ def test_a_quick_fit_keeps_its_budget_in_fewer_passes(model, batches, budget):
         assert 0.8 * limit <= report.saved_bytes <= limit
 
 
-def test_a_quick_fit_measures_layers_on_a_part_that_packs_the_same(model, batches):
-    groups = groups_of(model, {w: report_with(model, batches[0], w) for w in BIT_WIDTHS})
-    exact = exact_gradients(model, batches[:3], loss)
-    sizes: list[int] = []
-
-    def watched(measured: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        sizes.append(len(batch[0]))
-        return loss(measured, batch)
-
-    known = noise_on_part(model, groups, batches[0], watched, exact, lambda: None)
-    whole = ChainNoise(model, groups, batches[:1], loss, exact, lambda: None)
-    sizes.clear()
-    for source in groups.costs:
-        known.measure(source, 2)
-        whole.measure(source, 2)
-        assert 0.2 <= known.noise(source, 2) / whole.noise(source, 2) <= 5  # a factor of 4 is worth one bit
-    assert set(sizes) < {4, 8, 16, 32} and len(set(sizes)) == 1
-
-
-def test_a_quick_fit_of_a_loss_that_takes_whole_batches_takes_these(model, batches):
-    def picky(measured: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return loss(measured, (batch[0].view(32, 3, 14, 14), batch[1]))
-
-    with pytest.warns(
-        UserWarning, match=r"on 4 of the 32 samples of a batch the loss raised RuntimeError: shape"
-    ) as found:
-        assert brevact.fit(model, batches, picky, ratio=9, quick=True).report.ratio >= 9
-    assert [each.filename for each in found] == [__file__]
-
-
-def test_samples_are_those_along_which_all_tensors_can_be_cut():
-    x, edges = torch.randn(8, 3), torch.randn(2, 30)
-    assert samples_of({"x": x, "y": [x[:, 0], torch.tensor(3.0)], "name": "a"}) == 8
-    assert samples_of((x, edges)) == samples_of("a") == samples_of(torch.tensor(1.0)) == 1
-    part = part_of({"x": x, "y": [x[:, 0], torch.tensor(3.0)], "name": "a"}, 2)
-    assert part["x"].shape == (2, 3) and part["y"][0].shape == (2,) and part["y"][1] == 3 and part["name"] == "a"
-
-
 @pytest.mark.exhaustive
 def test_the_measured_peak_of_a_fitted_policy_is_within_its_budget(model, batches):
     before, least = state_of(model), least_peak(model, batches)
@@ -193,7 +147,6 @@ def test_the_measured_peak_of_a_fitted_policy_is_within_its_budget(model, batche
     report = policy.report
     assert report.note == "" and report.budget == f"peak_bytes={allowed}"
     assert least < report.peak <= allowed < report.plain_peak == plain
-    assert report.peak / 1.5 <= report.predicted_peak <= 1.5 * report.peak
     assert f"peak of a step {report.peak / 2**20:.2f} of {plain / 2**20:.2f} MiB" in report.summary
     brevact.quantize_backward(model, policy)
     assert brevact.memory_report(model, batches[0], loss).packed_peak == report.peak
@@ -228,18 +181,18 @@ def test_a_peak_is_a_budget_beside_others(model, batches):
         brevact.fit(model, batches, loss, peak_bytes=1, noise=0.02)
 
 
-def test_bytes_follow_peaks_until_they_fit():
-    """Peaks of 30 bytes beside the kept ones, and of 95 bytes at a place where few are kept."""
-    for allowed, best in ((100, 70), (94, 64), (1000, 500)):
-        limit, kept = ByteLimit(allowed, value=90, fits=10, exceeds=500), []
-        for _ in range(20):
-            kept.append(limit.value)
-            if not limit.moves(int(limit.value + 30)):
-                break
-        assert max(each for each in kept if each + 30 <= allowed) == pytest.approx(best, abs=0.02 * allowed)
-        assert len(kept) < 8
-    limit = ByteLimit(90, value=60, fits=10, exceeds=500)
-    assert limit.moves(95) and limit.value == 55 and limit.moves(95) and limit.value == 50
+@pytest.mark.parametrize(("allowed", "best"), [(100, 70), (94, 64), (1000, 500), (40, 10)])
+def test_bytes_follow_peaks_until_they_fit(allowed, best):
+    """Peaks of 30 bytes beside the kept ones; or that fall by a third of the bytes, where others are alive."""
+    tried = []
+
+    def peak_with(saved: float) -> int:
+        tried.append(saved)
+        return int(saved + 30)
+
+    assert most_within(allowed, peak_with, 90, 10, 500) == pytest.approx(best, abs=0.02 * allowed)
+    assert len(tried) <= 8
+    assert most_within(90, lambda saved: 75 + saved / 3, 60, 10, 500) == pytest.approx(45, abs=3)
 
 
 @pytest.mark.exhaustive
@@ -356,7 +309,7 @@ def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
     assert timed.recompute == 4096 and timed.ratio > both.ratio  # the last level, though an earlier one would do
-    assert f"{timed.time:.2f} times as long (predicted: {timed.predicted_time:.2f})" in timed.summary
+    assert f"{timed.time:.2f} times as long" in timed.summary
 
 
 @pytest.mark.exhaustive
@@ -385,6 +338,7 @@ class InvertedResiduals(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.exhaustive
 def test_a_quick_fit_goes_to_the_level_that_leaves_bits():
     torch.manual_seed(0)
     model = InvertedResiduals()
@@ -486,7 +440,7 @@ def test_fit_takes_a_loss_that_differentiates_gradients_again(tmp_path):
         brevact.fit(model, points, loss_on_forces, ratio=3, double_backward="yes")
 
 
-@pytest.mark.parametrize("calls", [3, 12, 25, 40])
+@pytest.mark.parametrize("calls", [3, 12, 25])
 def test_a_loss_that_fails_leaves_the_model_as_it_was(model, batches, calls):
     count = itertools.count(1)
 
@@ -532,6 +486,7 @@ def test_fit_says_where_noises_do_not_add_up():
     assert report.passes > 5 + 2 * 14 + 8 + 2 * 14  # beside exact gradients: each group alone, a policy, each within it
 
 
+@pytest.mark.exhaustive
 def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, batches):
     with with_quantizers(model, {"": quantizer_of(8, attends=False)}):
         report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
@@ -579,9 +534,10 @@ def test_fit_leaves_what_quantizers_of_the_forward_pass_count():
 
 def test_a_ratio_of_measured_bytes_is_met_by_them():
     for saved, plain in itertools.product(range(10_007, 10_107), range(300_000, 300_100, 7)):
-        assert budget_of(ratio=plain / saved).is_met(saved, plain, 0.0, 0)
+        assert saved <= budget_of(ratio=plain / saved).bytes_of(plain)
 
 
+@pytest.mark.exhaustive
 def test_a_policy_of_more_noise_than_a_minibatch_has_is_warned_of(recwarn):
     """Unless the caller accepts it, or the noise is little."""
     torch.manual_seed(0)

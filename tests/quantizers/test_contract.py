@@ -354,23 +354,9 @@ def test_quantize_is_unbiased(name: str, dtype: torch.dtype):
     _assert_unbiased(SUBJECTS[name], _with_ends(dtype), draws=400)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(  # the next type
-    "name, dtype", [(name, UNBIASED_DTYPES[(place + 1) % 3]) for place, name in enumerate(UNBIASED)], ids=str
-)
-def test_quantize_is_unbiased_in_many_draws(name: str, dtype: torch.dtype):
-    _assert_unbiased(SUBJECTS[name], _with_ends(dtype), draws=1000)
-
-
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_quantize_is_unbiased_beside_what_is_not_finite(name: str):
     _assert_unbiased(SUBJECTS[name], _with_gaps(), draws=400)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in UNBIASED if getattr(SUBJECTS[name].quantizer, "bit_width", 2) > 1])
-def test_quantize_is_unbiased_beside_what_is_not_finite_in_many_draws(name: str):
-    _assert_unbiased(SUBJECTS[name], _with_gaps(), draws=1000)
 
 
 @pytest.mark.parametrize("kind", ["tails", "columns", "offset", "lognormal", "outlier"])

@@ -34,12 +34,6 @@ def test_empty_tensors_and_other_shapes():
         assert decoded.stride() == x.stride()
 
 
-@pytest.mark.parametrize("fields", [{"bit_width": 1}, {"bit_width": 9}, {"bit_width": True}, {"low": 0.5, "high": 0.5}])
-def test_fields_are_checked(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        ResidualQuantizer(**fields)
-
-
 @pytest.mark.parametrize("quantizer", [LosslessQuantizer(), ElementsQuantizer()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_exact_quantizers_are_the_identity(quantizer, dtype):

@@ -14,10 +14,6 @@ import brevact
 from brevact.quantizers import (
     SampleQuantizer,
     SampleWeights,
-    from_text,
-    kernel_ops,
-    row_dispatch,
-    to_text,
     widths_of_least_noise,
 )
 from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST
@@ -116,51 +112,12 @@ def test_widths_have_noise_of_their_own():
     assert abs(correlation) <= 5 / (200 * 512) ** 0.5
 
 
-def test_kernels_and_references_give_the_same_bytes(monkeypatch):
-    torch.manual_seed(0)
-    quantizers = [SampleQuantizer(bit_width=b, bucket_size=s) for b, s in ((2.5, 512), (4, 100), (1, 64))]
-    for x in (torch.randn(6, 10, 16, 8), torch.randn(5, 7, 11).half(), torch.randn(64, 300).t()):
-        by_kernels = [quantizer.quantize(x, seed=3) for quantizer in quantizers]
-        decoded = [packed.dequantize() for packed in by_kernels]
-        with monkeypatch.context() as patch:
-            patch.setattr(row_dispatch, "kernels_for", lambda arrays: None)
-            for name in ("ranges", "quantize_uniform", "dequantize_uniform"):
-                patch.setattr(kernel_ops, name, getattr(kernel_ops, name).reference)
-            for quantizer, packed, values in zip(quantizers, by_kernels, decoded, strict=True):
-                by_reference = quantizer.quantize(x, seed=3)
-                assert torch.equal(by_reference.buffer, packed.buffer)
-                assert torch.equal(by_reference.dequantize(), values)
-
-
-def test_sample_quantizer_is_text_without_weights():
-    quantizer = SampleQuantizer(bit_width=2.5, bucket_size=64)
-    assert from_text(to_text(quantizer)) == quantizer
-    with pytest.raises(TypeError, match="SampleWeights"):
-        to_text(SampleQuantizer(weights=SampleWeights()))
-
-
 def test_sample_weights_are_shared_by_copies_and_have_no_values_in_a_file():
     quantizer = SampleQuantizer(weights=SampleWeights())
     quantizer.weights.values = torch.ones(2)
     assert copy.deepcopy(quantizer) == quantizer
     again = pickle.loads(pickle.dumps(quantizer))
     assert again != quantizer and again.weights.values is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"bit_width": 0.5}, ValueError, "bit_width: got 0.5; accepted is a number from 1 to 8"),
-        ({"bit_width": "2"}, TypeError, "bit_width: got '2' of type str"),
-        ({"bucket_size": 4}, ValueError, "bucket_size: got 4"),
-        ({"bucket_size": None}, TypeError, "bucket_size: got None"),
-        ({"rounding": "up"}, ValueError, "rounding: got 'up'"),
-        ({"weights": torch.ones(3)}, TypeError, "weights: got <float32 Tensor"),
-    ],
-)
-def test_sample_quantizer_refuses(arguments: dict, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        SampleQuantizer(**arguments)
 
 
 @pytest.mark.parametrize("kind", ["float", "compiled"])

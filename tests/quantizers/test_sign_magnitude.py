@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brevact.quantizers import Rounding, SignMagnitudeQuantizer, from_text, to_text
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
+from brevact.quantizers import Rounding, SignMagnitudeQuantizer
 
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -79,16 +78,6 @@ def test_mixtures_of_the_thesis_take_the_bits_that_their_levels_need(base, mix, 
     assert abs(8 * packed.nbytes / buckets - expected) <= error + 0.1
 
 
-def test_no_mixing_stores_no_mask():
-    x = torch.randn(5000)
-    for probability, levels in ((0, 4), (1, 16)):
-        packed = SignMagnitudeQuantizer(mix_levels_prob=probability).quantize(x, seed=2)
-        alone = SignMagnitudeLevels(
-            levels=levels, bucket=512, use_max=True, rounding=Rounding.STOCHASTIC, scale_dtype=torch.float32
-        ).quantize(x, seed=2)
-        assert torch.equal(packed.buffer, alone.buffer)
-
-
 def test_the_global_variant_has_one_scale_and_one_draw_a_tensor():
     quantizer, x, draws = SignMagnitudeQuantizer(bucket=None), torch.randn(64), 2000
     found = [quantizer.quantize(x, seed=seed) for seed in range(draws)]
@@ -133,43 +122,3 @@ def test_the_smallest_values_of_float32_are_unbiased():
     total = sum(plain().quantize(x, seed=seed).dequantize().double() for seed in range(draws))
     error = 5 * FLOAT32.tiny / 4 * 0.5 / draws**0.5
     assert (total / draws - x.double()).abs().max() <= error + FLOAT32.tiny * 2**-16
-
-
-def test_l2_norms_do_not_depend_on_the_order():
-    x = torch.randn(512) * torch.logspace(-6, 3, 512)
-    quantizer = plain(use_max=False)
-    scales = {quantizer.quantize(x[torch.randperm(512)], seed=0).scale.item() for _ in range(20)}
-    assert len(scales) == 1
-
-
-def test_settings_survive_their_text_form_and_strings():
-    quantizer = SignMagnitudeQuantizer(bucket=None, rounding="nearest", use_max=False, scale_dtype=torch.bfloat16)
-    assert quantizer.rounding is Rounding.NEAREST
-    assert from_text(to_text(quantizer)) == quantizer
-    sized = quantizer.with_probability(0.5).with_drawn_size(1000, 3)
-    assert from_text(to_text(sized)) == sized
-
-
-@pytest.mark.parametrize(
-    ("setting", "error"),
-    [
-        ({"base_levels": 0}, "base_levels: got 0; accepted is an int from 1 to 256"),
-        ({"mix_levels": 257}, "mix_levels: got 257"),
-        ({"bucket": 0}, "bucket: got 0"),
-        ({"mix_levels_prob": -0.5}, "mix_levels_prob: got -0.5"),
-        ({"mix_levels_prob": float("nan")}, "mix_levels_prob: got nan"),
-        ({"rounding": "up"}, "rounding: got 'up'"),
-        ({"scale_dtype": torch.float16}, "scale_dtype: got torch.float16"),
-    ],
-)
-def test_settings_out_of_range_raise(setting, error):
-    with pytest.raises(ValueError, match=error):
-        SignMagnitudeQuantizer(**setting)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"base_levels": 4.0}, {"mix_levels": True}, {"bucket": 5.5}, {"use_max": 1}, {"mix_levels_prob": "0.3"}]
-)
-def test_settings_of_a_wrong_type_raise(setting):
-    with pytest.raises(TypeError, match=f"{next(iter(setting))}: got"):
-        SignMagnitudeQuantizer(**setting)

@@ -8,11 +8,6 @@ from brevact.autograd import BackwardSettings
 from brevact.quantizers import UniformQuantizer, from_text, to_text
 
 
-def test_from_text_gives_one_object_for_equal_texts():
-    text = to_text(UniformQuantizer(bit_width=3))
-    assert from_text(text) == UniformQuantizer(bit_width=3) and from_text(text) is from_text(text)
-
-
 @pytest.mark.parametrize("module", ["builtins", "no_module_of_this_name", __name__])
 def test_a_class_that_is_not_where_it_says_has_no_text_form(module: str):
     """As one that was defined by `exec`, by `runpy`, or in a cell of a notebook that was sent elsewhere."""

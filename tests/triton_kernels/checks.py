@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from brevact import triton_kernels
-from brevact.geometry import Geometry, Grid, packed_bytes
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, kernel_ops, normalizing, reference
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, packed_bytes
+from brevact.quantizers import (
+    Layout,
+    PackedSpec,
+    UniformQuantizer,
+    kernel_ops,
+    normalizing,
+    normalizing_plans,
+    reference,
+)
 from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.triton_kernels.launch import one_pass
 from brevact.triton_kernels.normalize import fits
-from brevact.triton_kernels.packing import MASK_BLOCK
-from brevact.triton_kernels.uniform import one_pass
 from tests.quantizers.grid_cases import GridCase
 from tests.quantizers.same_values import assert_same_values
 
@@ -71,15 +78,15 @@ def check_normalized(
     plan = plan_of(reference.spec)
     there = [None if part is None else part.to(device) for part in (mean, invstd, invstd.reciprocal())]
     seed = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
-    norm = normalizing.groups_of(layout, there[0], there[1])
-    assert one_pass(plan.geometry) and fits(norm.place, layout.numel)
+    norm = normalizing_plans.groups_of(layout, there[0], there[1])
+    assert one_pass(plan.geometry) and fits(norm[2], layout.numel)
     buffer = filled(reference.spec.nbytes, torch.uint8, device)
     triton_kernels.quantize_normalized(layout.flatten(x).to(device), plan, seed, *norm, buffer)
     for part, want in zip(plan.split(buffer), plan.split(reference.buffer), strict=True):
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = filled(layout.numel, x.dtype, device)
-        norm = normalizing.groups_of(layout, shift, there[2])
+        norm = normalizing_plans.groups_of(layout, shift, there[2])
         triton_kernels.denormalize(buffer, plan, *norm, None, None, target)
         values = reference.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean
@@ -168,7 +175,7 @@ def check_mask(x: Tensor, grad: Tensor, negative_slope: float) -> None:
         negative_slope: Factor where x <= 0.
     """
     mask = ~(x <= 0)
-    expected = reference.pack(mask.cpu().to(torch.uint8), 1, MASK_BLOCK)
+    expected = reference.pack(mask.cpu().to(torch.uint8), 1, DEFAULT_BLOCK)
     for source in (x, mask):
         packed = filled(expected.numel(), torch.uint8, x.device)
         triton_kernels.pack_mask(source, packed)

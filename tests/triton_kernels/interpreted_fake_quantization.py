@@ -8,8 +8,8 @@ import torch
 from brevact import LosslessBackward, StochBackward2bit, triton_kernels
 from brevact.cpu_kernels import launch
 from brevact.quantizers import backends
-from brevact.triton_kernels import integers
 from brevact.triton_kernels.floats import rint
+from brevact.triton_kernels.launch import Program
 from tests.qat.test_one_pass import LAYERS, SHAPES, activation, check
 from tests.qat.test_one_pass_types import compare
 from tests.qat.test_one_pass_types import layer as layer_of_type
@@ -19,10 +19,10 @@ from tests.qat.test_one_pass_types import layer as layer_of_type
 def ran(monkeypatch):
     """Let the kernels of GPUs run on the CPU; what they are, in order."""
     names = []
-    run = integers.Launch.run
+    run = Program.run
     monkeypatch.setattr(triton_kernels, "takes", launch.takes)
     monkeypatch.setattr(backends, "_launchers", lambda on_gpu: triton_kernels)
-    monkeypatch.setattr(integers.Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
+    monkeypatch.setattr(Program, "run", lambda self, *x: (names.append(self.kernel.__name__), run(self, *x)))
     return names
 
 

@@ -6,18 +6,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
 
 from brevact.geometry import Geometry
-from brevact.quantizers import kernel_ops, reference
-from brevact.quantizers.philox import column_bits
-from brevact.triton_kernels.grids import moments_tiling
-from brevact.triton_kernels.launch import group_tiling
-from brevact.triton_kernels.levels import dequantize_grid_tile, quantize_grid_tile
-from brevact.triton_kernels.uniform import RANGES_TILE
+from brevact.triton_kernels.groups import group_of
+from brevact.triton_kernels.launch import over_groups
+from brevact.triton_kernels.moments import moments_kernel
+from brevact.triton_kernels.ranges import RANGES_TILE, ranges_kernel
 from tests.crosses import taking_turns
-from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
-from tests.triton_kernels.checks import SEED, check_grid, check_statistics, filled
+from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
+from tests.triton_kernels.checks import SEED, check_grid, check_statistics
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 512
@@ -29,7 +26,7 @@ def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | Non
     torch.manual_seed(bit_width)
     geometry, dtype = buckets(BLOCK + 71, bit_width, 256), DTYPES[(bit_width + (seed is None)) % 3]
     marks = bit_width % 2 == 0
-    grid = random_grid(geometry.groups, 1 << bit_width, rows_by_group=dtype is torch.float32, marks=marks)
+    grid = random_grid(geometry.groups, 1 << bit_width, marks=marks)
     x = values_around(grid, geometry.numel, dtype)
     check_grid(GridCase(x, geometry, grid, seed, multiply=seed is None))
 
@@ -55,16 +52,9 @@ DIVISIONS = [
 @pytest.mark.parametrize("geometry", DIVISIONS, ids=str)
 def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry):
     torch.manual_seed(geometry.numel)
-    grid = random_grid(geometry.groups, 8, rows_by_group=True, marks=True)
+    grid = random_grid(geometry.groups, 8, marks=True)
     x = values_around(grid, geometry.numel, torch.bfloat16)
     check_grid(GridCase(x, geometry, grid, SEED, multiply=False))
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(case=grid_cases(DTYPES, 2200))
-def test_quantize_grid_bytes_of_any_tensor(case: GridCase):
-    check_grid(case)
 
 
 @pytest.mark.parametrize(
@@ -81,44 +71,20 @@ def test_statistics_for_every_way_to_divide_a_tensor(geometry: Geometry):
 
 def test_statistics_of_a_large_group_are_found_in_parts():
     geometry = buckets(40_003, 3, 40_003)
-    assert group_tiling(geometry, RANGES_TILE).parts > 1 and moments_tiling(geometry, 4).parts > 1
+    assert over_groups(ranges_kernel, geometry, RANGES_TILE).grid[1] > 1
+    assert over_groups(moments_kernel, geometry, 512, 64).grid[1] > 1
 
 
 @triton.jit
-def _block_far_away_kernel(
-    x_ptr, codes_ptr, levels_ptr, steps_ptr, offset_ptr, factor_ptr, seed_ptr, target_ptr, first_ptr, groups_ptr,
-    BITS: tl.constexpr,
-):  # fmt: skip
-    """Quantize and decode the block at `first`, whose memory is the tensors', in groups of a block."""
-    first, groups = tl.load(first_ptr), tl.load(groups_ptr)
-    SIZE: tl.constexpr = 2**BITS
-    codes_ptr, group = codes_ptr - first // 8 * BITS, first // 512 % groups
-    levels_ptr, steps_ptr = levels_ptr - group * SIZE, steps_ptr - group * (SIZE - 1)
-    offset_ptr, factor_ptr = offset_ptr - group, factor_ptr - group
-    row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
-    quantize_grid_tile(
-        x_ptr - first, codes_ptr, levels_ptr, steps_ptr, offset_ptr, factor_ptr, seed_ptr,
-        first, row, column, 64, 1, 512, groups,
-        BITS, True, SIZE, GROUP_ROWS=True, MARKS=False, BLOCK=512, INNER=0, ALIGNED=True, RAGGED=False,
-    )  # fmt: skip
-    dequantize_grid_tile(
-        codes_ptr, levels_ptr, offset_ptr, factor_ptr, None, target_ptr - first,
-        first, row, column, 64, 1, 512, groups, 3e38,
-        BITS, SIZE, GROUP_ROWS=True, BLOCK=512, INNER=0, ALIGNED=True, RAGGED=False,
-    )  # fmt: skip
+def _groups_far_away_kernel(first_ptr, inner_ptr, groups_ptr, group_ptr):
+    offset = tl.arange(0, 512)
+    group = group_of(tl.load(first_ptr), offset, tl.load(inner_ptr), tl.load(groups_ptr), INNER=0)
+    tl.store(group_ptr + offset, group)
 
 
-@pytest.mark.parametrize("first_block", [2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
-def test_quantize_grid_blocks_far_into_a_tensor(first_block: int):
-    torch.manual_seed(0)
-    bit_width, seed, first, groups = 5, torch.tensor(99), first_block * BLOCK, first_block // 3
-    grid = random_grid(1, 1 << bit_width, has_scale=False)
-    steps, one = grid.steps(stochastic=True), torch.ones(1)
-    x = torch.randn(BLOCK)
-    codes, target = filled(BLOCK * bit_width // 8, torch.uint8, "cpu"), filled(BLOCK, x.dtype, "cpu")
-    numbers = torch.tensor(first), torch.tensor(groups)
-    _block_far_away_kernel[(1,)](x, codes, grid.levels, steps, grid.offset, one, seed, target, *numbers, bit_width)
-    t = kernel_ops.positions(x - grid.offset, grid.levels, steps, stochastic=True)
-    q = reference.round_codes(t, column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten())
-    assert torch.equal(codes, reference.pack(q, bit_width, BLOCK))
-    assert torch.equal(target, grid.offset + grid.levels[0, q])
+@pytest.mark.parametrize("first", [2**31, 2**32 + 8, 2**45 - 512])
+@pytest.mark.parametrize("inner, groups", [(512, 2**20 // 3), (7, 2**40), (1, 99), (2**33, 3)])
+def test_groups_of_elements_far_into_a_tensor(first: int, inner: int, groups: int):
+    found = torch.empty(512, dtype=torch.int64)
+    _groups_far_away_kernel[(1,)](*(torch.tensor(each) for each in (first, inner, groups)), found)
+    assert torch.equal(found, (first + torch.arange(512)) // inner % groups)

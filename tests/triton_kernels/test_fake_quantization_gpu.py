@@ -12,7 +12,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.triton_kernels.launch import Launch
+from brevact.triton_kernels.launch import Program
 from tests.qat.test_one_pass import CHANNELS, LAYERS, SHAPES, activation, gradients, layer
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +25,8 @@ KERNELS = ("fake_quantize_kernel", "fake_quantize_backward_kernel")
 @pytest.fixture
 def ran(monkeypatch):
     """Names of the kernels that were launched."""
-    names, run = [], Launch.run
-    monkeypatch.setattr(Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
+    names, run = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *x: (names.append(self.kernel.__name__), run(self, *x)))
     return names
 
 

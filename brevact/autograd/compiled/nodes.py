@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.call_arguments import bound, tensors_of_call
 from brevact.autograd.compiled.tracking import TRACKED, run_tracked
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import Saving, is_inplace, requires_grad
+from brevact.autograd.ops.base import Saving, is_inplace, keep_sizes, requires_grad
+from brevact.autograd.rows import ROWS
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -45,11 +45,12 @@ from brevact.quantizers import Layout, from_text, is_traced
 #: Text of a region without a quantizer.
 FULL_PRECISION = ""
 
-_IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*HANDLERS, *PRODUCTS, *TRACKED))
+_OF_SIZES = [func for func, row in ROWS.items() if row.reads_sizes and not is_inplace(func, (), {})]
+_IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*HANDLERS, *PRODUCTS, *_OF_SIZES, *TRACKED))
 #: Names, equal in all processes: they are part of the compiler's cache keys.
 NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(_IN_GRAPHS)}
 #: Functions that save nothing: their results may derive from their arguments (``derived.Kind``).
-DERIVING = frozenset(NAMES) - {*HANDLERS, *PRODUCTS}
+DERIVING = frozenset(NAMES) - {*HANDLERS, *PRODUCTS, *_OF_SIZES}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -95,7 +96,7 @@ def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tupl
     return result if is_weight else _Product.apply(result)
 
 
-def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     by_op = region.settings.by_op
     if by_op:
         name = OP_NAMES.get(func)
@@ -111,7 +112,7 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
     return run_tracked(region, functools.partial(_run, region, func), func, args, kwargs)
 
 
-def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function's counterpart, or the function itself."""
     if func in NAMES:
         is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
@@ -134,7 +135,18 @@ def _run(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, A
             return result
         if func in PRODUCTS and not region.are_weights(*tensors_of_call(args, kwargs)):
             return _Product.apply(func(*args, **kwargs))
+        if func in _OF_SIZES:
+            with torch.autograd.graph.saved_tensors_hooks(_pack_sizes, _unpack_sizes):
+                return func(*args, **kwargs)
     return func(*args, **kwargs)
+
+
+def _pack_sizes(x: Tensor) -> Any:
+    return keep_sizes(x) if x.is_floating_point() else x
+
+
+def _unpack_sizes(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept[1].decode(())
 
 
 class _InnerMode(TorchFunctionMode):
@@ -172,7 +184,7 @@ class _Product(Saving):
         return grad
 
 
-class _TracedRegion(Keeper):
+class _TracedRegion:
     """Handlers' view of a region, for one call in a traced graph."""
 
     recompute = 0  # the compiler decides which tensors a graph recomputes

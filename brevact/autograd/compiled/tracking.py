@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import is_inplace, out_of_place
 from brevact.autograd.ops.op import everywhere

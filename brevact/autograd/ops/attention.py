@@ -17,16 +17,17 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from brevact.autograd import sharing
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
+from brevact.autograd.keeper import Keeper, with_settings
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
@@ -35,7 +36,6 @@ from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -119,7 +119,6 @@ class _FromLargest(PassesOn):
 
 
 _from_largest = one_object_each(_FromLargest)
-_masks = SharedPacks()
 #: Scores this far below their row's largest have a negligible probability, e^-60.
 _LOWEST = -60.0
 
@@ -136,9 +135,8 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     known = region.find_known(mask)
     if known is not None:
         return reported(known)
-    region = cast("EagerKeeper", region)
-    key, root = (region.settings.key,), region.seeds.number if region.settings.is_random else 0
-    found = _masks.find(mask, key, root)
+    key, root = ("mask", region.settings.key), region.seeds.number if region.settings.is_random else 0
+    found = sharing.find(mask, key, root)
     if found is not None:
         return reported(found)
     x = distinct_elements(mask.detach())
@@ -147,7 +145,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     x = x - largest
     tensors, decoder = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
     found = (*tensors, largest), _from_largest(decoder, mask.shape)
-    _masks.add(mask, key, *found, root)
+    sharing.add(mask, key, *found, root)
     return found
 
 
@@ -213,7 +211,7 @@ def _remember(
     depth = max(decoder.depth for _, decoder in sources)
     if not 2 * keys <= region.recompute or len(sources) < 3 or depth >= MOST_NESTED:
         return None
-    if not can_recompute(cast("EagerKeeper", region), out):
+    if not can_recompute(region, out):
         return None
     quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
     lasts = all(decoder.lasts for _, decoder in sources)

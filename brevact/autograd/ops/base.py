@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -142,25 +143,26 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-class OfSizes(Saving):
-    """An op whose gradient depends only on its input's sizes: it saves nothing and supports double backward."""
+@dataclass(frozen=True, slots=True)
+class _Blank(Decoder):
+    """Decoder of a tensor of which gradients read the sizes alone: uninitialized memory, for which nothing is saved."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Any,
-        call: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor, InputLike], Tensor],
-        input: Tensor,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.run_backward = backward
-        ctx.input_like = (input.shape, input.stride(), input.dtype)
-        return call(input)
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    allows_double_backward = True
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, ctx.run_backward(grad, ctx.input_like)
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
+
+
+def keep_sizes(x: Tensor) -> Saved:
+    """Save the sizes of a tensor whose elements no gradient reads."""
+    return (), _Blank(x.shape, x.stride(), x.dtype, x.device)
 
 
 def blank(input_like: InputLike, grad: Tensor) -> Tensor:

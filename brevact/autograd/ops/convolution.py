@@ -10,7 +10,6 @@ The Function handles frozen weights (no input saved), weights that autocast cast
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layer_recompute import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
+from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
 from brevact.autograd.ops.norm.formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
@@ -28,14 +28,7 @@ from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memo
 #: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
 _SUMMED = torch.float32, torch.float64
 
-#: Channels per oneDNN block (fewer are padded), elements from which a padded tensor is large, and those of one part.
-_BLOCK, _MANY_PADDED, _PADDED_OF_PART = 16, 1 << 23, 1 << 20
-
-#: A part of a sample has at least this many times the rows that its neighbours read of it.
-_HALOS = 4
-
 _convolution_backward = torch.ops.aten.convolution_backward.default
-_pad = torch.ops.aten.constant_pad_nd.default
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -74,9 +67,7 @@ class _Convolution(Saving):
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
         ctx.geometry = geometry
-        is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
-        ctx.pads_channels = _pads_channels(region, input, weight, geometry)
-        ctx.goes_by_parts = is_after_recomputed or ctx.pads_channels
+        ctx.is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         return convolve(x, w, b)
@@ -88,8 +79,8 @@ class _Convolution(Saving):
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
             return (None,) * 5 + (sum_of_channels(grad),)
-        if ctx.goes_by_parts and mask[0] and grad.is_cpu:
-            return None, None, None, *_part_by_part(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
+        if ctx.is_after_recomputed and mask[0] and grad.is_cpu:
+            return None, None, None, *_sample_by_sample(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
@@ -101,104 +92,36 @@ class _Convolution(Saving):
         return None, None, None, *grads
 
 
-def _part_by_part(
+def _sample_by_sample(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of weight and bias first, then the input's: only the former need the decoded input.
 
-    Each runs on a few samples at a time, since ATen copies its operands to its own memory order, and on a few rows of a
-    sample if even that copy is large (`_parts`).
+    Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
     """
     shape, _, dtype = ctx.input_like
     step = samples_of_call(shape)
     if weight.numel() > step * math.prod(shape[1:]):
         step = shape[0]  # sums of weights would take long
     samples = [slice(start, start + step) for start in range(0, shape[0], step)]
-    halo, pad, without_pad = _rows_read(ctx.geometry, weight)
     totals: list[Tensor | None] = [None, None]
-    if mask[1]:
-        x = kept.decode().to(dtype)
-        for part, (start, stop) in itertools.product(samples, _parts(ctx, grad.shape, halo)):
-            if stop - start == grad.shape[2]:
-                g, read, geometry = grad[part], x[part], ctx.geometry
+    x = kept.decode().to(dtype)
+    for part in samples:
+        sums = _convolution_backward(grad[part], x[part], weight, ctx.bias_sizes, *ctx.geometry, [False, *mask[1:]])[1:]
+        for place, sum_of_part in enumerate(sums):
+            total = totals[place]
+            if total is None:  # sums of many pieces would stagnate in 16 bits
+                totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
             else:
-                g, geometry = grad[part, :, start:stop], without_pad
-                read = _rows(x[part], start - pad, stop - pad + halo)
-            sums = _convolution_backward(g, read, weight, ctx.bias_sizes, *geometry, [False, *mask[1:]])[1:]
-            for place, sum_of_part in enumerate(sums):
-                total = totals[place]
-                if total is None:  # sums of many pieces would stagnate in 16 bits
-                    totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
-                else:
-                    total.add_(sum_of_part)
-        totals = [total if total is None else total.to(dtype) for total in totals]
-        order = suggest_memory_format(x)
-        del x, read
-    else:
-        order = suggest_memory_format(grad)
-        if mask[2]:
-            totals[1] = sum_of_channels(grad)
+                total.add_(sum_of_part)
+    totals = [total if total is None else total.to(dtype) for total in totals]
+    order = suggest_memory_format(x)
+    del x
     grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
-    of_input = [True, False, False]
-    for part, (start, stop) in itertools.product(samples, _parts(ctx, shape, halo)):
-        out = grad_input[part, :, start:stop]
-        if stop - start == shape[2]:  # only the sizes and strides of the input matter here
-            out.copy_(_convolution_backward(grad[part], out, weight, None, *ctx.geometry, of_input)[0])
-        else:
-            g = _rows(grad[part], start + pad - halo, stop + pad)
-            like = (*out.shape[:2], stop - start + 2 * halo, *out.shape[3:])
-            read = torch.empty(like, dtype=dtype, device=grad.device, memory_format=order)
-            found = _convolution_backward(g, read, weight, None, *without_pad, of_input)[0]
-            out.copy_(found[:, :, halo : halo + stop - start])
+    for part in samples:
+        out = grad_input[part]  # only the sizes and strides of the input matter here
+        out.copy_(_convolution_backward(grad[part], out, weight, None, *ctx.geometry, [True, False, False])[0])
     return grad_input, *totals
-
-
-def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
-    """Return the extra rows that an output row reads, the rows of padding, and the geometry without that padding."""
-    steps, pads, dilation, transposed, more, groups = geometry
-    without = steps, [0, *pads[1:]], dilation, transposed, more, groups
-    return dilation[0] * (weight.shape[2] - 1), pads[0], without
-
-
-def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
-    """Return (start, stop) rows of the parts in which a sample of this shape is computed."""
-    rows, *others = shape[2:]
-    if not (ctx.pads_channels and _has_parts(ctx.geometry)):
-        return [(0, rows)]
-    in_a_part = max(_PADDED_OF_PART // (_BLOCK * math.prod(others)), _HALOS * halo, 1)
-    count = -(-rows // in_a_part)
-    return [(rows * i // count, rows * (i + 1) // count) for i in range(count)]
-
-
-def _has_parts(geometry: _Geometry) -> bool:
-    """Return whether gradients can be computed for some rows at a time: each output row starts one input row later.
-
-    In dilated grouped layers, oneDNN's gradient of a bfloat16 weight reads memory beyond its operands.
-    """
-    steps, _, dilation, is_transposed, _, groups = geometry
-    return steps[0] == 1 and not is_transposed and (groups == 1 or max(dilation) == 1)
-
-
-def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows of a (N, C, rows, ...) tensor, zeros outside it."""
-    count, rows = stop - start, x.shape[2]
-    before, after = min(max(-start, 0), count), min(max(stop - rows, 0), count)
-    inside = x[:, :, max(start, 0) : max(min(stop, rows), 0)]
-    if before or after:
-        inside = _pad(inside, [0, 0] * (x.dim() - 3) + [before, after])
-    return inside
-
-
-def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
-    """Return whether ATen's copies for a layer with few channels take far more memory than its tensors."""
-    settings = region.settings
-    channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
-    if 2 * channels > _BLOCK or settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu:
-        return False
-    if type(input) is not Tensor:  # traced: compilers plan memory, and may not know the sizes of parts
-        return False
-    samples, _, *positions = input.shape
-    return samples * math.prod(positions) * _BLOCK >= _MANY_PADDED and (samples > 1 or _has_parts(geometry))
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -231,9 +154,7 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
-    if runner is not None and (
-        (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight, geometry)
-    ):
+    if region.recompute and is_large_and_recomputed(region, input):
         runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
@@ -242,7 +163,7 @@ def _convolve(
     if region.recompute:
         weights_of_sample = weight.numel() * (input if geometry[3] else out)[0, 0].numel()
         cost = weights_of_sample / out[0].numel()
-        remember_output(region, WithOptions(func, options), input, weight, bias, out, cost)
+        remember_output(region, BoundCall(func, (Tensor, Tensor, Tensor, *options)), input, weight, bias, out, cost)
     return out
 
 

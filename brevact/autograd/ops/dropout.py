@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import SavedValue, Saving, load, save
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.saved import Saved
@@ -43,39 +43,61 @@ def _alpha_factor(p: float) -> float:
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
-def _masked(kept: SavedValue, grad: Tensor, ctx: Any) -> Tensor:
-    """Return the gradient where the mask is set, else 0; if lossless, a non-finite gradient becomes NaN there."""
-    return grad * kept.decode() if ctx.is_exact else kept.multiply(grad)
+class _Noise(NamedTuple):
+    """Shape of the noise, one number per channel or per element, and whether it is for alpha dropout."""
+
+    of_channels: bool = False
+    alpha: bool = False
+
+
+_OF_ELEMENTS = _Noise()
 
 
 class _Dropout(Saving):
+    """The random numbers and roundings are those of torch's own dropout."""
+
     @staticmethod
-    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
-        source = region.find_kept(input)
-        ctx.factor = 1.0 / (1.0 - p)
-        if input.device.type == "cpu":  # same draws and same rounding as torch's own dropout
-            if is_traced(input):  # compilers draw Bernoulli variables from other numbers
-                noise = F.dropout(torch.ones_like(input), p, True)
-            else:
-                ctx.factor = _noise_of_kept(p, input.dtype)
-                noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-            mask = noise.bool()  # a comparison takes nine times as long
-            out = input.mul_(noise) if inplace else input * noise
-        else:
+    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+        source, shift = region.find_kept(input), None
+        ctx.factor = _alpha_factor(p) if kind.alpha else 1.0 / (1.0 - p)
+        if kind == _OF_ELEMENTS and input.device.type != "cpu":
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
-        ctx.stride, ctx.is_exact = mask.stride(), region.settings.is_exact
+        else:
+            if kind == _OF_ELEMENTS and is_traced(input):  # compilers draw Bernoulli variables from other numbers
+                noise = F.dropout(torch.ones_like(input), p, True)
+                mask = noise.bool()
+            else:
+                sizes = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+                noise = input.new_empty(sizes) if kind.of_channels else torch.empty_like(input)
+                mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
+                if kind.alpha:
+                    shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
+                    noise.mul_(ctx.factor)
+                else:
+                    noise.div_(1 - p)
+                if not is_traced(input):
+                    ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
+            out = input.mul_(noise) if inplace else input * noise
         kept = keep_mask(mask)
-        derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
+        save(ctx, kept)
+        ctx.stride, ctx.is_exact = None if kind.of_channels else mask.stride(), region.settings.is_exact
+        if shift is None:
+            derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
-        save(ctx, kept)
-        return out
+        return out if shift is None else out.add_(shift)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, lay_out(_masked(kept, grad, ctx).mul_(ctx.factor), grad, ctx.stride), None, None
+        if ctx.is_exact or ctx.stride is None:  # a non-finite gradient becomes NaN where the mask is not set
+            grad_input = grad * kept.decode()
+        else:
+            grad_input = kept.multiply(grad)
+        if ctx.stride is not None:
+            grad_input = lay_out(grad_input, grad, ctx.stride)
+        return None, grad_input.mul_(ctx.factor), None, None, None
 
 
 def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], Tensor]) -> Any:
@@ -97,51 +119,6 @@ def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], 
     return out
 
 
-class _Noise(NamedTuple):
-    """Shape of the noise, one number per channel or per element, and whether it is for alpha dropout."""
-
-    of_channels: bool
-    alpha: bool
-
-
-class _ComposedDropout(Saving):
-    """Dropouts that torch composes from a Bernoulli draw and products."""
-
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
-        if kind.of_channels:
-            noise = input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
-        else:
-            noise = torch.empty_like(input)
-        noise.bernoulli_(1 - p)
-        kept, source = keep_mask(noise.bool()), region.find_kept(input)
-        save(ctx, kept)
-        ctx.is_exact = region.settings.is_exact
-        if kind.alpha:
-            ctx.factor = factor = _alpha_factor(p)
-            shift = noise.add(-1).mul_(_ALPHA * factor).add_(_ALPHA * factor * p)
-            noise.mul_(factor)
-        else:
-            ctx.factor, shift = 1.0 / (1.0 - p), None
-            noise.div_(1 - p)
-        if not is_traced(input):
-            ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
-        out = input.mul_(noise) if inplace else input.mul(noise)
-        if shift is None:
-            derive(region, out, ByMask(ctx.factor), ((input, source), (noise, kept)), is_dirty=inplace)
-        if inplace:
-            ctx.mark_dirty(input)
-        return out if shift is None else out.add_(shift)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        mask = kept.decode()
-        is_of_elements = mask.shape == grad.shape
-        grad_input = lay_out(_masked(kept, grad, ctx), grad, mask.stride()) if is_of_elements else grad * mask
-        return None, grad_input.mul_(ctx.factor), None, None, None
-
-
 def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
     """Return whether some but not all elements are dropped; otherwise nothing is saved, or torch raises an error."""
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
@@ -158,14 +135,6 @@ def _copy_of_known(region: Keeper, func: Callable, input: Tensor, p: float, trai
     return out
 
 
-def _dropout(
-    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not _drops(region, input, p, training):
-        return _copy_of_known(region, func, input, p, training, inplace)
-    return region.apply(_Dropout, input, p, inplace)
-
-
 def _dropout_twice(
     region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
@@ -174,73 +143,53 @@ def _dropout_twice(
     return _twice(region, input, p, lambda x: func(x, p, training, inplace))
 
 
-def _compose(region: Keeper, input: Tensor, p: float, training: bool, inplace: bool, *, kind: _Noise) -> Any:
-    if not _drops(region, input, p, training) or (kind.of_channels and input.dim() < 2) or input.numel() == 0:
-        return NotImplemented
-    return region.apply(_ComposedDropout, input, p, kind, inplace)
-
-
-def _of_maps(dims: int, unbatched: int | None = None) -> Callable:
-    """Make the handler of channel dropout for maps of ``dims`` dimensions, or of ``unbatched`` without a batch."""
-    kind = _Noise(of_channels=True, alpha=False)
+def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Callable:
+    """Make the handler of a dropout: of maps of ``dims`` dimensions, or of ``unbatched`` without a batch; 0: of any."""
 
     def handle(
-        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool | None = None,
+        inplace: bool = False,
+        *,
+        train: bool | None = None,
     ) -> Any:
-        if not _drops(region, input, p, training) or input.dim() not in (dims, unbatched) or input.numel() == 0:
+        training = train if training is None else training
+        training = not kind.alpha if training is None else training
+        inplace = inplace or func.__name__.endswith("_")
+        if not _drops(region, input, p, training):
+            return _copy_of_known(region, func, input, p, training, inplace) if kind == _OF_ELEMENTS else NotImplemented
+        if (
+            input.numel() == 0
+            or (kind.of_channels and input.dim() < 2)
+            or (dims and input.dim() not in (dims, unbatched))
+        ):
             return NotImplemented  # nothing is dropped, or torch warns
-        if input.dim() == dims:
-            return region.apply(_ComposedDropout, input, p, kind, inplace)
+        if not dims or input.dim() == dims:
+            return region.apply(_Dropout, input, p, kind, inplace)
         if inplace:
             return NotImplemented  # torch changes the input's own shape, and back
-        return region.apply(_ComposedDropout, input.unsqueeze(0), p, kind, False).squeeze(0)
+        return region.apply(_Dropout, input.unsqueeze(0), p, kind, False).squeeze(0)
 
     return handle
 
 
-def _alpha(of_channels: bool) -> Callable:
-    def handle(
-        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-    ) -> Any:
-        return _compose(region, input, p, training, inplace, kind=_Noise(of_channels, True))
-
-    return handle
-
-
-def _in_torch(run: Callable[[Keeper, Tensor, float, bool, bool], Any]) -> Callable:
-    """Make the handler of a dropout in ``torch``, in place if its name ends in an underscore."""
-
-    def handle(region: Keeper, func: Callable, input: Tensor, p: float, train: bool) -> Any:
-        return run(region, input, p, train, func.__name__.endswith("_"))
-
-    return handle
-
-
-_KINDS = {
-    "feature_dropout": _Noise(True, False),
-    "alpha_dropout": _Noise(False, True),
-    "feature_alpha_dropout": _Noise(True, True),
+_MAPS = _Noise(of_channels=True)
+#: Kinds of noise, and dimensions of maps with and without a batch, by functions.
+_KINDS: dict[tuple[Callable, ...], tuple] = {
+    (torch.dropout, torch.dropout_): (_OF_ELEMENTS,),
+    (F.dropout1d,): (_MAPS, 3, 2),
+    (F.dropout2d,): (_MAPS, 4),
+    (F.dropout3d,): (_MAPS, 5, 4),
+    (F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_): (_Noise(alpha=True),),
+    (F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_): (_Noise(True, True),),
+    (torch.feature_dropout, torch.feature_dropout_): (_MAPS,),
 }
 _STORED = Stored("dropout of every kind", MASKS, EXACT)
 OPS = (
-    Op((F.dropout,), _dropout, _STORED, _dropout_twice),
-    Op((F.dropout1d,), _of_maps(3, unbatched=2), _STORED),
-    Op((F.dropout2d,), _of_maps(4), _STORED),
-    Op((F.dropout3d,), _of_maps(5, unbatched=4), _STORED),
-    Op((F.alpha_dropout,), _alpha(of_channels=False), _STORED),
-    Op((F.feature_alpha_dropout,), _alpha(of_channels=True), _STORED),
-    Op(
-        (torch.dropout, torch.dropout_),
-        _in_torch(lambda region, input, p, train, inplace: _dropout(region, torch.dropout, input, p, train, inplace)),
-        _STORED,
-    ),
-    *(
-        Op(
-            (getattr(torch, name), getattr(torch, f"{name}_")),
-            _in_torch(functools.partial(_compose, kind=kind)),
-            _STORED,
-        )
-        for name, kind in _KINDS.items()
-    ),
+    Op((F.dropout,), _handler(_OF_ELEMENTS), _STORED, _dropout_twice),
+    *(Op(functions, _handler(*kind), _STORED) for functions, kind in _KINDS.items()),
     Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
 )

@@ -27,34 +27,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.call_arguments import arguments_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.store import keep_mask
 
-_Call = Callable[[Tensor, Tensor], Tensor]
+_Call = Callable[..., Tensor]
 
 
 class _Loss(NamedTuple):
-    """A loss's derivative by its input, up to a factor, and whether the target's derivative is its negative."""
+    """A loss's derivative by its input, up to a factor, and whether the target's derivative is its negative.
 
-    slope: Callable[[Tensor, Tensor], Tensor]
+    ``slope`` takes the input, the target, and the loss's own options.
+    """
+
+    slope: _Call
     factor: float = 1.0
     is_of_difference: bool = True
     is_sign: bool = False
 
 
-_SQUARE, _SIGN = _Loss(torch.sub, factor=2.0), _Loss(torch.sub, is_sign=True)
-
-
 class _ElementwiseLoss(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Keeper, call: _Call, loss: _Loss, divisor: int, input: Tensor, target: Tensor
+        ctx: Any, region: Keeper, call: _Call, loss: _Loss, divisor: int, options: dict, input: Tensor, target: Tensor
     ) -> Tensor:
         out = call(input, target)
-        slope = loss.slope(input.to(out.dtype), target.to(out.dtype))
+        slope = loss.slope(input.to(out.dtype), target.to(out.dtype), **options)
         if loss.is_sign:
             save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
         else:
@@ -73,9 +74,9 @@ class _ElementwiseLoss(Saving):
             along = _times(kept, grad, ctx.factor / ctx.divisor)
             along = along.contiguous() if ctx.is_of_difference else along  # as torch's own gradient is
         (input_shape, target_shape), (input_dtype, target_dtype) = ctx.shapes, ctx.dtypes
-        grad_input = along.sum_to_size(input_shape).to(input_dtype) if ctx.needs_input_grad[4] else None
-        grad_target = (-along).sum_to_size(target_shape).to(target_dtype) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, grad_input, grad_target
+        grad_input = along.sum_to_size(input_shape).to(input_dtype) if ctx.needs_input_grad[5] else None
+        grad_target = (-along).sum_to_size(target_shape).to(target_dtype) if ctx.needs_input_grad[6] else None
+        return None, None, None, None, None, grad_input, grad_target
 
 
 def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
@@ -131,140 +132,53 @@ def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
     return max(input.numel(), target.numel()) >= max(1, region.settings.min_numel)
 
 
-def _divisor(reduction: Any, x: Tensor) -> int | None:
+def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
     """Return a reduction's divisor; None if torch refuses the reduction."""
-    divisors = {"none": 1, "sum": 1, "mean": x.numel(), "batchmean": x.shape[0] if x.dim() else 1}
+    divisors = {"none": 1, "sum": 1, "mean": x.numel()}
+    if func is F.kl_div:
+        divisors["batchmean"] = x.shape[0] if x.dim() else 1
     return divisors.get(reduction) if isinstance(reduction, str) else None
 
 
-def _apply(region: Keeper, call: _Call, loss: _Loss, reduction: Any, input: Tensor, target: Tensor) -> Any:
-    """Run a loss and save its derivative; NotImplemented if torch refuses the arguments or nothing is packed."""
-    constants = () if loss.is_of_difference else (target,)
-    if not _packs(region, input, target, *constants):
-        return NotImplemented
-    try:
-        shape = torch.broadcast_shapes(input.shape, target.shape)
-    except RuntimeError:
-        return NotImplemented  # torch raises the error
-    divisor = _divisor(reduction, input.new_empty(()).expand(shape))
-    if not divisor:
-        return NotImplemented
-    return region.apply(_ElementwiseLoss, call, loss, divisor, input, target)
-
-
-def _of_difference(loss: _Loss) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        target: Tensor,
-        size_average: None = None,
-        reduce: None = None,
-        reduction: str = "mean",
-        weight: None = None,
-    ) -> Any:
-        if size_average is not None or reduce is not None or weight is not None or reduction == "batchmean":
+def _handler(loss: _Loss) -> Callable:
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        options = arguments_of(func, args, kwargs)
+        if options is None or any(options.pop(name, None) is not None for name in ("size_average", "reduce", "weight")):
             return NotImplemented
-        return _apply(region, lambda x, t: func(x, t, reduction=reduction), loss, reduction, input, target)
+        input, target, reduction = options.pop("input"), options.pop("target"), options.pop("reduction")
+        if not _packs(region, input, target, *(() if loss.is_of_difference else (target,))):
+            return NotImplemented
+        if not all(isinstance(x, int | float) and (x is False or 0 < x < math.inf) for x in options.values()):
+            return NotImplemented
+        try:
+            shape = torch.broadcast_shapes(input.shape, target.shape)
+        except RuntimeError:
+            return NotImplemented  # torch raises the error
+        divisor = _divisor(func, reduction, input.new_empty(()).expand(shape))
+        if not divisor or (input.shape != target.shape and not loss.is_of_difference):
+            return NotImplemented
+
+        def call(x: Tensor, t: Tensor) -> Tensor:
+            return func(x, t, reduction=reduction, **options)
+
+        return region.apply(_ElementwiseLoss, call, loss, divisor, options, input, target)
 
     return handle
 
 
-def _smooth_l1_loss(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-    beta: float = 1.0,
-) -> Any:
-    if size_average is not None or reduce is not None or reduction == "batchmean":
+def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    options = arguments_of(func, args, kwargs)
+    if options is None or options.pop("size_average") is not None or options.pop("reduce") is not None:
         return NotImplemented
-    if not _is_positive(beta) and beta != 0:
-        return NotImplemented
-    loss = _Loss(lambda x, t: ((x - t) / beta).clamp_(-1, 1)) if beta else _SIGN
-    return _apply(region, lambda x, t: func(x, t, reduction=reduction, beta=beta), loss, reduction, input, target)
-
-
-def _huber_loss(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    reduction: str = "mean",
-    delta: float = 1.0,
-    weight: None = None,
-) -> Any:
-    if weight is not None or reduction == "batchmean" or not _is_positive(delta):
-        return NotImplemented
-    loss = _Loss(lambda x, t: (x - t).clamp_(-delta, delta))
-    return _apply(region, lambda x, t: func(x, t, reduction=reduction, delta=delta), loss, reduction, input, target)
-
-
-def _is_positive(x: Any) -> bool:
-    return isinstance(x, int | float) and 0 < x < math.inf
-
-
-def _soft_margin_loss(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-) -> Any:
-    if size_average is not None or reduce is not None or reduction == "batchmean":
-        return NotImplemented
-    loss = _Loss(lambda x, t: torch.sigmoid(-t * x).mul_(-t), is_of_difference=False)
-    return _apply(region, lambda x, t: func(x, t, reduction=reduction), loss, reduction, input, target)
-
-
-def _kl_div(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> Any:
-    if size_average is not None or reduce is not None or input.shape != target.shape:
-        return NotImplemented
-    loss = _Loss(lambda x, t: -t.exp() if log_target else -t, is_of_difference=False)
-
-    def call(x: Tensor, t: Tensor) -> Tensor:
-        return func(x, t, reduction=reduction, log_target=log_target)
-
-    return _apply(region, call, loss, reduction, input, target)
-
-
-def _binary_cross_entropy_with_logits(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: str = "mean",
-    pos_weight: Tensor | None = None,
-) -> Any:
-    if size_average is not None or reduce is not None or reduction == "batchmean":
-        return NotImplemented
-    if not _packs(region, input, target, target, weight, pos_weight) or input.shape != target.shape:
-        return NotImplemented
-    divisor = _divisor(reduction, input)
-    if not divisor:
+    input, target, weight, reduction, positive = options.values()
+    divisor = _divisor(func, reduction, input) if _packs(region, input, target, target, weight, positive) else None
+    if not divisor or input.shape != target.shape:
         return NotImplemented
 
     def call(x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
         return func(x, t, weight=w, reduction=reduction, pos_weight=p)
 
-    return region.apply(_BinaryCrossEntropy, call, divisor, input, target, weight, pos_weight)
+    return region.apply(_BinaryCrossEntropy, call, divisor, input, target, weight, positive)
 
 
 def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:
@@ -275,21 +189,13 @@ def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduct
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-def _gaussian_nll_loss(
-    region: Any,
-    func: Callable,
-    input: Tensor,
-    target: Tensor,
-    var: Any,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Any:
+def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Save the variances exactly, also for the op that computed them: torch saves a copy of its own."""
-    if (
-        not (isinstance(var, Tensor) and is_tracked(var) and var.shape == input.shape)
-        or region.settings.leaves_ops_to_torch
-    ):
+    options = arguments_of(func, args, kwargs)
+    if options is None or region.settings.leaves_ops_to_torch:
+        return NotImplemented
+    input, target, var, full, eps, reduction = options.values()
+    if not (isinstance(var, Tensor) and is_tracked(var) and var.shape == input.shape):
         return NotImplemented
     is_cast = any(x.dtype is not torch.float32 for x in (input, target, var))  # by autocast
     if (is_cast and region.torch_runner(input, target, var) is None) or reduction not in ("none", "mean", "sum"):
@@ -304,17 +210,21 @@ _STORED = Stored(
     "the derivative, packed; with weights of positives the probability and the target, packed",
     UNBIASED,
 )
+#: The derivatives of losses, up to a factor.
+_LOSSES: dict[Callable, _Loss] = {
+    F.mse_loss: _Loss(torch.sub, factor=2.0),
+    F.smooth_l1_loss: _Loss(lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1)),
+    F.huber_loss: _Loss(lambda x, t, delta: (x - t).clamp_(-delta, delta)),
+    F.soft_margin_loss: _Loss(lambda x, t: torch.sigmoid(-t * x).mul_(-t), is_of_difference=False),
+    F.kl_div: _Loss(lambda x, t, log_target: -t.exp() if log_target else -t, is_of_difference=False),
+}
 OPS = (
-    *(
-        Op((func,), handler, _STORED, is_bit_exact=False)
-        for func, handler in (
-            (F.mse_loss, _of_difference(_SQUARE)),
-            (F.smooth_l1_loss, _smooth_l1_loss),
-            (F.huber_loss, _huber_loss),
-            (F.soft_margin_loss, _soft_margin_loss),
-            (F.kl_div, _kl_div),
-            (F.binary_cross_entropy_with_logits, _binary_cross_entropy_with_logits),
-        )
+    *(Op((func,), _handler(loss), _STORED, is_bit_exact=False) for func, loss in _LOSSES.items()),
+    Op(
+        (F.binary_cross_entropy_with_logits,),
+        _binary_cross_entropy_with_logits,
+        _STORED,
+        is_bit_exact=False,
     ),
     Op(
         (F.gaussian_nll_loss,),
@@ -322,5 +232,5 @@ OPS = (
         Stored("`gaussian_nll_loss`", "as in PyTorch", EXACT),
         is_bit_exact=False,
     ),
-    Op((F.l1_loss,), _of_difference(_SIGN), Stored("`l1_loss`", "the sign, in two bits", EXACT)),
+    Op((F.l1_loss,), _handler(_Loss(torch.sub, is_sign=True)), Stored("`l1_loss`", "the sign, in two bits", EXACT)),
 )

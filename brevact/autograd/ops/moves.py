@@ -1,4 +1,4 @@
-"""Ops that move elements: if their inputs are known by fewer bits, so are their results (``moved_codes``)."""
+"""Ops that move elements: if their inputs are known by fewer bits, so are their results (``derived.track_moved``)."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class Saves(enum.Enum):
     """
 
     PLACES = "sizes, indices and masks, or nothing: the gradient is the same whatever the elements are"
+    SIZES = "sizes of floating-point tensors, which take no bytes, and indices and masks"
     FACTORS = "factors: the gradient is linear in each tensor that is saved"
     BOUNDED = "results between 0 and 1, or -1 and 1, in which the gradient is quadratic: a bias of one copy's variance"
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import BoundCall
+from brevact.autograd.decoders import Mapped
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.saved import PassesOn, Saved
+from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
 
-@dataclass(frozen=True, slots=True)
-class _Viewed(PassesOn):
-    """Decodes a tensor, then takes the view of it that was used."""
-
-    order: tuple[int, ...]
-    shape: torch.Size
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
+def _view(x: Tensor, order: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return x.permute(order).expand(shape)
 
 
 def keep_operand(region: Keeper, x: Tensor) -> Saved:
@@ -46,7 +40,7 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
         return region.keep(x)
     tensors, decoder = region.keep(base.permute(order))
     inverse = tuple(order.index(i) for i in range(x.dim()))
-    return tensors, _Viewed(decoder, inverse, x.shape)
+    return tensors, Mapped(decoder, BoundCall(_view, (Tensor, inverse, x.shape)))
 
 
 def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,11 +19,10 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.moved_codes import track_pooled_codes
-from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
+from brevact.autograd.known_values import track_pooled_codes
+from brevact.autograd.ops.base import Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Decoder
-from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten
@@ -209,89 +208,6 @@ def _adaptive_max_pool(
     return _maxima(region, calls, input, dims, return_indices if returns_index is None else returns_index)
 
 
-def _avg_pool(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    dims = _AVG_POOLS[func]
-    if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
-        return NotImplemented
-    sizes = _window_sizes(dims, kernel_size, stride, padding, 1)
-    if sizes is None:
-        return NotImplemented
-    flat = 1 if dims == 1 else 0
-    kernel, steps, pads = ((least,) * flat + each for least, each in zip((1, 1, 0), sizes, strict=False))
-    rest = ceil_mode, count_include_pad, divisor_override
-    pool_backward = aten.avg_pool3d_backward if dims == 3 else aten.avg_pool2d_backward
-
-    def backward(grad: Tensor, input_like: tuple) -> Tensor:
-        g, x = (t.unsqueeze(-2) if flat else t for t in (grad, blank(input_like, grad)))
-        result = pool_backward(g, x, kernel, steps, pads, *rest)
-        return result.squeeze(-2) if flat else result
-
-    call = (*sizes[:3], *(rest[:2] if flat else rest))
-    return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
-
-
-def _adaptive_avg_pool_backward(dims: int) -> Callable:
-    pool_backward = adaptive_avg_pool3d_backward if dims == 3 else adaptive_avg_pool2d_backward
-
-    def backward(grad: Tensor, input_like: tuple) -> Tensor:
-        shape = input_like[0]
-        if math.prod(grad.shape[-dims:]) == 1:
-            return grad.expand(shape) / math.prod(shape[-dims:])  # dense, as in torch: the ops before round alike
-        g, x = (t.unsqueeze(-2) if dims == 1 else t for t in (grad, blank(input_like, grad)))
-        result = pool_backward(g, x)
-        return result.squeeze(-2) if dims == 1 else result
-
-    return backward
-
-
-#: Output sizes of pooling to one element per channel.
-_ONE = (1, (1,), (1, 1), (1, 1, 1))
-
-
-def _adaptive_avg_pool(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
-    dims = _ADAPTIVE_AVG_POOLS[func]
-    if not _can_pool(region, input, dims):
-        return NotImplemented
-    is_one = isinstance(output_size, int | tuple) and output_size in _ONE
-    if is_one:  # torch's own takes the mean and saves nothing
-        runner = region.torch_runner(input)
-        if runner is not None:
-            return runner.run_torch_function(lambda x: func(x, output_size), input)
-    return region.apply(OfSizes, lambda x: func(x, output_size), _adaptive_avg_pool_backward(dims), input)
-
-
-def _interpolate(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if mode != "area" or not isinstance(input, Tensor) or input.dim() not in (3, 4, 5):
-        return NotImplemented  # the others store nothing
-    dims = input.dim() - 2
-    if not _can_pool(region, input, dims):
-        return NotImplemented
-
-    def call(x: Tensor) -> Tensor:
-        return func(x, size, scale_factor, mode, *args, **kwargs)
-
-    return region.apply(OfSizes, call, _adaptive_avg_pool_backward(dims), input)
-
-
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
     """Kernel, stride, padding and dilation per dimension; None if torch might refuse them."""
     stride = kernel if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
@@ -325,8 +241,6 @@ _ADAPTIVE_MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
     **{getattr(F, f"adaptive_max_pool{dims}d"): (dims, None) for dims in _DIMS},
     **{getattr(F, f"adaptive_max_pool{dims}d_with_indices"): (dims, True) for dims in _DIMS},
 }
-_AVG_POOLS: dict[Callable, int] = {getattr(F, f"avg_pool{dims}d"): dims for dims in _DIMS}
-_ADAPTIVE_AVG_POOLS: dict[Callable, int] = {getattr(F, f"adaptive_avg_pool{dims}d"): dims for dims in _DIMS}
 #: ATen's functions for the last two and three dimensions, and their gradients.
 _ATEN_MAX = {
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
@@ -338,20 +252,25 @@ _ATEN_ADAPTIVE_MAX = {
 }
 
 _MAXIMUM = Stored("max-pooling, adaptive too", "position in the window, ceil(log2(window)) bits", EXACT)
-_AVERAGE = Stored("average pooling", NOTHING, EXACT)
 OPS = (
     Op(tuple(_MAX_POOLS), _max_pool, _MAXIMUM),
     Op(tuple(_ADAPTIVE_MAX_POOLS), _adaptive_max_pool, _MAXIMUM),
-    Op(tuple(_AVG_POOLS), _avg_pool, _AVERAGE),
-    Op(tuple(_ADAPTIVE_AVG_POOLS), _adaptive_avg_pool, _AVERAGE),
-    Op(everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in (1, 2, 3))), is_average=True),
-    Op((F.interpolate,), _interpolate, Stored("interpolation", NOTHING, EXACT)),
+    Op(
+        everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in _DIMS)),
+        stored=Stored("average pooling", NOTHING, EXACT),
+        saves=Saves.SIZES,
+        is_average=True,
+    ),
+    Op(
+        everywhere("interpolate", "upsample"),
+        stored=Stored("interpolation", NOTHING, EXACT),
+        saves=Saves.SIZES,
+    ),
     Op(
         everywhere(
-            *(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg", "max", "adaptive_max") for dims in (1, 2, 3)),
+            *(f"{kind}_pool{dims}d" for kind in ("max", "adaptive_max") for dims in _DIMS),
             *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
-            *("interpolate", "upsample"),
         ),
-        saves=Saves.PLACES,
+        saves=Saves.SIZES,
     ),
 )

@@ -11,42 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, Value, load, save
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import STORED as SMOOTH
+from brevact.autograd.ops.smooth import smooth_handler
 from brevact.autograd.storages import is_offered
-from brevact.autograd.strides import lay_out
 from brevact.quantizers import is_traced
 
 
-class _Slope(NamedTuple):
-    power: Callable
+class _PowerSlope(NamedTuple):
     exponent: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        slope: Tensor = self.power(x, self.exponent - 1) * self.exponent
-        return slope
-
-
-class _Power(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
-        slope, source = _Slope(power, exponent), keep_source(region, input)
-        kept = None if source is None else keep_smooth(slope, (source,), input)
-        save(ctx, region.keep(slope(input), share=False) if kept is None else kept)
-        ctx.stride = input.stride()
-        out = power(input, exponent)
-        if source is not None:
-            derive(region, out, Value(power, (exponent,), ()), ((input, source),), is_curved=True)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        return None, None, lay_out(kept.multiply(grad), grad, ctx.stride), None
+    def __call__(self, one: Tensor, x: Tensor) -> Tensor:
+        return torch.pow(x, self.exponent - 1) * self.exponent
 
 
 class _Square(Saving):
@@ -55,14 +34,12 @@ class _Square(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
         save(ctx, keep_by_rows(region, input, (-1,)))
-        ctx.stride = input.stride()
         return square(input, *exponent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        grad_input = lay_out(kept.multiply(grad).mul_(2.0), grad, ctx.stride)
-        return None, None, grad_input, *(None for _ in ctx.needs_input_grad[3:])
+        return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
 
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
@@ -91,9 +68,10 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     input, exponent = args
     if exponent == 2:
         return keep_square(region, func, input, exponent)
-    if not (exponent > 2 and region.packs_input(input) and input.requires_grad):
-        return NotImplemented
-    return region.apply(_Power, torch.pow, input, exponent)
+    return _smooth_power(region, torch.pow, input, exponent) if exponent > 2 else NotImplemented
+
+
+_smooth_power = smooth_handler(lambda input, exponent: _PowerSlope(exponent))
 
 
 def _is_steep(region: Keeper, args: tuple) -> bool:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derivations import function_of
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import derive, function_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops import piecewise_linear
 from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, save

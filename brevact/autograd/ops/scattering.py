@@ -1,8 +1,7 @@
-"""Ops that add, copy or reduce rows and elements into others: indices are saved, and for extremes which were chosen.
+"""Ops that reduce rows and elements into others: indices are saved, and for extremes which were chosen.
 
 With an index i_e for each element e of the source x, the result y and its gradient g:
 
-    index_add, index_copy             dL/dx_e = g[i_e]
     scatter_reduce, index_reduce
         sum, mean                     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 for a sum
         amax, amin                    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
@@ -43,39 +42,6 @@ class _Places(NamedTuple):
     def clear(self, x: Tensor, index: Tensor) -> Tensor:
         """Return ``x`` with 0 at the index."""
         return (x.index_fill if self.is_by_row else x.scatter)(self.dim, index, 0)
-
-
-class _Placing(Saving):
-    """``index_add`` or ``index_copy``: rows of a source are added to rows of the input, or replace them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[..., Tensor],
-        places: _Places,
-        alpha: Any,
-        input: Tensor,
-        index: Tensor,
-        source: Tensor,
-    ) -> Tensor:
-        if places.inplace:
-            ctx.mark_dirty(input)
-        save(ctx, keep_places(index, region.settings, input.shape))
-        ctx.places, ctx.alpha, ctx.source_like = places, alpha, (source.shape, source.dtype)
-        return call(input, index, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        index = load(ctx)[0].decode()
-        dim, (shape, dtype) = ctx.places.dim, ctx.source_like
-        grad_input = grad_source = None
-        if ctx.needs_input_grad[4]:
-            grad_input = grad if ctx.alpha is not None else grad.index_fill(dim, index, 0)
-        if ctx.needs_input_grad[6]:
-            grad_source = grad.index_select(dim, index).expand(shape).to(dtype)
-            grad_source = grad_source if ctx.alpha in (None, 1) else grad_source * ctx.alpha
-        return None, None, None, None, grad_input, None, grad_source
 
 
 class _Reduction(Saving):
@@ -139,26 +105,6 @@ def _can_store(region: Keeper, input: Any, dim: Any, index: Any, source: Any) ->
     return same and source.numel() > 0 and largest >= region.settings.min_numel and input.device == source.device
 
 
-def _placing(is_sum: bool) -> Callable:
-    """Make the handler of ``index_add`` or ``index_copy``."""
-
-    def handle(region: Keeper, func: Callable, input: Any, dim: Any, index: Any, source: Any, **kwargs: Any) -> Any:
-        alpha = kwargs.pop("alpha", 1) if is_sum else None
-        if kwargs or isinstance(alpha, complex | Tensor) or not _can_store(region, input, dim, index, source):
-            return NotImplemented
-        if not source.requires_grad or index.dim() != 1:
-            return NotImplemented  # nothing of the source is saved
-        more = {} if alpha in (None, 1) else {"alpha": alpha}
-        places = _Places(dim, True, is_inplace(func, (), {}))
-
-        def call(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
-            return func(x, dim, i, s, **more)
-
-        return region.apply(_Placing, call, places, alpha, input, index, source)
-
-    return handle
-
-
 def _reducing(is_by_row: bool) -> Callable:
     """Make the handler of ``index_reduce`` or ``scatter_reduce``."""
 
@@ -191,15 +137,13 @@ def _reducing(is_by_row: bool) -> Callable:
 
 
 _STORED = Stored(
-    "`index_add`, `index_copy`, `scatter_reduce`, `index_reduce` (sum, mean, amax, amin)",
+    "`scatter_reduce`, `index_reduce` (sum, mean, amax, amin)",
     "the indices; of extremes, masks of 1 bit an element",
     EXACT,
 )
 OPS = tuple(
     Op((getattr(torch, name), getattr(Tensor, name), getattr(Tensor, name + "_")), handler, _STORED)
     for name, handler in (
-        ("index_add", _placing(True)),
-        ("index_copy", _placing(False)),
         ("scatter_reduce", _reducing(False)),
         ("index_reduce", _reducing(True)),
     )

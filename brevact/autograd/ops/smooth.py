@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.decode_cache import MOST_HELD
-from brevact.autograd.derivations import function_of
-from brevact.autograd.derived import derive, keep_smooth, keep_source
+from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
+from brevact.autograd.saved import Saved
 from brevact.autograd.store import keep_mask, keep_small, reported
-from brevact.autograd.strides import Order, lay_out
 from brevact.quantizers import PointFunction
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
@@ -54,51 +53,65 @@ def _hardswish_slope(x: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, x / 3 + 0.5, x.clamp(0, 1))
 
 
-class _Smooth(Saving):
+class _Curve(NamedTuple):
+    """What is known of a smooth function.
+
+    Args:
+        slopes: derivatives by the input, or by each of its halves along ``dim``.
+        value: recomputes the function from its input; None: it may turn a small error into a large one.
+        by_output: the derivative as a function of the output.
+        dim: the dimension of halves; None: one derivative.
+    """
+
+    slopes: tuple[Callable[[Tensor], Tensor], ...]
+    value: PointFunction | None = None
+    by_output: Derivative | None = None
+    dim: int | None = None
+
+
+class ByDerivative(Saving):
+    """A smooth function: its derivatives are saved, or what they derive from."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor], Tensor],
-        derivative: Derivative,
-        order: Order,
-        value: PointFunction | None,
-        input: Tensor,
-        inplace: bool,
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool
     ) -> Tensor:
-        ctx.stride, ctx.order = input.stride(), order
-        by_output = _BY_OUTPUT.get(derivative) if _packs_output(region, input) else None
-        if derivative in _DIVIDED and not inplace:
-            by_output = None  # a Function cannot give up its saved tensor for a logarithm of its output
-        if by_output is not None:
+        ctx.dim = curve.dim
+        if curve.by_output is not None and _packs_output(region, input):
             out = call(input)
             own = region.keep(out)
-            save(ctx, keep_smooth(Slope(by_output), (own,), out) or own)
+            save(ctx, keep_smooth(Slope(curve.by_output), (own,), out) or own)
             if inplace:
                 region.register(out, own, is_dirty=True)
                 ctx.mark_dirty(input)
             return out
-        source = None if value is None else keep_source(region, input)
-        if source is not None and derivative is aten.hardswish_backward.default:
-            inside = keep_mask((input > -3) & (input < 3))
-            kept = keep_smooth(_hardswish_slope, (source, inside), input)
-        else:
-            kept = None if source is None else keep_smooth(Slope(derivative), (source,), input)
-        if kept is None:
-            kept = region.keep(Slope(derivative)(input), share=False)
-        save(ctx, kept)
+        source = None if curve.value is None else keep_source(region, input)
+        save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
         out = call(input)
-        if source is not None and value is not None:
-            derive(region, out, value, ((input, source),), is_curved=True, is_dirty=inplace)
+        if source is not None and curve.value is not None:
+            operands = ((input, source),)
+            is_pointwise = curve.dim is None
+            derive(region, out, curve.value, operands, is_curved=True, is_pointwise=is_pointwise, is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, ctx.order)
-        return None, None, None, None, None, grad_input, None
+        products = [kept.multiply(grad) for kept in load(ctx)]
+        return None, None, None, products[0] if ctx.dim is None else torch.cat(products, ctx.dim), None
+
+
+def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Tensor, dim: int | None) -> Saved:
+    """Save a derivative: as a function of the source if there is one, else packed."""
+    kept = None
+    if source is not None and isinstance(slope, Slope) and slope.derivative is aten.hardswish_backward.default:
+        inside = keep_mask((input > -3) & (input < 3))
+        kept = keep_smooth(_hardswish_slope, (source, inside), input)
+    elif source is not None:
+        like = input if dim is None else input.narrow(dim, 0, input.shape[dim] // 2)
+        kept = keep_smooth(slope, (source,), like, is_pointwise=dim is None)
+    return region.keep(slope(input), share=False) if kept is None else kept
 
 
 def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
@@ -153,39 +166,18 @@ class _GLUSlope(NamedTuple):
         return aten.glu_backward(one, x, self.dim).chunk(2, self.dim)[self.half].contiguous()
 
 
-class _GLU(Saving):
-    """a sigmoid(b) of the halves (a, b): the derivatives are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
-        out, source = call(input), keep_source(region, input)
-        kept = []
-        for slope in (_GLUSlope(dim, half) for half in range(2)):
-            derived = None if source is None else keep_smooth(slope, (source,), out, is_pointwise=False)
-            kept.append(region.keep(slope(input), share=False) if derived is None else derived)
-        save(ctx, *kept)
-        if source is not None:
-            derive(region, out, call, ((input, source),), is_curved=True, is_pointwise=False)
-        ctx.dim = dim
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad.contiguous()  # as torch's own gradient is
-        return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim).contiguous()
-
-
 def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
-    return region.apply(_GLU, Value.of(func, (dim,), {}), dim, input)
+    value = Value.of(func, (dim,), {})
+    curve = _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim)
+    return region.apply(ByDerivative, value, curve, input, False)
 
 
-def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: Order = Order.GRAD_FIRST) -> Callable:
+def smooth_handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
     """Make a function's handler from ``rule``, which takes the function's parameters and returns the derivative.
 
     ``is_gentle``: a rounding error of the input is a small one of the function, by a bounded slope and few turns.
-    ``order``: the order of operands in torch's backward kernel.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +196,10 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
             out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
             if out is not None:
                 return out
-        return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, order, value, input, inplace)
+        # A Function cannot give up its saved tensor for a logarithm of its output.
+        by_output = None if derivative in _DIVIDED and not inplace else _BY_OUTPUT.get(derivative)
+        curve = _Curve((Slope(derivative),), value, by_output)
+        return region.apply(ByDerivative, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
 
     return handle
 
@@ -312,7 +307,7 @@ _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
     _selu: (F.selu, torch.selu, F.selu_),
 }
 #: Derivatives of functions without settings: (ones, x) -> f'(x).
-_DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
+DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     aten.silu_backward.default: (F.silu,),
     aten.hardswish_backward.default: (F.hardswish,),
     aten.mish_backward.default: (F.mish,),
@@ -321,28 +316,24 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     _tanh_slope: everywhere("tanh"),
     _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
     _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
-}
-#: Likewise, for functions whose gradient torch lays out like the output's.
-_LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
     lambda one, x: x.tanh().square(): (F.tanhshrink,),
-}
-#: Likewise, for functions whose derivative torch multiplies by the gradient, in that order.
-_BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
-}
-#: Likewise, for functions with an unbounded slope or many turns.
-_STEEP: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.cos(): (torch.sin, Tensor.sin),
     lambda one, x: -x.sin(): (torch.cos, Tensor.cos),
     lambda one, x: x.cosh(): (torch.sinh, Tensor.sinh),
     lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
     lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
-#: Functions whose derivative has a jump, or a peak so narrow that a step of the input is a large part of it.
-_SHARP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr))
+#: Functions with an unbounded slope, many turns, or a derivative with a jump or a narrow peak.
+_STEEP = frozenset(
+    (
+        *(F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr),
+        *(torch.sin, torch.cos, torch.sinh, torch.cosh, torch.expm1),
+    )
+)
 STORED = Stored(
     "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
@@ -354,21 +345,17 @@ _BOUNDED = Stored(
     "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
     "bias Var of one packed copy, or Var f'' / 2",
 )
-_TABLES = {Order.GRAD_FIRST: _DERIVATIVES, Order.GRAD_ALONE: _LIKE_GRAD, Order.DERIVATIVE_FIRST: _BEFORE_GRAD}
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 OPS = (
-    *(_op(funcs, _handler(rule, is_gentle=funcs[0] not in _SHARP)) for rule, funcs in _RULES.items()),
+    *(_op(funcs, smooth_handler(rule, is_gentle=funcs[0] not in _STEEP)) for rule, funcs in _RULES.items()),
     *(
-        Op(
+        _op(
             funcs,
-            _handler(_fixed(slope), is_gentle=funcs[0] not in _SHARP, order=order),
-            _BOUNDED if slope in _BY_OUTPUT else STORED,
-            is_bit_exact=False,
+            smooth_handler(_fixed(slope), is_gentle=funcs[0] not in _STEEP),
+            stored=_BOUNDED if slope in _BY_OUTPUT else STORED,
         )
-        for order, table in _TABLES.items()
-        for slope, funcs in table.items()
+        for slope, funcs in DERIVATIVES.items()
     ),
-    *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
     *(Op((func,), twice=handler) for func, handler in _TWICE.items()),

@@ -1,5 +1,5 @@
 """The formats: each folder holds a quantizer, its formulas and tables, and its injectors.
 
-`quantizer.py` needs torch alone. `injectors.py` is the one file of a folder that imports Brevitas, or what is built on
+`quantizer.py` needs torch alone. `injectors.py` is the one file of a folder that imports Brevitas, or modules on top of
 it.
 """

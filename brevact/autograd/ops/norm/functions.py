@@ -117,7 +117,7 @@ def _run_planned(
     region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
     """Run a batch norm, and pack its input by the same kernel."""
-    spec, uniform, place, _ = norm.packing
+    spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
     options = *norm.running, norm.momentum, norm.eps, norm.cudnn_enabled

@@ -1,1 +1,1 @@
-"""Block means in float16, what they leave in a few bits."""
+"""Block means in float16, the residual in a few bits."""

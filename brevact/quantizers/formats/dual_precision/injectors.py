@@ -1,4 +1,4 @@
-"""Dual precision: block means of each map in float16, what they leave in 2 or 4 bits.
+"""Dual precision: block means of each map in float16, the residual in 2 or 4 bits.
 
 ``DualPrecisionBackward<N>bit`` stores N bits a code, 31 bits a map and 16 bits a block of 8 by 8 elements. Smooth maps
 have small residuals, so that the step is finer than that of codes between the map's own minimum and maximum: N + 0.26

@@ -1,4 +1,4 @@
-"""Dual precision: block means of a map in float16, what they leave in a few bits."""
+"""Dual precision: block means of a map in float16, the residual in a few bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGEST_MEAN = 65504.0
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
 LARGEST_HALF = 0x7C00
-"""Bits of infinity in float16; those of NaN are larger, and the sign of what is stored as NaN is not set."""
+"""Bits of infinity in float16; those of a stored NaN are larger, without a sign."""
 
 SPATIAL = 3
 """Axes of a map; shapes with fewer have sides of 1 in front."""
@@ -39,12 +39,9 @@ SPATIAL = 3
 
 @dataclass(frozen=True)
 class MapBlocks:
-    """How the distinct elements of a tensor divide into maps, and a map into blocks.
+    """How the distinct elements of a tensor divide into `maps` maps of `sides` D, H and W, and a map into blocks.
 
-    Args:
-        maps: Number of maps M.
-        sides: D, H and W of a map.
-        block: Sides of a block, none larger than the map's; the last block along an axis may be smaller.
+    `block` are the sides of a block, none larger than the map's; the last block along an axis may be smaller.
     """
 
     maps: int
@@ -221,18 +218,11 @@ def _map_order(layout: Layout, flat: Tensor) -> Tensor:
 def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
     """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
 
-    The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
-    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
-    where sums of either sign overflow. A block with an element that is exactly 0 has a mean of 0, so that the residual
-    of its zeros is 0 as well. A block that holds NaN or an infinity has none: what is stored is NaN, what is
-    subtracted 0, so that its NaN or infinity stays in the residual.
-
-    Args:
-        x_MDHW: Floating-point tensor, map by map.
-        blocks: Its division.
-
-    Returns:
-        `(low, residual)`: (M * d * h * w,) float16 and (M, D, H, W) float32.
+    They are (M * d * h * w,) float16 and (M, D, H, W) float32. The elements of a block are added row by row, in
+    lexicographic order of the first two axes, and then along the last one; the sum is divided by their number. Means
+    beyond the range of float16 become its largest finite value, and 0 where sums of either sign overflow. A block with
+    an element that is exactly 0 has a mean of 0, so that the residual of its zeros is 0 as well. A block that holds NaN
+    or an infinity stores NaN and subtracts 0, so that its NaN or infinity stays in the residual.
     """
     sums = _of_blocks(x_MDHW, blocks, torch.add, lambda x: x)
     zero, missing = (_of_blocks(x_MDHW, blocks, torch.logical_or, of) for of in (lambda x: x == 0, _is_missing))

@@ -1,1 +1,1 @@
-"""No quantization: what a policy stands for that packs only what loses nothing."""
+"""No quantization: for policies that pack only exactly."""

@@ -1,4 +1,4 @@
-"""The policy that packs only what is exact."""
+"""The policy that packs only exactly."""
 
 from __future__ import annotations
 

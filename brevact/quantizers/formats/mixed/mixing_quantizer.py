@@ -34,7 +34,7 @@ class MixingQuantizer(ABC):
     not. The same holds for a CUDA graph. A non-reentrant checkpoint around a region wants tensors of the same sizes
     when it recomputes them: there k is drawn once for each number of elements.
 
-    A subclass is a frozen dataclass, one field of which is the probability.
+    A subclass is a frozen dataclass, with a field for the probability.
     """
 
     __slots__ = ()
@@ -63,14 +63,7 @@ class MixingQuantizer(ABC):
         return float(getattr(self, self.probability_field))
 
     def with_probability(self: Self, probability: float) -> Self:
-        """The same mixture with another probability.
-
-        Args:
-            probability: Probability of `high`, from 0 to 1.
-
-        Returns:
-            A quantizer of the same class.
-        """
+        """The same mixture with another probability of `high`, from 0 to 1."""
         changed: Any = {self.probability_field: probability}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]
 
@@ -80,14 +73,9 @@ class MixingQuantizer(ABC):
         return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
 
     def with_drawn_size(self, numel: int, host_seed: int) -> BucketQuantizer | DrawnMix:
-        """Draw how many buckets of a tensor are high.
+        """Draw how many buckets of a tensor of so many distinct elements are high, by an int seed.
 
-        Args:
-            numel: Distinct elements of the tensor.
-            host_seed: Seed of the draw, an int.
-
-        Returns:
-            A quantizer of tensors of that many elements, whose bytes are known beforehand.
+        Returns a quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
         size = self.group_size or max(numel, 1)
         with disable_modes():  # of fake tensors, which have no values
@@ -102,18 +90,9 @@ class MixingQuantizer(ABC):
         return DrawnMix(low=self.low, high=self.high, numel=numel, size=size, high_count=high, high_tail=bool(tail))
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
+        """Quantize and pack a tensor; see `Quantizer.quantize`.
 
-        Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides.
-            seed: Key of the random bits: an int, a 0-d int64 tensor, or None to draw one from torch's generator. With
-                a tensor on a device the number of high buckets is drawn from torch's default generator on the host.
-
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        With a seed on a device the number of high buckets is drawn from torch's default generator on the host.
         """
         check_input(x)
         refuse_wrapped(x)

@@ -55,7 +55,6 @@ class MixedQuantizer(MixingQuantizer):
     probability_field = "mix_prob"
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         check_probability("mix_prob", self.mix_prob)
         for name in ("bit_width", "mix_bit_width"):
             check_bit_width(name, getattr(self, name), BIT_WIDTHS[:-1])

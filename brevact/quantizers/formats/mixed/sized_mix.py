@@ -18,8 +18,8 @@ from brevact.quantizers.philox import moved_seed
 from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.tracing import is_traced
 
-_HIGH_KEY = 0x5851F42D4C957F2D  # what the seed of the high buckets is moved by
-_PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and the seed that chooses them
+_HIGH_KEY = 0x5851F42D4C957F2D  # moves the seed of the high buckets
+_PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and this one the seed that chooses them
 
 
 class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
@@ -34,7 +34,7 @@ class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnMix(Quantizer):
-    """A `MixingQuantizer` for tensors of one size, with the numbers of buckets drawn, of which each kind has some.
+    """A `MixingQuantizer` for tensors of one size, with the numbers of buckets of each kind drawn, none of them 0.
 
     Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next
     multiple of 4; a mask of one bit a bucket, set where it is high. The ragged last bucket is one as well.

@@ -5,8 +5,8 @@ levels so that the expectation is exact inside the grid. A batch, layer, group o
 mean and deviation are kept anyway. Elsewhere each channel stores its mean and deviation, in float32.
 
 ``<format>ForwardBackward`` **changes the forward pass** of norm layers: their affine step reads the quantized N(x), in
-training and in eval mode, so that what is stored is what the forward pass used. All other layers, and all layers under
-the other quantizers here, compute their outputs as ever. ``quantize_forward=True`` says the same.
+training and in eval mode, so that the stored values are those of the forward pass. All other layers, and all layers
+under the other quantizers here, compute their outputs as ever. ``quantize_forward=True`` says the same.
 
 A function that is checkpointed inside ``with brevact.backward_quant(...)`` is recomputed outside the block, where its
 norms are not quantized: give such models these quantizers by a policy or by ``act_quant=``, which recomputation keeps.

@@ -59,11 +59,7 @@ class NormalizedFormat(str, Enum):
         return int(self.value[1:])
 
     def halves(self) -> tuple[list[float], list[float]]:
-        """Positive levels, ascending, and the magnitudes from which each but the first is taken.
-
-        Returns:
-            `(levels, bounds)`, one bound less than levels.
-        """
+        """Positive levels, ascending, and the magnitudes from which each but the first is taken."""
         root, a = math.sqrt(2.0), 1.29
         log = {
             "L2": (2.0, 1.034, -1, 0, 0.5),
@@ -138,8 +134,8 @@ class NormalizedQuantizer(GridQuantizer):
         rounding: Nearest: the format's own formula. Stochastic: unbiased inside the grid.
         channel_dim: Dimension whose indices share a mean and a deviation; may be negative. A tensor without it is one
             group.
-        quantize_forward: Whether norm layers compute their output from the quantized values, so that what they store is
-            what the forward pass used; with nearest rounding only.
+        quantize_forward: Whether norm layers compute their output from the quantized values, so that they store the
+            values of the forward pass; with nearest rounding only.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -188,7 +184,7 @@ class NormalizedQuantizer(GridQuantizer):
         Both are NaN for a channel without a finite element.
         """
         low, high, missing, zeros = kernel_ops.ranges(flat, geometry)
-        wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
+        wide = high - low >= LARGEST_RANGE  # distances from 0 then, at most 2^125
         offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
         sums = kernel_ops.moments(flat, geometry, offset, inverse).double()
@@ -209,7 +205,7 @@ class NormalizedQuantizer(GridQuantizer):
     def _aligned(
         self, mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, flagged: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(G,) mean and deviation, as close to these as may be, of which a level is exactly 0.
+        """(G,) mean and deviation, as close to these as may be, with a level at exactly 0.
 
         Decoding computes mean + deviation * level. What lies between the ends of the grid, and of the channel, does so
         afterwards.

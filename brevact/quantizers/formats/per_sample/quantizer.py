@@ -24,7 +24,7 @@ from brevact.quantizers.philox import moved_seed
 from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.rounding import Rounding
 
-_WIDTH_KEY = 0x5851F42D4C957F2D  # what the seed is moved by for each bit of width
+_WIDTH_KEY = 0x5851F42D4C957F2D  # moves the seed, for each bit of width
 _METADATA_BYTES = 6  # of a bucket: float32 minimum, bfloat16 scale
 _ALIGNMENT = 4
 _FEWEST_SHARE = 4  # a bucket has at least bucket_size over this many elements, unless a part is one
@@ -165,7 +165,7 @@ class SampleQuantizer(Quantizer):
             start += -(-own.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _allocate(self, flat: Tensor, layout: Layout) -> Tensor:
-        """(parts,) uint8 widths on the CPU; ranges of what is finite, and weights, decide."""
+        """(parts,) uint8 widths on the CPU; ranges of finite elements, and weights, decide."""
         division = self._division(layout)
         geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)
         low, high, _, _ = kernel_ops.ranges(flat, geometry)

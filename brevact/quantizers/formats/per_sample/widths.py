@@ -12,7 +12,7 @@ class SampleWeights:
     """Factors of the sensitivities of a batch's samples: squared norms of their gradients, say.
 
     One object serves all quantizers of a model; who knows the batch writes `values` before each forward pass. It counts
-    as equal to itself alone, a copy of a model shares it, and what is pickled has no values.
+    as equal to itself alone, a copy of a model shares it, and a pickled one has no values.
 
     >>> weights = SampleWeights()
     >>> weights.values = torch.tensor([1.0, 4.0])
@@ -29,14 +29,10 @@ class SampleWeights:
         self.values: Tensor | None = None
 
     def of_parts(self, parts: int, samples: int) -> Tensor | None:
-        """Factors of equal parts of a tensor, some for each sample, or each of some samples.
+        """(parts,) float64 factors of equal parts of a tensor, some for each sample, or each of some samples.
 
-        Args:
-            parts: Number of parts.
-            samples: Size of the dimension along which the tensor holds samples, or several rows of each.
-
-        Returns:
-            (parts,) float64 factors on the CPU; None where there are none, or where they are of another batch.
+        `samples` is the size of the dimension along which the tensor holds samples, or several rows of each. None if
+        there are no factors, or if they are of another batch.
         """
         values = self.values
         count = 0 if values is None else values.numel()
@@ -60,10 +56,10 @@ def widths_of_least_noise(sensitivity: Tensor, total: int) -> Tensor:
     """Bit widths that minimize sum_n sensitivity_n / (2^b_n - 1)^2, the b_n adding up to a total.
 
     The noise falls by less with each further bit of a sample, so that the bits that lower it most, one by one, are the
-    best of all choices. Where nothing tells samples apart, widths differ by a bit at most.
+    best of all choices. Widths of equally sensitive samples differ by a bit at most.
 
     Source: ActNN, arXiv:2104.14129, equation 10, for samples of one size. Differs: exact, where ActNN starts from 8
-    bits and takes away what costs least.
+    bits and takes away the cheapest.
 
     >>> widths_of_least_noise(torch.tensor([1.0, 100.0, 1.0]), 6).tolist()
     [1, 4, 1]

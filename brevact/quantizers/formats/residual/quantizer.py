@@ -18,8 +18,8 @@ from brevact.quantizers.layout import Layout
 class ResidualQuantizer(GridQuantizer):
     """Stochastic rounding on fixed levels: one that marks clipped elements, the others evenly from `low` to `high`.
 
-    2^bit_width - 1 levels between `low` and `high`, rounded up with the probability of the remainder, which leaves the
-    mean of the decoded residual what it was; code 0 stands for `clipped`, a value below them. No metadata are stored,
+    2^bit_width - 1 levels between `low` and `high`, rounded up with the probability of the remainder, which keeps the
+    mean of the decoded residual; code 0 stands for `clipped`, a value below them. No metadata are stored,
     and no code is left for NaN, which is stored as `high`: the integers, kept elsewhere, know of it.
 
     >>> q = ResidualQuantizer(bit_width=2)

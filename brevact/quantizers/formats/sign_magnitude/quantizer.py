@@ -26,19 +26,7 @@ _UNITS = 65535.0
 
 @dataclass(frozen=True, kw_only=True)
 class SignMagnitudeLevels(GridQuantizer):
-    """Quantizer to `levels` magnitudes, their negatives, and 0: the form of a bucket of `SignMagnitudeQuantizer`.
-
-    Args:
-        levels: Magnitudes beside 0, 1 to 256. A code takes ceil(log2(2 * levels + 1)) bits.
-        bucket: Elements that share a scale; None for the whole tensor.
-        use_max: Whether the scale is the largest magnitude, or the L2 norm of the bucket.
-        rounding: Nearest (ties to even magnitudes) or stochastic.
-        scale_dtype: Stored type of the scale, float32 or bfloat16.
-
-    Raises:
-        ValueError: If an argument is out of range.
-        TypeError: If an argument has the wrong type.
-    """
+    """Quantizer to `levels` magnitudes, their negatives, and 0: the form of a bucket of `SignMagnitudeQuantizer`."""
 
     levels: int
     bucket: int | None

@@ -14,6 +14,7 @@ from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_fo
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
+from brevact.quantizers.formats.lossless.quantizer import ELEMENTS
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
@@ -70,7 +71,7 @@ class UniformQuantizer(Quantizer):
     tensor([0., 1., 2., 3.])
 
     Args:
-        bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the tensor as it is.
+        bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the elements.
         rounding: Nearest, stochastic or dithered.
         bucket_size: Consecutive elements that share a scale under `Granularity.BUCKET`; None for the whole tensor.
             Dithered rounding takes at most 512, or a multiple of 8 up to 4096.
@@ -133,7 +134,7 @@ class UniformQuantizer(Quantizer):
         return known
 
     def __getstate__(self) -> dict[str, object]:
-        """What is pickled and copied: hashes do not outlive the process."""
+        """Hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @functools.cached_property
@@ -157,7 +158,7 @@ class UniformQuantizer(Quantizer):
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """Codes, minimum and scale; at 32 bits the elements' bytes as codes alone."""
         if self.is_lossless:
-            return (Part("codes", torch.uint8, layout.numel * layout.dtype.itemsize),)
+            return ELEMENTS.parts(layout)
         geometry = self.geometry(layout)
         return (
             Part("codes", torch.uint8, geometry.code_bytes),
@@ -168,7 +169,7 @@ class UniformQuantizer(Quantizer):
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write codes and metadata; at 32 bits the elements."""
         if self.bit_width == 32:
-            buffer.view(dense.dtype).copy_(kernel_ops.flat_memory(dense.detach(), spec.layout.numel))
+            ELEMENTS.encode(dense, spec, seed, buffer)
         else:
             kernel_ops.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
@@ -181,19 +182,14 @@ class UniformQuantizer(Quantizer):
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
-        if self.bit_width != 32:
-            kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
-            return
-        values, flat = buffer.view(spec.layout.dtype), kernel_ops.flat_memory(target, spec.layout.numel)
-        if other is None:
-            flat.copy_(values)
+        if self.bit_width == 32:
+            ELEMENTS.decode(buffer, spec, target, other)
         else:
-            torch.mul(values, kernel_ops.flat_memory(other, spec.layout.numel), out=flat)
+            kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
 
 
 @functools.lru_cache(maxsize=4096)
 def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
-    """Blocks and groups of a tensor under a quantizer."""
     granularity, n, bit_width = quantizer.granularity, layout.numel, quantizer.bit_width
     if granularity is Granularity.BUCKET:
         return Geometry.of_buckets(n, bit_width, quantizer.bucket_size)

@@ -52,7 +52,7 @@ class SideFits:
         """Fit distributions to (G, 6) float64 moments, those of the values below the middle, then of those above it.
 
         Each are number, sum and sum of squares in units, of buckets of a (G,) size whose minimum and maximum are (G,)
-        distances below and above the middle. The count of levels is 4, 8 or 16.
+        distances below and above the middle.
 
         Source: TinyScript, ICML 2020, algorithm 1.
         """
@@ -67,7 +67,7 @@ class SideFits:
     def variances(self) -> Tensor:
         """Variance that is expected of each set, summed over the bucket: (G, N + 1) float64 in squared units.
 
-        It is infinite for what is out of the question: sets without zero, too, where an element is 0 and others have
+        It is infinite for impossible sets: those without zero, too, where an element is 0 and others have
         both signs.
         """
         costs_4GN = self.table.costs[self.rows_4G] * (self.first_4G * self.mean_4G)[..., None]
@@ -95,7 +95,9 @@ class SideFits:
 
 
 def _magnitudes(sums_G6: Tensor, below: Tensor, above: Tensor, size: Tensor) -> tuple[Tensor, ...]:
-    """Number, sum, sum of squares and largest value, (4, G) each; without what equals the middle if that is an end."""
+    """Number, sum, sum of squares and largest value, (4, G) each; without elements that equal the middle if that is an
+    end.
+    """
     n_below, sum_below, square_below, n_above, sum_above, square_above = sums_G6.unbind(1)
     signed, square = sum_above - sum_below, square_below + square_above
     number = (n_below, n_above, torch.where(above > 0, size, n_below), torch.where(below > 0, size, n_above))

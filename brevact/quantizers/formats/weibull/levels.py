@@ -4,7 +4,7 @@ The file beside this module holds little-endian float32: E[x^2] / E[x]^2 at the 
 nodes of `SHAPE_NODES` shapes k by `END_NODES` largest values M by these columns: M, the expected variance for each of
 `SIDES`, the levels between 0 and M of each of `SIDES`. Unit is the mean of the distribution.
 
-A side has m levels between 0 and M; `zero` tells whether 0 is one beside them, or whether the interval around zero
+A side has m levels between 0 and M; `zero`: 0 is one beside them; otherwise the interval around zero
 reaches from the first level of one side to that of the other.
 """
 
