@@ -186,7 +186,6 @@ class SeedStream:
         return next(stream)
 
     def next_on_host(self) -> int:
-        """Return the next seed for a draw on the host, whatever the tensor's device."""
         return int(self.next(_HOST))
 
 
@@ -205,7 +204,6 @@ def rank_seed() -> int:
 
 
 def _base_at(places: list[tuple[_Bases, int]]) -> int:
-    """Return the base seed at a region's places in the checkpoints around it: an earlier pass's, or a new one."""
     base = next((bases[place] for bases, place in places if place in bases), None)
     if base is None:
         base = _next_base()
@@ -230,7 +228,6 @@ def _next_base() -> int:
 
 
 def _mix(base: int, count: int) -> int:
-    """A different 64-bit seed for each count; 0 keeps the base."""
     return _split_mix(base + count * _GOLDEN) % 2**64 if count else base
 
 

@@ -150,7 +150,6 @@ def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
 
 
 def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Storages of a module's own parameters and buffers, by address."""
     found = {}
     for x in (*module._parameters.values(), *module._buffers.values()):
         if x is not None:

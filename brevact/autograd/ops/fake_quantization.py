@@ -249,7 +249,6 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
 
 
 def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the code of 0, 0-d, for a single zero point."""
     rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
     return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
@@ -269,7 +268,6 @@ def _in_one_pass(
     scale: Tensor,
     zero_point: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels."""
     needs = ctx.needs_input_grad[3:]
     x = None if values is None else values.decode()
     learns = x is not None or residual is not None

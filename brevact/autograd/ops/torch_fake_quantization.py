@@ -21,7 +21,6 @@ from brevact.quantizers import Layout, is_traced
 
 
 def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
-    """Copy a scale or a zero point to a float32 tensor that broadcasts to the result."""
     found = torch.as_tensor(statistic, device=out.device).detach().to(torch.float32, copy=True)
     if axis is None:
         return found.reshape(())
