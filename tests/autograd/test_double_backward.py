@@ -323,21 +323,6 @@ def test_a_step_of_maml():
     assert 0 < error_between(adapted(packed, x, y), expected) < MOST_ERROR
 
 
-@pytest.mark.parametrize("policy", [brevact.DEFAULT, {nn.Linear: StochBackward4bit, F.silu: StochBackward8bit}])
-def test_policies_of_several_quantizers_take_the_setting(policy):
-    plain, model = twins(Energy, policy, double_backward=True)
-    x = torch.randn(128, 64)
-    assert 0 < error_between(penalized(model, x), penalized(plain, x)) < MOST_ERROR
-    settings = brevact.backward_policy(model).rows[0].settings
-    assert settings is None or settings.double_backward
-    with brevact.backward_quant(brevact.DEFAULT, double_backward=True):
-        leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(plain(leaf), leaf, create_graph=True)
-    grad.sum().backward()
-    with pytest.raises(TypeError, match="bucket_size: overrides go with a single quantizer"):
-        brevact.quantize_backward(Energy(), policy, double_backward=True, bucket_size=64)
-
-
 def test_without_the_setting_the_error_names_it():
     model = brevact.quantize_backward(Energy(), StochBackward4bit)
     with pytest.raises(RuntimeError, match=r"double backward .*double_backward=True"):

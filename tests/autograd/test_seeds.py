@@ -359,24 +359,6 @@ def test_recomputed_layers_draw_what_they_drew_before(nested):
     assert not torch.equal(runs[0][1], runs[1][1])
 
 
-def test_regions_of_one_recomputation_do_not_share_noise():
-    layers = [nn.Linear(64, 64) for _ in range(3)]
-    for layer in layers:
-        brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
-    codes: list[Tensor] = []
-
-    def body(x: Tensor) -> Tensor:
-        with watch_saved() as saved:
-            out = sum(layer(x.clone()) for layer in layers)
-        codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
-        return out
-
-    x = torch.rand(32, 64, requires_grad=True)
-    checkpoint(body, x, use_reentrant=True).sum().backward()
-    assert len(codes) == 3
-    assert not any(torch.equal(codes[i], codes[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
-
-
 @every_noisy_leaf
 def test_no_kind_shares_noise_between_tensors_or_steps(leaf):
     model, x = wide(), torch.randn(64, 256)

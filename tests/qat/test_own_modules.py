@@ -1,7 +1,5 @@
 """Forward quantizers that somebody has changed, watches, or changes between the forward and the backward pass."""
 
-import itertools
-
 import brevitas.nn as qnn
 import pytest
 import torch
@@ -9,7 +7,6 @@ from brevitas.core.quant import IntQuant
 from brevitas.quant import (
     Int8ActPerTensorFloat,
     Int8WeightPerChannelFloat,
-    Int8WeightPerTensorFloat,
     ShiftedUint8ActPerTensorFloat,
     Uint8ActPerTensorFloat,
 )
@@ -70,41 +67,6 @@ def test_integers_of_a_subclass_are_its_own():
     compare(make)
 
 
-@pytest.mark.parametrize("place", ["relu", "quantizer", "scaling"])
-def test_hooks_inside_a_fused_activation_see_a_graph(place):
-    grads = []
-    for quantize in (False, True):
-        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT)
-        seen = []
-        if place == "relu":
-            relu = layer.act_quant.fused_activation_quant_proxy.activation_impl
-            relu.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
-        else:
-            watched = tensor_quant(layer) if place == "quantizer" else tensor_quant(layer).scaling_impl
-            watched.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        model = nn.Sequential(layer)
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        x = activation().requires_grad_()
-        loss = model(x).sum() + seen[0].square().sum()
-        grads += torch.autograd.grad(loss, x)
-    assert torch.equal(*grads)
-
-
-def test_a_weight_that_changes_after_it_was_quantized_is_not_recomputed():
-    """Its fake-quantized values were read after the change, and are what the gradient needs."""
-    layer = qnn.QuantLinear(64, 64, bias=False, weight_quant=Int8WeightPerTensorFloat)
-    layer.weight.requires_grad_(False)
-    x = torch.randn(8, 64, requires_grad=True)
-    with brevact.backward_quant(LosslessBackward, min_numel=0):
-        weight = layer.quant_weight().value
-        with torch.no_grad():
-            layer.weight.add_(1.0)
-        loss = nn.functional.linear(x, weight).sum()
-    (grad,) = torch.autograd.grad(loss, x)
-    assert torch.equal(grad, torch.ones(8, 64) @ weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [torch.tensor(0.37), torch.full((1, CHANNELS, 1, 1), 0.37)], ids=["one", "channels"])
 def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
@@ -152,21 +114,12 @@ def _set_width(quant):
     quant.msb_clamp_bit_width_impl.bit_width.value.data.fill_(3)
 
 
-def _write_width_by_numpy(quant):
-    quant.msb_clamp_bit_width_impl.bit_width.value.detach().numpy()[...] = 3
-
-
 def _raise_smallest_scale(quant):
     quant.scaling_impl.clamp_scaling.clamp_min_ste.min_val = 10.0
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        *itertools.product((_set_width, _raise_smallest_scale), (torch.float32, torch.float64, torch.bfloat16)),
-        *itertools.product((_set_width, _write_width_by_numpy), (torch.float32, torch.float64, torch.float16)),
-    ][1:],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_set_width, _raise_smallest_scale])
 def test_settings_that_change_between_steps_without_a_version_count(change, dtype):
     found = []
     for quantize in (False, True):
@@ -208,35 +161,6 @@ def test_nan_in_what_statistics_are_collected_of_leaves_the_gradient_of_negative
     assert (found[0][1] == 0).any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))
-
-
-def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselves():
-    """As where somebody has cleared all hooks by new tables."""
-    seen = []
-
-    def make():
-        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1)
-        with torch.no_grad():
-            for _ in range(3):
-                layer(activation())
-        return layer
-
-    for quantize in (False, True):
-        layer = make()
-        model = nn.Sequential(layer)
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        model(activation().requires_grad_())
-        scaling = tensor_quant(layer).scaling_impl
-        scaling._forward_hooks = type(scaling._forward_hooks)()
-        scaling.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-        model(activation().requires_grad_())
-        scaling._forward_hooks.clear()
-        tensor_quant(layer).int_quant.input_view_impl.forward = lambda x: seen.append(x.detach()) or x
-        model(activation().requires_grad_())
-    half = len(seen) // 2
-    assert half == 2
-    assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
