@@ -103,7 +103,7 @@ def fit(
     Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
     ``TMPDIR``), except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the layers' noise on one batch, in G + 2 passes, and at most 2 policies on two batches. Without
+    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
     last one if noise would be above 0.1 or the budget cannot be met otherwise.
 
