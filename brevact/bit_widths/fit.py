@@ -190,7 +190,6 @@ def fit(
 
 
 def _warn_of_noise(report: FitReport) -> None:
-    """Warn if quantization changes gradients more than the choice of a minibatch does."""
     if not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
@@ -200,7 +199,6 @@ def _warn_of_noise(report: FitReport) -> None:
 
 
 def _agree(report: FitReport) -> bool:
-    """Whether measured and predicted noise differ by at most a factor of `_AGREE`."""
     return report.predicted <= _AGREE * report.harm and report.harm <= _AGREE * report.predicted
 
 

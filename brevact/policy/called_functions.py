@@ -91,7 +91,6 @@ def _followed(function: types.FunctionType, names: set[str], owner: type) -> Ite
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the function that a call of a global runs: itself, or the forward of an ``autograd.Function``."""
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [inspect.getattr_static(target, "forward", None)]
     return [target]

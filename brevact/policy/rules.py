@@ -155,7 +155,6 @@ def assignments(
 
 
 def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
-    """Return the assignments of module rules, with the op rules before them, and all op rules."""
     of_rules: dict[Any, Assignment] = {}
     ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():

@@ -208,7 +208,6 @@ def _is_ours(kind: type) -> bool:
 
 
 def _refill(container: Any, items: Any) -> None:
-    """Restore a container's items, unless they are unchanged."""
     if len(container) == len(items) and all(map(operator.is_, container, items)):
         if not isinstance(items, dict) or all(map(operator.is_, container.values(), items.values())):
             return

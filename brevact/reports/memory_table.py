@@ -214,7 +214,6 @@ def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
 
 
 def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
-    """Return the rows with the most plain bytes, in order, then the sum of the others."""
     if len(rows) <= count:
         return list(rows)
     chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])

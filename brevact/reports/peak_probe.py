@@ -200,7 +200,6 @@ def _places(tensors: Iterable[Tensor | None], moment: int) -> list[tuple[int, in
 
 
 def _decoding_codes() -> set[CodeType]:
-    """Return the code objects of all decoding methods."""
     found, pending = set[CodeType](), [Decoder]
     while pending:
         kind = pending.pop()
