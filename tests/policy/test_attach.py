@@ -19,7 +19,6 @@ import brevact.nn as bnn
 from brevact import L4ForwardBackward, NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS
-from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
 
@@ -329,24 +328,6 @@ def test_norms_round_their_output_by_the_rule_for_them_in_eval_mode_too():
     brevact.restore_backward(both)
     brevact.quantize_backward(both, {F.batch_norm: None, "*": L4ForwardBackward})
     assert torch.equal(both[0](x), exact[0](x)) and not torch.equal(both[1](x), exact[1](x))
-
-
-class Observing(UniformQuantizer):
-    """Tells the tensors of a region apart by their places."""
-
-    def with_statistics_of(self, x: Tensor, place: int) -> UniformQuantizer:
-        places.append((x.numel(), place))
-        return self
-
-
-places: list[tuple[int, int]] = []
-
-
-def test_quantizers_with_statistics_tell_calls_of_an_op_apart():
-    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
-    with brevact.backward_quant(brevact.Policy({torch.sigmoid: Observing(), "*": StochBackward2bit})):
-        ((x @ weight).sigmoid()[:, :63] @ weight[:63]).sigmoid()
-    assert places == [(64 * 64, 0), (64 * 64, 1)]
 
 
 def test_names_of_ops_stand_for_every_function_that_has_a_counterpart_of_its_own():

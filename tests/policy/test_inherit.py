@@ -199,17 +199,6 @@ def test_tables_and_notes_show_rules_alone():
     assert [row.module for row in brevact.backward_policy(model).rows if row.rule] == [""]
 
 
-def test_modules_that_take_no_hooks_run_in_the_region_of_their_parent():
-    with pytest.warns(DeprecationWarning):
-        scripted = torch.jit.script(nn.Linear(64, 64))
-    model = brevact.quantize_backward(nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.GELU()), scripted))
-    x = torch.randn(256, 64)
-    with watch_saved() as saved:
-        model[0](x)
-    assert not saved.holds(x)
-    brevact.restore_backward(model)
-
-
 def test_layers_with_a_quantizer_of_their_own_keep_it_when_called_alone():
     layer = bnn.SiLU(act_quant=StochBackward8bit)
     model = brevact.quantize_backward(nn.Sequential(nn.Sequential(layer)), {"": StochBackward2bit})

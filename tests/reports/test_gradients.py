@@ -281,7 +281,7 @@ def test_gradient_report_estimates_what_rectified_nets_have_as_noise():
 # the model
 
 
-@pytest.mark.parametrize("fails_at", [None, 0, 3, 12, 40])
+@pytest.mark.parametrize("fails_at", [None, 3, 40])
 def test_gradient_report_leaves_the_model_as_it_was(net, fails_at):
     calls = iter(range(1000))
 

@@ -122,7 +122,11 @@ def fit(model: nn.Module) -> None:
     brevact.fit(model, BATCHES, loss, ratio=1.5)
 
 
-MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, fit)}
+def measure_step(model: nn.Module) -> None:
+    brevact.step_report(model, BATCHES[0], loss, rounds=2)
+
+
+MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, measure_step, fit)}
 
 
 def picture(model: nn.Module) -> list[Any]:

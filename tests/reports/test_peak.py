@@ -5,7 +5,6 @@ from __future__ import annotations
 import cProfile
 import dataclasses
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import brevact
 from brevact import NearestBackward4bit, heap
 from brevact.reports.in_place import in_place
-from brevact.reports.peak import PeakMemory, peak_tables
+from brevact.reports.peak import PeakMemory
 from brevact.reports.peak_probe import peak_memory_of
 from brevact.reports.step import peak_of, step_of
 
@@ -152,31 +151,6 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
     assert threading.active_count() == threads
 
 
-THREADS = """
-import threading
-import torch
-from brevact.reports.peak_probe import peak_memory_of
-from brevact.reports.step import step_of
-
-def measure():
-    square = lambda model, x: model(x).square().sum()
-    model, x = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(50)]), torch.randn(256, 32)
-    peaks.append(peak_memory_of(step_of(model, x, square, packs=False)).tensors)
-
-peaks = []
-threads = [threading.Thread(target=measure) for _ in range(2)]
-[each.start() for each in threads]
-[each.join() for each in threads]
-assert len(peaks) == 2 and peaks[0] == peaks[1] > 0, peaks
-"""
-
-
-@pytest.mark.exhaustive
-def test_threads_measure_one_after_the_other():
-    """In a process of its own: torch's profiler crashes one in which it runs in two threads."""
-    subprocess.run([sys.executable, "-c", THREADS], check=True)
-
-
 def test_a_profiler_of_python_goes_on():
     profiler = cProfile.Profile()
     profiler.enable()
@@ -188,13 +162,6 @@ def test_a_profiler_of_python_goes_on():
     finally:
         profiler.disable()
     assert heap.is_left_alone.__code__ in [entry.code for entry in profiler.getstats()]
-
-
-def test_the_table_has_a_line_a_part_and_a_sum():
-    parts = PeakMemory(1, 2, 3, 4, 5, 6)
-    lines = [line.split() for line in peak_tables(PeakMemory(0, 2, 0, 4, 5, 6), parts).splitlines()]
-    assert parts.tensors == 21 and lines[-1] == ["sum", "17", "B", "21", "B"]
-    assert ["decoded", "0", "B", "3", "B"] in lines
 
 
 def test_reports_print_the_parts():
