@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import brevact
 from brevact.autograd.hooks import regions_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
-from brevact.reports.gradient_passes import as_it_was, gradients
+from brevact.reports.gradient_passes import gradients
 from brevact.reports.isolation import Isolation
 from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
@@ -160,15 +160,6 @@ def test_gradient_report_of_full_precision_is_zero(net):
 
 
 # isolation
-
-
-def test_isolation_of_all_layers_is_the_policy(net):
-    brevact.quantize_backward(net)
-    other = copy.deepcopy(net)
-    Isolation(other).restrict_to([name for name, _ in net.named_modules()])
-    with as_it_was(net), as_it_was(other):
-        pairs = zip(gradients(net, BATCHES[0], loss, 0, 1), gradients(other, BATCHES[0], loss, 0, 1), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_isolation_keeps_other_layers_at_8_bits(net):
