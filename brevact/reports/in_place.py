@@ -54,17 +54,26 @@ def in_place(model: nn.Module) -> Iterator[None]:
     _check(model)
     _shard(model)
     state = ModelBefore(model)
+    try:
+        with kept_random_state(), torch.inference_mode(False):
+            state.hide_gradients()
+            yield
+    finally:
+        _shard(model)
+        with torch.inference_mode(False):
+            state.restore()
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore the random generators of Python, NumPy and torch after a block."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with kept_generators(), torch.inference_mode(False):
-            state.hide_gradients()
+        with kept_generators():
             yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        _shard(model)
-        with torch.inference_mode(False):
-            state.restore()
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -13,11 +13,12 @@ from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss
+from brevact.reports.in_place import kept_random_state
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
 from brevact.trainers.arguments import check_flags, check_run, check_steps, check_values, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
-from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
+from brevact.trainers.batches import device_of, first_batches, moved
 from brevact.trainers.run import BATCHES, FIRST_STATE, Run
 from brevact.user_lines import warn
 

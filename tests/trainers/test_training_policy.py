@@ -4,10 +4,8 @@ import copy
 import functools
 import gc
 import json
-import random
 import weakref
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import brevact
 from brevact.trainers import TrainingPolicy
-from brevact.trainers.batches import first_batches, kept_random_state
+from brevact.trainers.batches import first_batches
 
 BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -84,13 +82,6 @@ def test_training_policy_leaves_random_numbers_and_loaders_as_they_were():
     assert [batch[:, 0].tolist() for batch in loader][:2] == expected
     policy.end()
     assert {row.settings for row in brevact.backward_policy(model).rows} == {None}
-
-
-def test_kept_random_state_gives_back_states_of_python_and_numpy():
-    states = random.getstate(), numpy.random.get_state()[1].tolist()
-    with kept_random_state():
-        random.random(), numpy.random.rand()
-    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
 
 
 def test_training_policy_warns_of_a_state_of_another_policy():
