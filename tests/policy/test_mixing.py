@@ -238,20 +238,6 @@ def test_checkpoints_recompute_tensors_of_the_same_sizes(source, mode):
     torch.utils.checkpoint.checkpoint(images, torch.randn(5, 3, 9, 9), use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("mode", SaveMode)
-def test_expanded_tensors_with_gaps_keep_their_distinct_elements(mode):
-    source = brevact.NearestBackward4bit8bitMix.let(
-        bit_width=8, mix_bit_width=16, bucket_size=64, save_mode=mode, min_numel=0
-    )
-    x = torch.randn(8, 1, 2000)[:, :, ::2].expand(8, 3, 1000)
-    weight = torch.ones(8, 3, 1000, requires_grad=True)
-    with brevact.backward_quant(source):
-        product = weight.sin() * x  # keeps x
-    product.sum().backward()
-    expected = x * torch.ones(()).cos()
-    assert (weight.grad - expected).abs().max() < 0.1
-
-
 def test_a_tensor_that_several_layers_read_is_packed_once_in_a_graph():
     class Branches(nn.Module):
         def __init__(self) -> None:
