@@ -27,7 +27,7 @@ from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import refuse_policy
-from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.in_place import in_place
@@ -154,15 +154,8 @@ def fit(
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
         )
-    if not isinstance(double_backward, bool):
-        raise TypeError(
-            f"double_backward={brief(double_backward)} must be True, for a loss that differentiates gradients again "
-            "(create_graph=True), or False, the default"
-        )
-    if not isinstance(quick, bool):
-        raise TypeError(
-            f"quick={brief(quick)} must be True, to measure the noise of layers on one batch, or False, the default"
-        )
+    check_bool("double_backward", double_backward)
+    check_bool("quick", quick)
     refuse_policy(model)
     loss = StepLoss(loss)
     effort = _QUICK if quick else _THOROUGH

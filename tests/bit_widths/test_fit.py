@@ -423,7 +423,7 @@ def test_fit_takes_a_loss_that_differentiates_gradients_again(tmp_path):
         loss_on_forces(model, points[0]).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         brevact.restore_backward(model)
-    with pytest.raises(TypeError, match="double_backward='yes' must be True"):
+    with pytest.raises(TypeError, match="double_backward: got 'yes'; accepted are True and False"):
         brevact.fit(model, points, loss_on_forces, ratio=3, double_backward="yes")
 
 

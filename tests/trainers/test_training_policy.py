@@ -213,8 +213,8 @@ def test_budgets_are_fitted_in_fewer_passes_unless_told_otherwise():
             ValueError,
             "'step:start=2': start=2; accepted is a number from 0",
         ),
-        ({"memory": "yes"}, TypeError, "memory='yes' of type str; accepted are True and False"),
-        ({"quick_fit": 1}, TypeError, "quick_fit=1 of type int; accepted are True and False"),
+        ({"memory": "yes"}, TypeError, "memory: got 'yes'; accepted are True and False"),
+        ({"quick_fit": 1}, TypeError, "quick_fit: got 1; accepted are True and False"),
     ],
 )
 def test_training_policy_refuses(options, error, message):
