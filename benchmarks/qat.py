@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.qat_nets import COLLECTED, NETS, Layers
 from benchmarks.records import write_rows
 from benchmarks.training_step import alternate, kept_bytes, loss_of
-from brevact.reports.step import peak_of
+from brevact.reports.peak import peak_of
 from recipes.policy_names import NamedPolicy, named_policy
 
 _MIB = 2**20

@@ -34,7 +34,7 @@ from benchmarks.gpu.workloads import UNet3D
 from benchmarks.records import write_rows
 from brevact.reports.gradient_noise import Distortion, ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import gradients
-from brevact.reports.step import peak_of
+from brevact.reports.peak import peak_of
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.gpt import GPT, GPT_SIZES
 from recipes.models.resnet import resnet50

@@ -240,6 +240,5 @@ class QuantizedHook:
 
 
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """All-reduce the bucket, as DistributedDataParallel does without a hook."""
     buffer.div_(group.size())
     return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)

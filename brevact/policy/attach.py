@@ -296,7 +296,6 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
-    """Return each module's settings by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
         overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):

@@ -102,15 +102,6 @@ def test_save_keeps_all_shipped_quantizers_by_name(tmp_path):
     assert all(to_plain(leaf) == {"quantizer": name} for name, leaf in LEAVES.items())
 
 
-@pytest.mark.parametrize("name", ["DEFAULT", "CONV_NET", "TRANSFORMER"])
-def test_save_keeps_the_rules_and_settings_of_shipped_policies(name, tmp_path):
-    policy = getattr(brevact, name)
-    loaded = again(policy, tmp_path)
-    assert list(loaded.rules) == list(policy.rules)
-    assert assigned(loaded) == assigned(policy)
-    assert str(loaded) == str(policy)
-
-
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_save_keeps_pairs_of_settings(leaf):
     names = [each for each in sorted(leaf._setting_names()) if each in OTHER_VALUES]
