@@ -30,7 +30,6 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.quant.solver.act": {BACKWARD: ("SolveActScalingShape",)},
     "brevitas.core.bit_width": {BACKWARD: ("BitWidthConst",), FORWARD: ("BitWidthConst", "BitWidthStatefulConst")},
     "brevitas.core.function_wrapper": {
-        BACKWARD: ("Identity",),
         FORWARD: (
             *("Abs", "CeilSte", "DPURoundSte", "FloatClamp", "FloorSte", "Identity", "InplaceTensorClampSte"),
             *("RoundSte", "RoundToZeroSte", "ScalarSignedClampMinSte", "TensorClamp", "TensorClampSte"),
@@ -52,9 +51,8 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "brevitas.core.quant.delay": {BACKWARD: ("_NoDelay",), FORWARD: ("_NoDelay",)},
-    "brevitas.core.quant.float": {BACKWARD: ("FloatQuant",), FORWARD: ("FloatQuant", "min_internal_scale")},
+    "brevitas.core.quant.float": {FORWARD: ("FloatQuant", "min_internal_scale")},
     "brevitas.core.restrict_val": {
-        BACKWARD: ("PowerOfTwoRestrictValue",),
         FORWARD: ("FloatRestrictValue", "_ClampValue", "_RestrictClampValue", "_RestrictValue"),
     },
     "brevitas.core.scaling": {
@@ -63,9 +61,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             *("PowerOfTwoIntScaling", "StatsFromParameterScaling"),
         ),
     },
-    "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},
     "brevitas.core.stats.stats_op": {
-        BACKWARD: ("SignedAbsMax",),
         FORWARD: (
             *("AbsAve", "AbsMax", "AbsMaxAve", "AbsMaxL2", "AbsMinMax", "AbsPercentile", "MeanSigmaStd"),
             *("NegativeMinOrZero", "NegativePercentileOrZero", "PercentileInterval", "SignedAbsMax"),
@@ -81,7 +77,6 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "brevitas.function.ops_ste": {
-        BACKWARD: ("binary_sign_ste", "ternary_sign_ste"),
         FORWARD: ("binary_sign_ste", "ternary_sign_ste"),
     },
     "brevitas.utils.torch_utils": {FORWARD: ("float_internal_scale",)},
