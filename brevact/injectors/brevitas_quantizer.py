@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
-from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
-    BACKWARD,
     BinaryQuant,
     BitWidthConst,
     ClampedBinaryQuant,
@@ -256,7 +254,6 @@ def is_kind(module: Any, kind: type) -> bool:
 
 
 def _integers_of(tensor_quant: Any, name: str) -> Integers:
-    refuse_without(BACKWARD)
     int_quant = getattr(tensor_quant, "int_quant", tensor_quant)
     wrapper = getattr(int_quant, "delay_wrapper", None)
     if wrapper is not None and not is_kind(wrapper.delay_impl, _NoDelay):

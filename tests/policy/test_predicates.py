@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import relu as rectify
 
 import brevact
-from benchmarks.gpu.workloads import UNet3D
+from benchmarks.large_models import UNet3D
 from brevact import StochBackward2bit
 from brevact.policy.inherit import hook_of_policy
 from brevact.policy.predicates import (
