@@ -21,13 +21,13 @@ from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
+from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
 from brevact.autograd.other_code import OPERATORS, label_of
 from brevact.autograd.rectified import carry, offer_again
-from brevact.autograd.rows import ROWS, Row, row_of
+from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, note_made
@@ -127,7 +127,7 @@ class EagerMode(compiled_mode.RegionMode):
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
 
 
-def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
+def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
     """Run a function by its counterpart, or by torch, whose saved tensors the hooks pack."""
     is_inside = is_in_algorithm(caller)
     operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
@@ -139,7 +139,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # torch knows its gradients' strides
         is_of_weights = row.is_norm and region.makes_weight(row, tensors_of_call(args, kwargs))
         if not (is_inside or is_empty or is_of_weights):
-            result = run_counterpart(row.handler, region, func, args, kwargs)
+            result = run_counterpart(row, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.is_pointwise or row.kind is not None:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
@@ -188,8 +188,7 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     return result
 
 
-def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function by torch where the region packs nothing; norms may still continue with rounded values."""
+def _run_unpacked(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs), kwargs.get("out"))
     if region.rounds_norms and row.rounds_forward and not makes_weight:
         check_rounding()
@@ -220,7 +219,7 @@ _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
 
 def _track(
     region: Any,
-    row: Row,
+    row: Op,
     func: Callable,
     args: tuple,
     kwargs: dict[str, Any],
@@ -261,12 +260,12 @@ def _track(
     track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
 
 
-def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a norm that continues with rounded values though the region packs nothing."""
     if row.handler is not None and is_alive(sys._getframe(3)):
         push_hooks(*region.hooks.pair)  # on top, where our Function pops them: others inside stay in force
         try:
-            result = run_counterpart(row.handler, region, func, args, kwargs)
+            result = run_counterpart(row, region, func, args, kwargs)
         finally:
             pop_hooks()
         if result is not NotImplemented:

@@ -27,9 +27,9 @@ from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innerm
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.rounding import is_in_algorithm
 from brevact.autograd.other_code import watch_forwards
-from brevact.autograd.rows import Row
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -182,7 +182,7 @@ class Region(Store):
                 indexed = True
         return found and not (looks_up and indexed and trains)
 
-    def makes_weight(self, row: Row, tensors: list[Tensor], out: Any = None) -> bool:
+    def makes_weight(self, row: Op, tensors: list[Tensor], out: Any = None) -> bool:
         """Return whether a function of these tensors, which may overwrite ``out``, makes a weight from weights."""
         if row.replaces:
             tensors = operands_beside(tensors, tensors[0], is_first=True)
@@ -191,7 +191,6 @@ class Region(Store):
         return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
-        """Mark a function's result as a weight or an activation."""
         if type(result) is Tensor:
             node = node_of(result)
             if node is not None:
@@ -216,7 +215,6 @@ class Region(Store):
     is_activation = staticmethod(is_activation)
 
     def packs_layer_input(self, x: Any) -> bool:
-        """Return whether the input of a layer with weights can be packed; its position makes it an activation."""
         return type(x) is Tensor and is_activation(x)
 
     def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
@@ -229,7 +227,6 @@ class Region(Store):
         )
 
     def packs_input(self, x: Any) -> bool:
-        """Return whether a function's input can be packed: floating-point and no weight."""
         return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:
@@ -253,7 +250,6 @@ class Region(Store):
         return self.hooks
 
     def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        """Apply one of our Functions that returns a weight, and mark the result as one."""
         pop_hooks()
         try:
             result = function.record(*args)

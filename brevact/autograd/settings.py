@@ -68,7 +68,6 @@ def bits_of(quantizer: Any) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _has_text(quantizer: Any) -> bool:
-    """Whether a quantizer has a text form that round-trips."""
     try:
         return bool(from_text(to_text(quantizer)) == quantizer)
     except TypeError:
@@ -98,7 +97,7 @@ class BackwardSettings:
             multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
             none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on, chains go
             on through narrow layers and sums of blocks, and tensors smaller than ``min_numel`` are recomputed, too.
-        of_functions: pairs of an op's name (``brevact.autograd.op_names``) and the settings that replace these for it,
+        of_functions: pairs of an op's name (``brevact.autograd.rows``) and the settings that replace these for it,
             None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
             own, hooks pack its saved tensors if its gradient allows that, and nothing is recomputed (``recompute``).
@@ -311,7 +310,6 @@ def with_functions(
 
 
 def with_overrides(settings: BackwardSettings | None, overrides: Mapping[str, Any]) -> BackwardSettings | None:
-    """Return settings, or full precision, with some fields replaced, also for ops with their own rule."""
     if settings is None or not overrides:
         return settings
     functions = tuple((name, with_overrides(each, overrides)) for name, each in settings.of_functions)

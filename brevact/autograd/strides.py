@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 
 import torch
@@ -13,20 +12,7 @@ from brevact.quantizers import is_traced
 Strides = tuple[int, ...]
 
 
-class Order(enum.Enum):
-    """The operands of torch's last elementwise kernel, in order, which decide its result's strides."""
-
-    GRAD_FIRST = enum.auto()
-    """The output's gradient, then the tensor that torch saves."""
-    SAVED_FIRST = enum.auto()
-    """The tensor that torch saves, then the gradient."""
-    DERIVATIVE_FIRST = enum.auto()
-    """A derivative, computed from the tensor that torch saves, then the gradient."""
-    GRAD_ALONE = enum.auto()
-    """The gradient alone."""
-
-
-def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_FIRST) -> Tensor:
+def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = False) -> Tensor:
     """Return ``x``, an elementwise function of a gradient and a saved tensor, with the strides that torch gives it.
 
     Torch's iterator orders a result's dimensions by its first operand's strides, and by the next operand's on a tie.
@@ -35,7 +21,7 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_
         x: the function's values, of the shape of ``grad``, with any strides.
         grad: the output's gradient.
         stride: strides of the tensor that torch's own op saves, of the same shape.
-        order: which operand of torch's kernel comes first.
+        saved_first: whether that tensor is the first operand of torch's kernel; otherwise the gradient is.
 
     Returns:
         ``x``, or a copy of it with other strides. In a traced graph ``x``: the compiler chooses strides.
@@ -43,14 +29,7 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_
     other = grad.stride()
     if (other == stride == x.stride() and 0 not in stride) or is_traced(grad):
         return x
-    if order is Order.GRAD_ALONE:
-        wanted = strides_of_result(grad.shape, other)
-    elif order is Order.GRAD_FIRST:
-        wanted = strides_of_result(grad.shape, other, stride)
-    else:
-        first = strides_of_result(grad.shape, stride) if order is Order.DERIVATIVE_FIRST else stride
-        wanted = strides_of_result(grad.shape, first, other)
-    return with_strides(x, wanted)
+    return with_strides(x, strides_of_result(grad.shape, *((stride, other) if saved_first else (other, stride))))
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import other_code
-from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.rows import OP_NAMES
 from brevact.nn.layer_types import LAYER_TYPES
 from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
@@ -104,7 +104,6 @@ def _find_function(name: Any) -> Any:
 
 
 def _check_found(func: Any) -> None:
-    """Raise for a Function that cannot be found again by its path."""
     name = other_code.name_of(func)
     if name is not None and other_code.name_of(other_code.find(name)) != name:
         raise TypeError(

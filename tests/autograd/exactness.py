@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,3 +36,12 @@ def assert_exact(function: Callable[..., Tensor], *inputs: Tensor):
     for grad, reference in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, reference, equal_nan=True)
     return saved
+
+
+def assert_same_error(call: Callable[..., object], *leaves: Tensor) -> None:
+    """Check that a call raises the same error in a region as outside."""
+    with pytest.raises(Exception) as expected:
+        call(*leaves)
+    with pytest.raises(type(expected.value)) as raised, region(settings()):
+        call(*leaves)
+    assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]

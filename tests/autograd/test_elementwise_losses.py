@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-import brevact
-from brevact import LosslessBackward, StochBackward2bit, StochBackward8bit
 from brevact.autograd import BackwardSettings, region
 from tests.autograd.measuring import EXACT_VALUES, settings, watch_saved
 
@@ -83,25 +81,6 @@ def test_the_gradient_is_torchs(loss, dtype, reduction):
     assert_as_torch(lambda x, t: OTHERS[loss](x, t, reduction=reduction), x, t.round())
 
 
-@pytest.mark.parametrize("loss", [*OF_DIFFERENCES, *OTHERS])
-def test_lossless_gradients_are_torchs_to_the_last_bit(loss):
-    function = {**OF_DIFFERENCES, **OTHERS}[loss]
-    x, t = torch.randn(50, 9, requires_grad=True), torch.rand(50, 9)
-    lossless = BackwardSettings(brevact.quantizer(LosslessBackward), min_numel=0)
-    (_, (expected,)), (_, (grad,)) = (gradients(function, (x, t), each) for each in (None, lossless))
-    assert torch.equal(grad, expected)
-
-
-@pytest.mark.parametrize("loss", [*OF_DIFFERENCES, *OTHERS])
-def test_eight_bits_err_by_less_than_a_tenth(loss):
-    function = {**OF_DIFFERENCES, **OTHERS}[loss]
-    x, t = torch.randn(500, 9, requires_grad=True), torch.rand(500, 9)
-    eight = BackwardSettings(brevact.quantizer(StochBackward8bit))
-    (out, (expected,)), (stored, (grad,)) = (gradients(function, (x, t), each) for each in (None, eight))
-    assert torch.equal(out, stored)
-    assert (grad - expected).norm() < 0.1 * expected.norm()
-
-
 def test_arguments_of_earlier_versions_and_wrong_ones_are_torchs():
     x, t = torch.randn(6, 9, requires_grad=True), torch.rand(6, 9)
     with warnings.catch_warnings():
@@ -153,21 +132,3 @@ def test_distributions_as_targets_are_packed_once_for_two_losses():
     assert not saved.holds(target)
     codes = {y.data_ptr() for y in saved.tensors if y.dtype is torch.uint8}
     assert len(codes) == 4  # the output of softmax, squares of its errors, probabilities of the cross-entropy, target
-
-
-def test_policies_name_losses():
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor, t: Tensor) -> Tensor:
-            return F.mse_loss(self.layer(x), t)
-
-    model, x, t = Network(), torch.randn(128, 64), torch.randn(128, 64)
-    for rule, is_kept in ((None, True), (StochBackward2bit, False)):
-        brevact.quantize_backward(model, {F.mse_loss: rule, "*": StochBackward2bit})
-        with watch_saved() as saved:
-            model(x, t)
-        assert saved.holds(t) is is_kept
-        brevact.restore_backward(model)

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map
 import brevact
 from brevact import DitherBackward4bit, StochBackward2bit
 from brevact.autograd import BackwardSettings, region
-from brevact.autograd.ops import HANDLERS
-from brevact.autograd.ops import OPS as ROWS
+from brevact.autograd.ops import OPS as FAMILIES
 from brevact.autograd.ops.op import EXACT, Saves
 from brevact.autograd.ops.rounding import is_of_torch
+from brevact.autograd.rows import row_of
 from tests.autograd.database_laws import are_same, bias_of, broken_laws, settings_of
 from tests.autograd.op_database import (
     KINDS,
@@ -44,8 +44,10 @@ from tests.autograd.op_database import (
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 #: Counterparts whose gradient docs/stored.md promises to be exact: they store masks, indices or nothing.
-EXACT_COUNTERPARTS = {func for row in ROWS if row.handler and row.stored.gradient == EXACT for func in row.functions}
-OF_PLACES = {func for row in ROWS if row.saves is Saves.PLACES for func in row.functions}
+EXACT_COUNTERPARTS = {
+    func for row in FAMILIES if row.handler and row.stored.gradient == EXACT for func in row.functions
+}
+OF_PLACES = {func for row in FAMILIES if row.saves in (Saves.PLACES, Saves.SIZES) for func in row.functions}
 
 DIVISIONS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.div_}
 
@@ -72,8 +74,8 @@ LIMITS: dict[str, tuple[set[str], str]] = {
     "diagflat": ({"large"}, "its result is the square of an input that is packed"),
 }
 #: Ops that once lost a gradient at the default settings.
-MAY_ROUND = {func for op in ROWS if op.saves is not None for func in op.functions}
-MUST_NOT_ROUND = {func for op in ROWS if op.must_not_round for func in op.functions}
+MAY_ROUND = {func for op in FAMILIES if op.saves is not None for func in op.functions}
+MUST_NOT_ROUND = {func for op in FAMILIES if op.must_not_round for func in op.functions}
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
 #: Ops whose gradient is curved in a packed tensor, or multiplies it by what grows with its values.
 CURVED = {
@@ -114,7 +116,7 @@ class Watch(TorchFunctionMode):
 
 def stores_exactly(func: Callable, args: tuple, packs_all: bool) -> bool:
     """Whether a torch function is in a row of docs/stored.md that promises an exact gradient."""
-    if func in HANDLERS:
+    if row_of(func).handler is not None:
         return func in EXACT_COUNTERPARTS
     if func in MUST_NOT_ROUND:  # a division by an activation, which is large if each tensor is
         return packs_all and func in DIVISIONS and isinstance(args[1], Tensor)

@@ -20,7 +20,6 @@ from brevact.autograd.active_regions import active
 from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
-from brevact.autograd.ops import ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.of_torch import (
     CheckpointHooks,
@@ -151,7 +150,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     if name is None:
         return func(*args, **kwargs)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # only rounded norms apply
-        if func not in ROUNDS_FORWARD or not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
+        if not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
             return func(*args, **kwargs)
     if mode.text is None:
         if func in DERIVING:

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.call_arguments import bound, tensors_of_call
+from brevact.autograd.call_arguments import bound, bound_call, tensors_of_call
 from brevact.autograd.compiled.tracking import TRACKED, run_tracked
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.op_names import OP_NAMES
-from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import Saving, is_inplace, keep_sizes, requires_grad
-from brevact.autograd.rows import ROWS
+from brevact.autograd.ops.base import Saving, is_inplace, keep_sizes, load, requires_grad, save
+from brevact.autograd.ops.recompute import outside_regions
+from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -45,12 +44,18 @@ from brevact.quantizers import Layout, from_text, is_traced
 #: Text of a region without a quantizer.
 FULL_PRECISION = ""
 
-_OF_SIZES = [func for func, row in ROWS.items() if row.reads_sizes and not is_inplace(func, (), {})]
-_IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*HANDLERS, *PRODUCTS, *_OF_SIZES, *TRACKED))
+_SAVING = [
+    func
+    for func, row in ROWS.items()
+    if row.handler
+    or row.is_product
+    or (row.reads_sizes and "max" not in func.__name__ and not is_inplace(func, (), {}))  # those return indices, too
+]
+_IN_GRAPHS: dict[Callable, None] = dict.fromkeys((*_SAVING, *TRACKED))
 #: Names, equal in all processes: they are part of the compiler's cache keys.
 NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(_IN_GRAPHS)}
 #: Functions that save nothing: their results may derive from their arguments (``derived.Kind``).
-DERIVING = frozenset(NAMES) - {*HANDLERS, *PRODUCTS, *_OF_SIZES}
+DERIVING = frozenset(NAMES) - set(_SAVING)
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -62,9 +67,9 @@ def function_of(name: str) -> Callable:
 @torch.compiler.assume_constant_result
 def rounds_norm(name: str, text: str) -> bool:
     """Return whether a norm returns rounded values, also in eval mode and without gradients."""
-    settings = from_text(text)
-    settings = settings.by_op.get(OP_NAMES.get(_FUNCTIONS[name], ""), settings)
-    return settings is not None and settings.quantizes_forward
+    row, settings = row_of(_FUNCTIONS[name]), from_text(text)
+    settings = settings.by_op.get(row.name, settings)
+    return row.rounds_forward and settings is not None and settings.quantizes_forward
 
 
 @torch.compiler.allow_in_graph
@@ -86,27 +91,27 @@ def _call(func: Callable, text: str, parameters: tuple[int | str, ...], args: tu
 
 def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own function; mark an activation's product, whose node does not show if its factors are weights."""
-    result = func(*args, **kwargs)
-    if (func not in PRODUCTS and func not in LAYERS) or func in NORMS or is_inplace(func, args, kwargs):
+    row, result = row_of(func), func(*args, **kwargs)
+    if not (row.is_product or row.is_layer) or is_inplace(func, args, kwargs):
         return result
     if not isinstance(result, Tensor) or not result.requires_grad:
         return result
-    may_be_weight, region = func in PRODUCTS and func not in LAYERS, _TracedRegion(None, parameters)
-    is_weight = may_be_weight and region.are_weights(*tensors_of_call(args, kwargs))
+    region = _TracedRegion(None, parameters)
+    is_weight = not row.is_layer and region.are_weights(*tensors_of_call(args, kwargs))
     return result if is_weight else _Product.apply(result)
 
 
 def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     by_op = region.settings.by_op
     if by_op:
-        name = OP_NAMES.get(func)
+        name = row_of(func).name
         if name in by_op:
             settings = by_op[name]
             if settings is None:
                 return _call_in_full_precision(region.parameters, func, args, kwargs)
             return _call_in(_TracedRegion(settings, region.parameters), func, args, kwargs)
         if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
-            return HANDLERS[func](region, func, *args, **kwargs)
+            return run_counterpart(row_of(func), region, func, args, kwargs)
         if region.settings.quantizer is None:
             return _call_in_full_precision(region.parameters, func, args, kwargs)
     return run_tracked(region, functools.partial(_run, region, func), func, args, kwargs)
@@ -115,17 +120,18 @@ def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -
 def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function's counterpart, or the function itself."""
     if func in NAMES:
-        is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
-        if func not in HANDLERS or is_of_weight:
+        row = row_of(func)
+        is_of_weight = row.is_norm and region.are_weights(*tensors_of_call(args, kwargs))
+        if row.handler is None or is_of_weight:
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
-            result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
+            result = run_counterpart(row, region, func, args, kwargs)
         else:  # the compiler tracks in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
             known = region.find_known(args[0])
             if known is not None:
                 region.register(region.copy, known)
-            result = run_counterpart(HANDLERS[func], region, func, (region.copy, *args[1:]), kwargs)
+            result = run_counterpart(row, region, func, (region.copy, *args[1:]), kwargs)
             if result is not NotImplemented:
                 known = region.find_known(result)
                 result = args[0].copy_(result)
@@ -133,20 +139,30 @@ def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> An
                     region.register(result, known)
         if result is not NotImplemented:
             return result
-        if func in PRODUCTS and not region.are_weights(*tensors_of_call(args, kwargs)):
+        if row.is_product and not region.are_weights(*tensors_of_call(args, kwargs)):
             return _Product.apply(func(*args, **kwargs))
-        if func in _OF_SIZES:
-            with torch.autograd.graph.saved_tensors_hooks(_pack_sizes, _unpack_sizes):
-                return func(*args, **kwargs)
+        if row.reads_sizes and func in _SAVING and not is_of_weight:
+            return _OfSizes.apply(bound_call(func, args, kwargs), *tensors_of_call(args, kwargs))
     return func(*args, **kwargs)
 
 
-def _pack_sizes(x: Tensor) -> Any:
-    return keep_sizes(x) if x.is_floating_point() else x
+class _OfSizes(Saving):
+    """A function whose gradient reads only the sizes of floating-point tensors: backward runs it on blank ones."""
 
+    @staticmethod
+    def forward(ctx: Any, call: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.call, ctx.blanks = call, [keep_sizes(x)[1] if x.is_floating_point() else None for x in tensors]
+        save(ctx, exact=tuple(x if blank is None else None for x, blank in zip(tensors, ctx.blanks, strict=True)))
+        return call(*tensors)
 
-def _unpack_sizes(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept[1].decode(())
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs, given = ctx.needs_input_grad[1:], zip(load(ctx), ctx.blanks, strict=True)
+        tensors = [x if blank is None else blank.decode(()) for x, blank in given]
+        wanted = [x.requires_grad_() for x, needed in zip(tensors, needs, strict=True) if needed]
+        with outside_regions(grad.device):
+            found = iter(torch.autograd.grad(ctx.call(*tensors), wanted, grad))
+        return None, *(next(found) if needed else None for needed in needs)
 
 
 class _InnerMode(TorchFunctionMode):

@@ -16,8 +16,8 @@ from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import is_inplace, out_of_place
-from brevact.autograd.ops.op import everywhere
-from brevact.autograd.rows import ROWS, Row, row_of
+from brevact.autograd.ops.op import Op, everywhere
+from brevact.autograd.rows import ROWS, row_of
 from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import FunctionalTensor
 
@@ -71,7 +71,7 @@ def _known(region: Keeper, tensors: list[Tensor]) -> list[tuple[Tensor, Saved | 
 
 def _track(
     region: Keeper,
-    row: Row,
+    row: Op,
     func: Callable,
     args: tuple,
     kwargs: dict[str, Any],

@@ -29,7 +29,7 @@ from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.keeper import Keeper, with_settings
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
@@ -353,4 +353,13 @@ STORED = Stored(
     "backward recomputes attention",
     "bias below 2 % of its norm",
 )
-OPS = (Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),)
+#: Projections, products, softmax and dropout save their tensors as they do outside of it.
+_multi_head = run_inside(F.multi_head_attention_forward)
+OPS = (
+    Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),
+    Op(
+        *((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head),
+        is_bit_exact=False,
+        is_layer=True,
+    ),
+)

@@ -249,6 +249,25 @@ def _inplace_position(func: Callable) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
+def run_inside(function: Callable) -> Callable:
+    """Make the handler of a Python function of torch that runs its code under the region's mode.
+
+    The code skips its check for overrides, which would dispatch the function again.
+    """
+    checks = dict.fromkeys(
+        (f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")), lambda *tensors: False
+    )
+    inside = FunctionType(
+        function.__code__, {**function.__globals__, **checks}, function.__name__, function.__defaults__
+    )
+
+    def handle(region: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        with region.mode:
+            return inside(*args, **kwargs)
+
+    return handle
+
+
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors requires a gradient."""
     for tensor in tensors:

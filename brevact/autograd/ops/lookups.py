@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import Kind
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, blank, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, blank, load, requires_grad, run_inside, save
 from brevact.autograd.ops.op import (
     EXACT,
     MASKS,
@@ -74,29 +75,6 @@ def _grid_sampler(
     return region.apply(_GridSample, lambda x, g: func(x, g, *options), options, input, grid)
 
 
-_INTERPOLATIONS = {"bilinear": 0, "nearest": 1, "bicubic": 2}
-_BORDERS = {"zeros": 0, "border": 1, "reflection": 2}
-
-
-def _grid_sample(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = None,
-) -> Any:
-    if mode not in _INTERPOLATIONS or padding_mode not in _BORDERS:
-        return NotImplemented  # torch raises the error
-
-    def call(x: Tensor, g: Tensor, *_: Any) -> Tensor:
-        return func(x, g, mode, padding_mode, align_corners)
-
-    options = (_INTERPOLATIONS[mode], _BORDERS[padding_mode], bool(align_corners))
-    return _grid_sampler(region, call, input, grid, *options)
-
-
 _STORED = Stored("embedding, gather and other lookups", "the indices, in the smallest integers that hold them", EXACT)
 _GRID = Stored("sampling on a grid", "the grid; the input, packed, where the grid trains", UNBIASED)
 _GRID_SAMPLERS = (torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
@@ -114,7 +92,7 @@ OPS = (
     Op(everywhere(*_LOOKUPS), stored=_STORED, saves=Saves.SIZES, places=places_in_first),
     Op(everywhere("take"), stored=_STORED, saves=Saves.SIZES, places=lambda tensors: tensors[0].numel()),
     Op(everywhere("masked_select"), stored=_STORED_MASK, saves=Saves.SIZES),
-    Op((F.grid_sample,), _grid_sample, _GRID),
+    Op((F.grid_sample,), run_inside(F.grid_sample), _GRID),
     Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
     Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),
     Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True, places=places_in_first),
@@ -123,7 +101,7 @@ OPS = (
         (F.pad, nn_pad),  # Dynamo sees the former as the latter
         stored=Stored("padding", NOTHING, EXACT),
         saves=Saves.SIZES,
-        moves=True,
+        kind=Kind.MOVE,
     ),
     Op(
         everywhere(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.derived import Kind
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
@@ -70,8 +71,12 @@ class Stored(NamedTuple):
     gradient: str
 
 
-class Op(NamedTuple):
-    """Torch functions that regions treat alike. A function may be in several rows, whose properties add up.
+@dataclass(frozen=True)
+class Op:
+    """Torch functions that regions treat alike.
+
+    A function may be in several rows of families, whose properties add up to its one row in ``rows.ROWS``, which alone
+    has the fields from ``name`` on.
 
     Args:
         functions: torch functions.
@@ -81,7 +86,8 @@ class Op(NamedTuple):
         twice: their counterpart for double backward, called like ``handler``: it applies none of our Functions.
             None: torch runs.
         saves: why the tensors of torch's own op may be packed; None: hooks leave them unpacked.
-        must_not_round: takes a call's arguments, returns whether the tensors of torch's own op must stay unpacked.
+        must_not_round: takes a region and a call's arguments, returns whether the tensors of torch's own op must stay
+            unpacked.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, equals torch's bit for bit. If not,
             torch runs under a lossless policy.
         is_layer: whether the result is an activation even if all inputs are weights.
@@ -91,22 +97,29 @@ class Op(NamedTuple):
         looks_up: whether integers next to a tensor are indices.
         places: returns the number of places from a call's tensors, if all integers that torch saves are places;
             None: they may be other integers.
-        moves: whether they return elements of their arguments, each at least once, and constants passed to them.
-        is_sum: whether each result element is linear in the elements at its place of all tensors together.
-        is_bilinear: whether it is linear in the element at its place of each of two tensors, given the other.
+        kind: how results derive from arguments; None: they are not tracked.
         is_pointwise: whether each result element is a function of the elements at its place of all tensors.
-        is_average: whether the result consists of means of elements.
         is_metadata: whether they query sizes or a dtype, or change an integer: a region may skip such calls.
         is_backward: whether they run a backward pass.
         is_unversioned: whether their caller may change values without bumping the version counter.
+        name: by which rules know the function; None if no rule applies to it.
+        reads_sizes: whether its gradient reads only the sizes of floating-point tensors.
+        overwrites: whether it may overwrite an argument of a tracked result: the region looks up that argument's saved
+            form before the call.
+        written: returns the tensors of a call whose values an operator may change behind the version counter.
+        makes_weight: whether the result is always a weight: it has no batch, and parametrizations add it.
+        takes_tensors: whether it accepts a plain tensor in place of a subclass's that shares its storage: its saved
+            tensors are known, and it changes no attribute of an argument.
+        replaces: whether the result does not depend on the first argument, which is overwritten.
+        picks_extremes: whether its gradient goes to the smallest or the largest elements alone.
     """
 
-    functions: tuple[Callable, ...]
+    functions: tuple[Callable, ...] = ()
     handler: Callable[..., Any] | None = None
     stored: Stored | None = None
     twice: Callable[..., Any] | None = None
     saves: Saves | None = None
-    must_not_round: Callable[[Keeper, tuple], bool] | None = None
+    must_not_round: Callable[[Any, tuple], bool] | None = None
     is_bit_exact: bool = True
     is_layer: bool = False
     is_norm: bool = False
@@ -114,11 +127,16 @@ class Op(NamedTuple):
     is_product: bool = False
     looks_up: bool = False
     places: Callable[[Sequence[Tensor]], int] | None = None
-    moves: bool = False
-    is_sum: bool = False
-    is_bilinear: bool = False
+    kind: Kind | None = None
     is_pointwise: bool = False
-    is_average: bool = False
     is_metadata: bool = False
     is_backward: bool = False
     is_unversioned: bool = False
+    name: str | None = None
+    reads_sizes: bool = False
+    overwrites: bool = False
+    written: Callable[[tuple, dict[str, Any]], list[Tensor]] | None = None
+    makes_weight: bool = False
+    takes_tensors: bool = False
+    replaces: bool = False
+    picks_extremes: bool = False

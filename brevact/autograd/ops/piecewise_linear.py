@@ -22,7 +22,7 @@ from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.store import keep_mask
-from brevact.autograd.strides import Order, lay_out
+from brevact.autograd.strides import lay_out
 
 aten = torch.ops.aten
 _SIXTH = float(torch.tensor(1 / 6))  #: of float32, which torch's kernels have for float64, too
@@ -39,9 +39,9 @@ class _Pieces(NamedTuple):
     value: TensorFunction | ByMask | None = ByMask()
     #: Values inside and outside the mask that torch's own backward can read in place of the tensor that it saves.
     stands: tuple[float, float] = (1.0, 0.0)
-    #: The operand of torch's backward kernel besides the gradient, and the order of operands.
+    #: The operand of torch's backward kernel besides the gradient, and whether it is the first one.
     reads: Literal["input", "output", "mask"] = "input"
-    order: Order = Order.SAVED_FIRST
+    saved_first: bool = True
 
 
 class _PiecewiseLinear(Saving):
@@ -50,7 +50,7 @@ class _PiecewiseLinear(Saving):
         mask = pieces.mask(input)
         kept = keep_mask(mask, pieces.outside / pieces.inside)
         save(ctx, kept)
-        ctx.inside, ctx.order = pieces.inside, pieces.order
+        ctx.inside, ctx.saved_first = pieces.inside, pieces.saved_first
         source = region.find_known(input)
         operands = [(input, source), (input, kept)]
         bounds = pieces.value
@@ -68,7 +68,7 @@ class _PiecewiseLinear(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, ctx.order)
+        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, saved_first=ctx.saved_first)
         return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
 
 
@@ -113,7 +113,7 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
         return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
 
     stands = _between(min_val, max_val), math.inf
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, order=Order.GRAD_FIRST)
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
 
 
 def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -123,7 +123,7 @@ def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
     value = _Bounded(0.0, 1.0, slope=_SIXTH, shift=0.5)
     mask, stands = (lambda x: (x > -3) & (x < 3)), (0.0, math.inf)
-    return _Pieces(mask, inplace, inside=_SIXTH, value=value, stands=stands, order=Order.GRAD_FIRST)
+    return _Pieces(mask, inplace, inside=_SIXTH, value=value, stands=stands, saved_first=False)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
@@ -147,14 +147,14 @@ def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
     def mask(x: Tensor) -> Tensor:
         return aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
 
-    return _Pieces(mask, value=None, stands=(math.inf, 0.0), order=Order.GRAD_FIRST)
+    return _Pieces(mask, value=None, stands=(math.inf, 0.0), saved_first=False)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
     def mask(x: Tensor) -> Tensor:
         return aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
 
-    return _Pieces(mask, stands=(math.inf, 0.0), order=Order.GRAD_FIRST)
+    return _Pieces(mask, stands=(math.inf, 0.0), saved_first=False)
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
@@ -183,7 +183,7 @@ def _clamp_max(input: Tensor, max: float) -> _Pieces:
 def _nan_to_num(
     input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> _Pieces:
-    return _Pieces(torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", order=Order.GRAD_FIRST)
+    return _Pieces(torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", saved_first=False)
 
 
 def _twice(rule: Callable[..., _Pieces]) -> Callable:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import Kind, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Saving, blank, load, save
@@ -259,7 +259,7 @@ OPS = (
         everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in _DIMS)),
         stored=Stored("average pooling", NOTHING, EXACT),
         saves=Saves.SIZES,
-        is_average=True,
+        kind=Kind.AVERAGE,
     ),
     Op(
         everywhere("interpolate", "upsample"),

@@ -22,7 +22,7 @@ from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.store import keep_mask, reported
-from brevact.autograd.strides import Order, lay_out
+from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
 from brevact.quantizers import is_traced
 
@@ -71,9 +71,9 @@ class _PReLU(Saving):
         grad_input = grad_weight = None
         if mask is not None:
             scaled = torch.where(mask.decode(), grad, w * grad)
-            grad_input = lay_out(scaled, grad, ctx.stride, Order.SAVED_FIRST)
+            grad_input = lay_out(scaled, grad, ctx.stride, saved_first=True)
         if below is not None:
-            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, Order.SAVED_FIRST)
+            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, saved_first=True)
             grad_weight = terms.sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
         return None, None, grad_input, grad_weight
 

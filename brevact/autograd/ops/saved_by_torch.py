@@ -1,23 +1,63 @@
-"""Functions without a counterpart: hooks may pack their saved tensors. The rest of the table of ``Saves``."""
+"""Functions without a counterpart: hooks may pack their saved tensors. The rest of the table of ``Saves``.
+
+Recurrent layers stay unpacked if their weights are indistinguishable from activations: on a GPU cuDNN copies weights
+that are not in one storage into a flat tensor, and autocast copies them all.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import tensors_of_call
+from brevact.autograd.derived import Kind
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.autograd.storages import storage_address
+from brevact.autograd.weights import is_parameter
+from brevact.private_names.of_torch import is_any_autocast_enabled
+
+
+def _copies_weights(region: Keeper, args: tuple) -> bool:
+    weights = [x for x in tensors_of_call(args, {}) if is_parameter(x) and x.is_cuda]
+    if not weights:
+        return False
+    return is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
+
 
 OPS = (
+    Op(
+        everywhere("lstm", "gru", "rnn_tanh"),
+        stored=Stored(
+            "LSTM, GRU, RNN",
+            "input, states and gates, packed; weights as they are. An LSTM on a CPU: its input and output, packed; "
+            "oneDNN's workspace, bytes of no known meaning, as it is. An RNN with ReLU: as in PyTorch, since its "
+            "gradient asks for the sign",
+            "noise, biased where steps multiply it",
+        ),
+        must_not_round=_copies_weights,
+    ),
+    Op(everywhere("rnn_tanh_cell", "lstm_cell", "gru_cell"), saves=Saves.BOUNDED),
+    Op(
+        everywhere(
+            *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "clone", "contiguous", "reshape"),
+            *("flatten", "repeat", "tile", "flip", "roll", "rot90", "repeat_interleave", "pixel_shuffle"),
+            *("pixel_unshuffle", "channel_shuffle"),
+        ),
+        stored=Stored("cat, stack, pixel shuffle", NOTHING, EXACT),
+        saves=Saves.PLACES,
+        kind=Kind.MOVE,
+    ),
     Op((torch.autograd.grad, torch.autograd.backward, Tensor.backward), is_backward=True),
     Op(
         everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "to", "type", "type_as", "float"),
             *("double", "half", "bfloat16"),
         ),
-        is_sum=True,
+        kind=Kind.SUM,
     ),
-    Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), is_bilinear=True),
-    Op(everywhere("mean"), is_average=True),
+    Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), kind=Kind.BILINEAR),
+    Op(everywhere("mean"), kind=Kind.AVERAGE),
     Op(
         everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "mul", "multiply", "div", "divide", "true_divide"),

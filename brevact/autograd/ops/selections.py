@@ -8,6 +8,7 @@ are numbers.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,30 +22,45 @@ from brevact.autograd.ops.torch_rules import fmax_shares_ties
 from brevact.autograd.store import keep_mask
 
 
-class _Extreme(Saving):
-    """The extreme over some dimensions: one bit per element."""
+class _Chosen(Saving):
+    """A reduction of some elements, which a mask chooses: an extreme, or the sum or mean of the numbers among them."""
 
     @staticmethod
     def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], finds_nan: bool, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], kind: _Kind, dims: list[int], input: Tensor
     ) -> Tensor:
         out = call(input)
         ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
-        ctx.dims, ctx.fills = dims, finds_nan and not input.is_cuda
-        value = out.view(ctx.sizes)
-        mask = input == value if finds_nan else value == input  # in torch's order, which decides the strides
-        save(ctx, keep_mask(torch.where(value.isnan(), input.isnan(), mask) if finds_nan else mask))
+        ctx.dims, ctx.kind, ctx.dtype = dims, kind, input.dtype
+        ctx.fills = kind is _Kind.WHOLE and not input.is_cuda
+        value = out.view(ctx.sizes) if kind in (_Kind.EXTREME, _Kind.WHOLE) else out
+        if kind is _Kind.EXTREME:
+            mask = value == input  # in torch's order, which decides the strides
+        elif kind is _Kind.WHOLE:
+            mask = torch.where(value.isnan(), input.isnan(), input == value)
+        else:
+            mask = input.isnan().logical_not_()
+        save(ctx, keep_mask(mask))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        mask = kept.decode()
-        count = mask.sum(ctx.dims, keepdim=True) if ctx.dims else mask
-        grad = grad.reshape(ctx.sizes)
+        mask, grad = load(ctx)[0].decode(), grad.reshape(ctx.sizes)
+        count = 1 if ctx.kind is _Kind.SUM else mask.sum(ctx.dims, keepdim=True) if ctx.dims else mask
         if ctx.fills:  # as torch does it: the result is contiguous
-            return None, None, None, None, grad.new_zeros(mask.shape).masked_fill_(mask, (grad / count).view(()))
-        return None, None, None, None, grad * mask / count
+            found = grad.new_zeros(mask.shape).masked_fill_(mask, (grad / count).view(()))
+        elif ctx.kind in (_Kind.EXTREME, _Kind.WHOLE):
+            found = grad * mask / count
+        else:
+            found = (grad if ctx.kind is _Kind.SUM else grad / count).to(ctx.dtype) * mask
+        return None, None, None, None, found
+
+
+class _Kind(enum.Enum):
+    EXTREME = "the extremes along some dimensions"
+    WHOLE = "the extremes of all elements, or NaN"
+    SUM = "the sum of numbers"
+    MEAN = "the mean of numbers"
 
 
 class _Either(Saving):
@@ -98,46 +114,20 @@ class _Rule(NamedTuple):
     ignores_nan: bool = False
 
 
-def _extreme(region: Keeper, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
-    if kwargs or not (region.packs_input(input) and input.requires_grad and 0 < input.dim() and input.numel() > 0):
-        return NotImplemented
-    chosen = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    dims = [d % input.dim() for d in chosen] or list(range(input.dim()))
-    return region.apply(_Extreme, lambda x: func(x, dim, keepdim), dims, False, input)
+def _of_dims(kind: _Kind) -> Callable:
+    """Make the handler of a reduction along some dimensions."""
 
-
-class _OfNumbers(Saving):
-    """The sum or mean of the elements that are not NaN: one bit per element."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], divides: bool, input: Tensor
-    ) -> Tensor:
-        save(ctx, keep_mask(input.isnan().logical_not_()))
-        ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
-        ctx.dims, ctx.divides, ctx.dtype = dims, divides, input.dtype
-        return call(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        mask, grad = kept.decode(), grad.reshape(ctx.sizes)
-        if ctx.divides:
-            grad = grad / mask.sum(ctx.dims, keepdim=True)
-        return None, None, None, None, grad.to(ctx.dtype) * mask
-
-
-def _of_numbers(divides: bool) -> Callable:
     def handle(
         region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
     ) -> Any:
-        if kwargs.pop("out", None) is not None or not (region.packs_input(input) and input.requires_grad):
+        if kwargs.get("out") is not None or (kwargs and kind is _Kind.EXTREME):
             return NotImplemented
-        if input.dim() == 0 or input.numel() == 0:
+        if not (region.packs_input(input) and input.requires_grad and input.dim() and input.numel()):
             return NotImplemented
         chosen = (dim,) if isinstance(dim, int) else tuple(dim or ())
         dims = [d % input.dim() for d in chosen] or list(range(input.dim()))
-        return region.apply(_OfNumbers, lambda x: func(x, dim, keepdim, **kwargs), dims, divides, input)
+        given = () if dim is None and kind is _Kind.EXTREME else dim
+        return region.apply(_Chosen, lambda x: func(x, given, keepdim, **kwargs), kind, dims, input)
 
     return handle
 
@@ -164,7 +154,7 @@ def _whole_or_either(rule: _Rule) -> Callable:
             return of_two(region, func, input, kwargs["other"])
         if args or kwargs or not (region.packs_input(input) and input.requires_grad and input.numel() > 0):
             return NotImplemented  # along a dimension: indices are saved
-        return region.apply(_Extreme, func, list(range(input.dim())), True, input)
+        return region.apply(_Chosen, func, _Kind.WHOLE, list(range(input.dim())), input)
 
     return handle
 
@@ -174,13 +164,12 @@ def _is_whole(region: Keeper, args: tuple) -> bool:
     return not any(type(arg) is int for arg in args[1:])
 
 
-_NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
 _MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
 _STORED = Stored("max, min, nansum, nanmean", MASKS, EXACT)
 OPS = (
-    Op((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _extreme, _STORED),
-    Op((torch.nansum, Tensor.nansum), _NANSUM, _STORED),
-    Op((torch.nanmean, Tensor.nanmean), _NANMEAN, _STORED),
+    Op((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _of_dims(_Kind.EXTREME), _STORED),
+    Op((torch.nansum, Tensor.nansum), _of_dims(_Kind.SUM), _STORED),
+    Op((torch.nanmean, Tensor.nanmean), _of_dims(_Kind.MEAN), _STORED),
     Op((torch.max, Tensor.max), _whole_or_either(_MAXIMUM), _STORED),
     Op((torch.min, Tensor.min), _whole_or_either(_MINIMUM), _STORED),
     Op((torch.maximum, Tensor.maximum), _either(_MAXIMUM), _STORED),
