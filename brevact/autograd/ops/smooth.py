@@ -63,7 +63,7 @@ class _Curve(NamedTuple):
         dim: the dimension of halves; None: one derivative.
     """
 
-    slopes: tuple[Callable[[Tensor], Tensor], ...]
+    slopes: tuple[Any, ...]
     value: PointFunction | None = None
     by_output: Derivative | None = None
     dim: int | None = None
@@ -174,7 +174,7 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(ByDerivative, value, curve, input, False)
 
 
-def smooth_handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
+def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Callable:
     """Make a function's handler from ``rule``, which takes the function's parameters and returns the derivative.
 
     ``is_gentle``: a rounding error of the input is a small one of the function, by a bounded slope and few turns.
@@ -193,7 +193,7 @@ def smooth_handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -
         value = Value.of(func, rest, kwargs) if is_gentle and not jumps else None
         if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
             run = _RUNNERS.get(func)
-            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
+            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
             if out is not None:
                 return out
         # A Function cannot give up its saved tensor for a logarithm of its output.
