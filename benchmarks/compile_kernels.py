@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.offline_compiler import Launch, collected, compile_launch, resources
-from benchmarks.records import write_rows
+from benchmarks.records import append_rows, print_table
 from brevact import triton_kernels
 from brevact.geometry import Grid, Place, Segments
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -101,7 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     variants = [variant for values in itertools.product(*grid) if (variant := Variant(*values)).exists]
     found = itertools.chain.from_iterable(_in_processes(variants, options.jobs))
     rows = list({tuple(row.items()): row for row in found}.values())  # masks, say, do not depend on the bucket size
-    write_rows(rows, options.csv)
+    print_table(rows)
+    if options.csv:
+        append_rows(rows, options.csv)
     failures = sum(row["problem"] != "" for row in rows)
     print(f"{len(rows)} kernels with Triton {triton.__version__}, {failures} with a problem")
     return int(failures > 0)

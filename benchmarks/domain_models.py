@@ -3,14 +3,14 @@
     pip install '.[domains]'
     pip install --no-deps segmentation-models-pytorch timm torchvision ultralytics ultralytics-thop
 
-A builder imports its library when it is called; :func:`missing` says which library is not there.
+A builder imports its library when it is called.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import brevitas.nn as qnn
 import torch
@@ -18,64 +18,8 @@ import torch.nn.functional as F
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
 from torch import Tensor, nn
 
-from recipes.torchvision_ops import declare_missing_ops
-
-declare_missing_ops()  # transformers, timm and ultralytics import torchvision if it is there
-
-#: The loss of a model on a batch; it need not call the model's own ``forward``.
-Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class Step(NamedTuple):
-    """A model, a batch, and the loss of a training step.
-
-    Args:
-        model: the model, in training mode.
-        batch: tensors, or containers of tensors.
-        loss: maps the model and the batch to a scalar.
-    """
-
-    model: nn.Module
-    batch: Any
-    loss: Loss
-
-
-class Domain(NamedTuple):
-    """A model of a field.
-
-    Args:
-        libraries: modules that the builder imports.
-        build: makes the model and its step.
-    """
-
-    libraries: tuple[str, ...]
-    build: Callable[[], Step]
-
-
-def missing(domain: Domain) -> list[str]:
-    """Return the libraries of a model that are not installed."""
-    return [name for name in domain.libraries if importlib.util.find_spec(name) is None]
-
-
-def build(domain: Domain, seed: int = 0) -> Step:
-    """Build a model and its step from a seed, in training mode."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        step = domain.build()
-    step.model.train()
-    return step
-
-
-def _supervised(criterion: Callable[[Any, Tensor], Tensor]) -> Loss:
-    """Return the loss of a model's output for x on a batch (x, y)."""
-    return lambda model, batch: criterion(model(batch[0]), batch[1])
-
-
-def _own_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Loss that a model of transformers computes itself."""
-    loss: Tensor = model(**batch).loss
-    return loss
-
+from benchmarks.small_models import of_transformers, tokens
+from benchmarks.step import Model, Step, supervised
 
 # --- Medical images in 3-D: MONAI -------------------------------------------------------------------------------------
 
@@ -89,7 +33,7 @@ def _dice_cross_entropy(model: nn.Module, size: int = 32) -> Step:
     from monai.losses import DiceCELoss
 
     criterion = DiceCELoss(to_onehot_y=True, softmax=True)
-    return Step(model, _volumes(size), _supervised(criterion))
+    return Step(model, _volumes(size), supervised(criterion))
 
 
 def monai_unet() -> Step:
@@ -105,7 +49,7 @@ def monai_unet_of_five() -> Step:
     dice, tversky = (loss(to_onehot_y=True, softmax=True) for loss in (DiceCELoss, TverskyLoss))
     model = UNet(3, 1, 5, channels=(16, 32, 64), strides=(2, 2), num_res_units=2)
     batch = torch.randn(2, 1, 32, 32, 32), torch.randint(0, 5, (2, 1, 32, 32, 32))
-    return Step(model, batch, _supervised(lambda logits, y: dice(logits, y) + tversky(logits, y)))
+    return Step(model, batch, supervised(lambda logits, y: dice(logits, y) + tversky(logits, y)))
 
 
 def monai_segresnet() -> Step:
@@ -114,7 +58,7 @@ def monai_segresnet() -> Step:
 
     criterion = TverskyLoss(to_onehot_y=True, softmax=True)
     model = SegResNet(3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), blocks_up=(1, 1))
-    return Step(model, _volumes(), _supervised(criterion))
+    return Step(model, _volumes(), supervised(criterion))
 
 
 def monai_dynunet() -> Step:
@@ -126,7 +70,7 @@ def monai_dynunet() -> Step:
         3, 1, 2, kernel_size=[3, 3, 3, 3], strides=[1, 2, 2, 2], upsample_kernel_size=[2, 2, 2],
         filters=[8, 16, 32, 64], deep_supervision=True, deep_supr_num=1,
     )  # fmt: skip
-    return Step(model, _volumes(), _supervised(lambda outputs, y: criterion(list(outputs.unbind(1)), y)))
+    return Step(model, _volumes(), supervised(lambda outputs, y: criterion(list(outputs.unbind(1)), y)))
 
 
 def monai_unetr() -> Step:
@@ -153,19 +97,7 @@ def _segmentation(kind: str, encoder: str) -> Step:
     model = getattr(smp, kind)(encoder, encoder_weights=None, classes=3)
     batch = torch.randn(4, 3, 64, 64), torch.randint(0, 3, (4, 64, 64))
     dice = smp.losses.DiceLoss("multiclass")
-    return Step(model, batch, _supervised(lambda logits, y: dice(logits, y) + F.cross_entropy(logits, y)))
-
-
-def smp_unet() -> Step:
-    return _segmentation("Unet", "resnet18")
-
-
-def smp_fpn() -> Step:
-    return _segmentation("FPN", "mobilenet_v2")
-
-
-def smp_deeplab() -> Step:
-    return _segmentation("DeepLabV3Plus", "resnet18")
+    return Step(model, batch, supervised(lambda logits, y: dice(logits, y) + F.cross_entropy(logits, y)))
 
 
 # --- Diffusion: diffusers ---------------------------------------------------------------------------------------------
@@ -295,14 +227,6 @@ def _detection(name: str) -> Step:
     return Step(model, batch, loss)
 
 
-def yolov8() -> Step:
-    return _detection("yolov8n.yaml")
-
-
-def yolo11() -> Step:
-    return _detection("yolo11n.yaml")
-
-
 # --- Graphs: PyG ------------------------------------------------------------------------------------------------------
 
 
@@ -328,135 +252,74 @@ def _graph(convolution: str, **settings: int) -> Step:
     return Step(model, (x, edge_index, y), lambda model, batch: F.cross_entropy(model(*batch[:2]), batch[2]))
 
 
-def pyg_gcn() -> Step:
-    return _graph("GCNConv")
-
-
-def pyg_gatv2() -> Step:
-    return _graph("GATv2Conv", heads=4)
-
-
-def pyg_transformer() -> Step:
-    return _graph("TransformerConv", heads=4)
-
-
 # --- Language, speech, proteins, images: transformers -----------------------------------------------------------------
 
-
-def _tokens(vocabulary: int = 200, batch: int = 8, length: int = 64) -> Tensor:
-    return torch.randint(3, vocabulary, (batch, length))
-
-
-def _language_model(kind: str, config: str, **settings: Any) -> Step:
-    import transformers
-
-    model = getattr(transformers, kind)(getattr(transformers, config)(vocab_size=200, use_cache=False, **settings))
-    ids = _tokens()
-    return Step(model, {"input_ids": ids, "labels": ids}, _own_loss)
-
-
+_SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _DECODER = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
+    **{**_SIZE, "vocab_size": 200, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 64, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MIXTRAL = partial(of_transformers, "MixtralForCausalLM", "MixtralConfig", tokens, num_local_experts=4, **_DECODER)
+_QWEN = partial(of_transformers, "Qwen3MoeForCausalLM", "Qwen3MoeConfig", tokens, **_EXPERTS, **_DECODER)
 
 
-def _with_checkpoints(step: Step) -> Step:
-    step.model.gradient_checkpointing_enable()
-    return step
+def _speech() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(8, 40, 128), "labels": tokens()["labels"]}
 
 
-def mixtral() -> Step:
-    return _language_model("MixtralForCausalLM", "MixtralConfig", **_DECODER, num_local_experts=4)
+def _captions() -> dict[str, Any]:
+    ids = tokens()["input_ids"]
+    return {"input_ids": ids, "pixel_values": torch.randn(8, 3, 32, 32), "return_loss": True}
 
 
-def mixtral_checkpointed() -> Step:
-    return _with_checkpoints(mixtral())
+def _pictures() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(0, 10, (8,))}
 
 
-def qwen3_moe() -> Step:
-    return _language_model(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_DECODER, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    )  # fmt: skip
-
-
-def qwen3_moe_checkpointed() -> Step:
-    return _with_checkpoints(qwen3_moe())
-
-
-def gemma3() -> Step:
-    return _language_model("Gemma3ForCausalLM", "Gemma3TextConfig", **_DECODER, sliding_window=32)
-
-
-def mamba2() -> Step:
-    return _language_model(
-        "Mamba2ForCausalLM", "Mamba2Config", hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16,
-        state_size=16, n_groups=1, chunk_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
-def t5() -> Step:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=200, d_model=64, d_kv=16, d_ff=192, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    return Step(model, {"input_ids": _tokens(), "labels": _tokens(length=32)}, _own_loss)
-
-
-def whisper() -> Step:
-    import transformers
-
-    config = transformers.WhisperConfig(
-        vocab_size=200, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256, num_mel_bins=40, max_source_positions=64,
-        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        use_cache=False,
-    )  # fmt: skip
-    model = transformers.WhisperForConditionalGeneration(config)
-    return Step(model, {"input_features": torch.randn(8, 40, 128), "labels": _tokens()}, _own_loss)
-
-
-def clip() -> Step:
-    import transformers
-
-    part = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.CLIPConfig(
-        text_config={**part, "vocab_size": 200, "max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1},
-        vision_config={**part, "image_size": 32, "patch_size": 4},
+_OF_TRANSFORMERS = {
+    "Whisper": of_transformers(
+        *("WhisperForConditionalGeneration", "WhisperConfig", _speech),
+        **{"vocab_size": 200, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
+        **{"decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "num_mel_bins": 40},
+        **{"max_source_positions": 64, "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1},
+        **{"eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False},
+    ),
+    "CLIP": of_transformers(
+        *("CLIPModel", "CLIPConfig", _captions),
+        text_config={
+            **{**_SIZE, "intermediate_size": 128, "vocab_size": 200, "max_position_embeddings": 64},
+            **{"eos_token_id": 2, "bos_token_id": 1},
+        },
+        vision_config={**_SIZE, "intermediate_size": 128, "image_size": 32, "patch_size": 4},
         projection_dim=32,
-    )
-    model = transformers.CLIPModel(config)
-    batch = {"input_ids": _tokens(), "pixel_values": torch.randn(8, 3, 32, 32), "return_loss": True}
-    return Step(model, batch, _own_loss)
-
-
-def esm2() -> Step:
-    import transformers
-
-    config = transformers.EsmConfig(
-        vocab_size=33, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256,
-        max_position_embeddings=128, position_embedding_type="rotary", token_dropout=True, mask_token_id=32,
-        pad_token_id=1,
-    )  # fmt: skip
-    model = transformers.EsmForMaskedLM(config)
-    ids = _tokens(32)
-    return Step(model, {"input_ids": ids, "labels": ids}, _own_loss)
-
-
-def dinov2() -> Step:
-    import transformers
-
-    config = transformers.Dinov2Config(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=4, image_size=32, patch_size=4,
-        num_labels=10,
-    )  # fmt: skip
-    model = transformers.Dinov2ForImageClassification(config)
-    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(0, 10, (8,))}
-    return Step(model, batch, _own_loss)
+    ),
+    "T5": of_transformers(
+        *("T5ForConditionalGeneration", "T5Config", partial(tokens, labels=32)),
+        **{"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 2, "num_heads": 4},
+        decoder_start_token_id=0,
+    ),
+    "Mixtral": _MIXTRAL(),
+    "Mixtral, checkpoints": _MIXTRAL(checkpoints=True),
+    "Qwen3-MoE": _QWEN(),
+    "Qwen3-MoE, checkpoints": _QWEN(checkpoints=True),
+    "Gemma 3": of_transformers("Gemma3ForCausalLM", "Gemma3TextConfig", tokens, sliding_window=32, **_DECODER),
+    "Mamba-2": of_transformers(
+        *("Mamba2ForCausalLM", "Mamba2Config", tokens),
+        **{"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16},
+        **{"state_size": 16, "n_groups": 1, "chunk_size": 32, "use_cache": False},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "ESM-2": of_transformers(
+        *("EsmForMaskedLM", "EsmConfig", partial(tokens, 32)),
+        **{**_SIZE, "vocab_size": 33, "intermediate_size": 256, "max_position_embeddings": 128},
+        **{"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 32, "pad_token_id": 1},
+    ),
+    "DINOv2": of_transformers(
+        *("Dinov2ForImageClassification", "Dinov2Config", _pictures),
+        **{**_SIZE, "mlp_ratio": 4, "image_size": 32, "patch_size": 4, "num_labels": 10},
+    ),
+}
 
 
 # --- Quantization-aware training: Brevitas ----------------------------------------------------------------------------
@@ -474,7 +337,7 @@ def _quant_conv(inputs: int, outputs: int, size: int = 3, stride: int = 1, group
 
 def _classified(features: nn.Module, width: int) -> Step:
     model = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), qnn.QuantLinear(width, 10, **_WEIGHT))
-    return Step(model, (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))), _supervised(F.cross_entropy))
+    return Step(model, (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))), supervised(F.cross_entropy))
 
 
 def brevitas_mobilenet() -> Step:
@@ -524,7 +387,7 @@ class _QuantSequence(nn.Module):
 
 def _sequence(layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], width: int) -> Step:
     batch = torch.randn(128, 16, 64), torch.randint(0, 10, (128,))
-    return Step(_QuantSequence(layer, call, width), batch, _supervised(F.cross_entropy))
+    return Step(_QuantSequence(layer, call, width), batch, supervised(F.cross_entropy))
 
 
 def brevitas_lstm() -> Step:
@@ -556,49 +419,65 @@ class _QuantUNet(nn.Module):
 
 def brevitas_unet() -> Step:
     batch = torch.randn(4, 3, 32, 32), torch.randint(0, 3, (4, 32, 32))
-    return Step(_QuantUNet(), batch, _supervised(F.cross_entropy))
+    return Step(_QuantUNet(), batch, supervised(F.cross_entropy))
 
 
-_MONAI, _SMP, _DIFFUSERS = ("monai",), ("segmentation_models_pytorch", "timm", "torchvision"), ("diffusers",)
-_YOLO, _PYG, _TRANSFORMERS = ("ultralytics", "torchvision"), ("torch_geometric",), ("transformers",)
+def _of(libraries: str, models: dict[str, Callable[[], Step]]) -> dict[str, Model]:
+    return {name: Model(tuple(libraries.split()), make) for name, make in models.items()}
+
 
 #: The models by name.
-DOMAINS: dict[str, Domain] = {
-    "MONAI UNet": Domain(_MONAI, monai_unet),
-    "MONAI UNet, 5 classes": Domain(_MONAI, monai_unet_of_five),
-    "MONAI SegResNet": Domain(_MONAI, monai_segresnet),
-    "MONAI DynUNet": Domain(_MONAI, monai_dynunet),
-    "MONAI UNETR": Domain((*_MONAI, "einops"), monai_unetr),
-    "MONAI SwinUNETR": Domain((*_MONAI, "einops"), monai_swin_unetr),
-    "smp Unet": Domain(_SMP, smp_unet),
-    "smp FPN": Domain(_SMP, smp_fpn),
-    "smp DeepLabV3+": Domain(_SMP, smp_deeplab),
-    "diffusers UNet2D": Domain(_DIFFUSERS, diffusers_unet),
-    "diffusers UNet2DCondition": Domain(_DIFFUSERS, diffusers_conditional_unet),
-    "diffusers AutoencoderKL": Domain(_DIFFUSERS, diffusers_autoencoder),
-    "diffusers DiT": Domain(_DIFFUSERS, diffusers_dit),
-    "diffusers SD3": Domain(_DIFFUSERS, diffusers_sd3),
-    "diffusers Flux": Domain(_DIFFUSERS, diffusers_flux),
-    "diffusers UNet3D": Domain(_DIFFUSERS, diffusers_video_unet),
-    "YOLOv8": Domain(_YOLO, yolov8),
-    "YOLO11": Domain(_YOLO, yolo11),
-    "PyG GCN": Domain(_PYG, pyg_gcn),
-    "PyG GATv2": Domain(_PYG, pyg_gatv2),
-    "PyG TransformerConv": Domain(_PYG, pyg_transformer),
-    "Whisper": Domain(_TRANSFORMERS, whisper),
-    "CLIP": Domain(_TRANSFORMERS, clip),
-    "T5": Domain(_TRANSFORMERS, t5),
-    "Mixtral": Domain(_TRANSFORMERS, mixtral),
-    "Mixtral, checkpoints": Domain(_TRANSFORMERS, mixtral_checkpointed),
-    "Qwen3-MoE": Domain(_TRANSFORMERS, qwen3_moe),
-    "Qwen3-MoE, checkpoints": Domain(_TRANSFORMERS, qwen3_moe_checkpointed),
-    "Gemma 3": Domain(_TRANSFORMERS, gemma3),
-    "Mamba-2": Domain(_TRANSFORMERS, mamba2),
-    "ESM-2": Domain(_TRANSFORMERS, esm2),
-    "DINOv2": Domain(_TRANSFORMERS, dinov2),
-    "Brevitas MobileNet": Domain((), brevitas_mobilenet),
-    "Brevitas ResNet": Domain((), brevitas_resnet),
-    "Brevitas LSTM": Domain((), brevitas_lstm),
-    "Brevitas MultiheadAttention": Domain((), brevitas_attention),
-    "Brevitas U-Net": Domain((), brevitas_unet),
+DOMAINS: dict[str, Model] = {
+    **_of(
+        "monai",
+        {
+            "MONAI UNet": monai_unet,
+            "MONAI UNet, 5 classes": monai_unet_of_five,
+            "MONAI SegResNet": monai_segresnet,
+            "MONAI DynUNet": monai_dynunet,
+        },
+    ),
+    **_of("monai einops", {"MONAI UNETR": monai_unetr, "MONAI SwinUNETR": monai_swin_unetr}),
+    **_of(
+        "segmentation_models_pytorch timm torchvision",
+        {
+            "smp Unet": partial(_segmentation, "Unet", "resnet18"),
+            "smp FPN": partial(_segmentation, "FPN", "mobilenet_v2"),
+            "smp DeepLabV3+": partial(_segmentation, "DeepLabV3Plus", "resnet18"),
+        },
+    ),
+    **_of(
+        "diffusers",
+        {
+            "diffusers UNet2D": diffusers_unet,
+            "diffusers UNet2DCondition": diffusers_conditional_unet,
+            "diffusers AutoencoderKL": diffusers_autoencoder,
+            "diffusers DiT": diffusers_dit,
+            "diffusers SD3": diffusers_sd3,
+            "diffusers Flux": diffusers_flux,
+            "diffusers UNet3D": diffusers_video_unet,
+        },
+    ),
+    **_of(
+        "ultralytics torchvision", {f"YOLO{name}": partial(_detection, f"yolo{name}n.yaml") for name in ("v8", "11")}
+    ),
+    **_of(
+        "torch_geometric",
+        {
+            "PyG GCN": partial(_graph, "GCNConv"),
+            "PyG GATv2": partial(_graph, "GATv2Conv", heads=4),
+            "PyG TransformerConv": partial(_graph, "TransformerConv", heads=4),
+        },
+    ),
+    **_OF_TRANSFORMERS,
+    **_of(
+        "",
+        {
+            "Brevitas MobileNet": brevitas_mobilenet,
+            "Brevitas ResNet": brevitas_resnet,
+            "Brevitas LSTM": brevitas_lstm,
+            "Brevitas MultiheadAttention": brevitas_attention,
+            "Brevitas U-Net": brevitas_unet,
+        },
+    ),
 }

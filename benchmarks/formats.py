@@ -1,6 +1,6 @@
 """Every backward quantizer on four kinds of data: what it stores, how far off it is, and how long it takes.
 
-    python -m benchmarks.formats --csv benchmarks/results/formats.csv --plot docs/formats.png
+    python -m benchmarks.formats --csv docs/formats.csv
 
 Data: standard normal; its positive part, as after ReLU; double Weibull of shape 0.6, long-tailed; and what a trained
 EfficientNetV2 nano keeps for a training step on digits. With y the decoded x and norms over all elements:
@@ -17,23 +17,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import brevact
-from benchmarks.labels import place_labels
-from benchmarks.records import append_rows, check_columns, print_table
+from benchmarks.quantizers import times
+from benchmarks.records import append_rows, print_table
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL
 from brevact.injectors.injector_type import BackwardInjectorType
 from recipes.data import Batches
@@ -41,7 +35,6 @@ from recipes.data.digits import load_digits
 from recipes.models import efficientnetv2
 
 DATA = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
-COLUMNS = ("quantizer", "data", "bits", "error", "bias", "variance", "quantize", "decode")
 _TIMED = 1 << 22
 
 Row = dict[str, Any]
@@ -54,16 +47,11 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8, help="seeds of stochastic quantizers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls (default: %(default)s)")
     parser.add_argument("--csv", help="append the rows to this file")
-    parser.add_argument("--plot", type=Path, help="write a picture of bits and error to this file")
     options = parser.parse_args()
-    if options.csv:
-        check_columns(options.csv, COLUMNS)
     rows = list(measure(options.quantizers or list(leaves()), samples(), options.draws, options.repeats))
     print_table(rows)
     if options.csv:
         append_rows(rows, options.csv)
-    if options.plot:
-        plot(rows).savefig(options.plot, dpi=120)
 
 
 def leaves() -> dict[str, type]:
@@ -87,7 +75,7 @@ def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: i
         repeats: timed calls.
 
     Yields:
-        Rows with the keys `COLUMNS`.
+        Rows.
 
     Raises:
         ValueError: a name is not that of a backward quantizer, or there are too few draws.
@@ -99,7 +87,7 @@ def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: i
         raise ValueError(f"quantizers: got {', '.join(unknown)}; known are {', '.join(known)}")
     for name in tqdm(names, desc="quantizers"):
         quantizer = brevact.quantizer(known[name])
-        quantize, decode = times(quantizer, repeats)
+        quantize, decode = relative_times(quantizer, repeats)
         for kind, parts in data.items():
             yield {
                 "quantizer": name,
@@ -190,68 +178,17 @@ def errors(quantizer: Any, parts: Sequence[Tensor], draws: int) -> dict[str, flo
     }
 
 
-def times(quantizer: Any, repeats: int) -> tuple[float, float]:
+def relative_times(quantizer: Any, repeats: int) -> tuple[float, float]:
     """Median time of quantizing and of decoding into a buffer, relative to `clone()`, measured in turns."""
     x = torch.randn(64, 64, 32, _TIMED >> 17)
     packed, buffer = quantizer.quantize(x, seed=0), torch.empty_like(x)
-    calls: tuple[Callable[[], object], ...] = (
-        x.clone,
-        lambda: quantizer.quantize(x, seed=0),
-        lambda: packed.dequantize(out=buffer),
-    )
-    found: list[list[float]] = [[], [], []]
-    for _ in range(repeats + 1):
-        for call, taken in zip(calls, found, strict=True):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-    clone, quantize, decode = (statistics.median(taken[1:]) for taken in found)  # the first calls warm up
+    calls = {
+        "clone": x.clone,
+        "quantize": lambda: quantizer.quantize(x, seed=0),
+        "decode": lambda: packed.dequantize(out=buffer),
+    }
+    clone, quantize, decode = times(calls, repeats).values()
     return quantize / clone, decode / clone
-
-
-def plot(rows: Sequence[Row]) -> Figure:
-    """Bits an element against relative error, a panel a kind of data; families of quantizers have a line each.
-
-    Args:
-        rows: of `measure`.
-
-    Returns:
-        The figure.
-    """
-    figure = Figure(figsize=(10, 8.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    kinds = list(dict.fromkeys(row["data"] for row in rows))
-    families = list(dict.fromkeys(family(row["quantizer"]) for row in rows))
-    panels = figure.subplots(math.ceil(len(kinds) / 2), 2, squeeze=False).flatten()
-    for panel in panels[len(kinds) :]:
-        panel.remove()
-    for panel, data in zip(panels, kinds, strict=False):
-        labels = []
-        for index, name in enumerate(families):
-            mine = [row for row in rows if row["data"] == data and family(row["quantizer"]) == name]
-            mine.sort(key=lambda row: float(row["bits"]))
-            bits, error = ([float(row[key]) for row in mine] for key in ("bits", "error"))
-            line = "" if name.startswith("normalized") else "-"
-            panel.plot(bits, error, f"o{line}", color=colormaps["tab20"](index), markersize=4, linewidth=1, label=name)
-            if name == "normalized":
-                short = [row["quantizer"].removesuffix("Backward") for row in mine]
-                labels = list(zip(short, bits, error, strict=True))
-        panel.set(title=data, xlabel="bits an element", ylabel="relative error", yscale="log")
-        panel.grid(alpha=0.3)
-        if panel is panels[0]:
-            panel.legend(fontsize=8)
-        place_labels(panel, labels)
-    return figure
-
-
-def family(quantizer: str) -> str:
-    """What comes before the width in a quantizer's name; the formats of normalized values by their rounding."""
-    stem = quantizer.partition("Backward")[0]
-    if quantizer.endswith("Mix"):
-        return f"{stem}, mixed"
-    if re.fullmatch(r"(Stoch)?[LUO]\d", stem):
-        return "normalized, stochastic" if stem.startswith("Stoch") else "normalized"
-    return stem
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Nets of quantization-aware training: each of plain PyTorch layers, or of Brevitas' in their places."""
+"""Nets of quantization-aware training by stock Brevitas with learned scales; `NAME, float`: the float net."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import brevitas.nn as qnn
 import torch
@@ -11,21 +11,18 @@ from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.step import Model, Step, classified
+
+#: Steps that collect statistics, before scales are learned.
 COLLECTED = 4
-"""Steps that collect statistics."""
 
 
 class Layers:
-    """Makes the layers of a net, in float or by Brevitas.
+    """Makes the layers of a net, in float or by Brevitas."""
 
-    Args:
-        bit_width: of weights and activations; None for float.
-        collecting: whether scales of activations are still collected from statistics.
-    """
-
-    def __init__(self, bit_width: int | None, collecting: bool) -> None:
+    def __init__(self, bit_width: int | None) -> None:
         self.bit_width = bit_width
-        self.steps = {"collect_stats_steps": 10**6 if collecting else COLLECTED - 1}
+        self.steps = {"collect_stats_steps": COLLECTED - 1}
 
     def conv(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Module:
         """A convolution without bias."""
@@ -78,13 +75,7 @@ def mobile_net(layers: Layers) -> nn.Module:
 
 
 class ViTBlock(nn.Module):
-    """Attention and MLP of a vision transformer, between patches of 4x4 pixels and a classifier.
-
-    Args:
-        layers: makes the layers.
-        dim: features.
-        heads: of the attention.
-    """
+    """Attention and MLP of a vision transformer, between patches of 4x4 pixels and a classifier."""
 
     def __init__(self, layers: Layers, dim: int = 192, heads: int = 3) -> None:
         super().__init__()
@@ -97,7 +88,6 @@ class ViTBlock(nn.Module):
         self.head = nn.Linear(dim, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, 10) logits of (B, 3, H, W) images."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = x + self.attend(self.norms[0](x))
         x = x + self.mlp(self.norms[1](x))
@@ -114,14 +104,7 @@ class ViTBlock(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions of a ResNet, and a way around them.
-
-    Args:
-        layers: makes the layers.
-        inputs: channels.
-        outputs: channels.
-        stride: of the first convolution.
-    """
+    """Two convolutions of a ResNet, and a way around them."""
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -133,7 +116,6 @@ class BasicBlock(nn.Module):
         self.relu = layers.relu()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, outputs, H, W) maps of (B, inputs, H, W) ones."""
         return self.relu(self.second(self.first(x)) + self.around(x))
 
 
@@ -147,15 +129,7 @@ def resnet18(layers: Layers) -> nn.Module:
 
 
 class InvertedResidual(nn.Module):
-    """A block of MobileNetV2: it widens, convolves each channel, narrows, and adds its input where the sizes agree.
-
-    Args:
-        layers: makes the layers.
-        inputs: channels.
-        outputs: channels.
-        stride: of the depthwise convolution.
-        factor: by which channels widen.
-    """
+    """A block of MobileNetV2: it widens, convolves each channel, narrows, and adds its input where the sizes agree."""
 
     def __init__(self, layers: Layers, inputs: int, outputs: int, stride: int, factor: int) -> None:
         super().__init__()
@@ -167,7 +141,6 @@ class InvertedResidual(nn.Module):
         self.adds = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, outputs, H, W) maps of (B, inputs, H, W) ones."""
         return x + self.convs(x) if self.adds else self.convs(x)
 
 
@@ -198,19 +171,12 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, 10) logits of (B, 3, 32, 32) images."""
         rows = images.permute(0, 2, 1, 3).flatten(2)
         return self.head(self.lstm(self.embed(rows))[0].mean(1))
 
 
 class DecoderLayer(nn.Module):
-    """A layer of a Llama-like decoder, whose linear layers and their inputs are quantized.
-
-    Args:
-        layers: makes the layers.
-        dim: features.
-        heads: of the attention.
-    """
+    """A layer of a Llama-like decoder, whose linear layers and their inputs are quantized."""
 
     def __init__(self, layers: Layers, dim: int, heads: int) -> None:
         super().__init__()
@@ -220,7 +186,6 @@ class DecoderLayer(nn.Module):
         self.gate, self.up, self.down = (layers.linear(*sizes) for sizes in ((dim, 3 * dim),) * 2 + ((3 * dim, dim),))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, dim) features of such ones."""
         batch, tokens, dim = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
@@ -239,35 +204,32 @@ class Decoder(nn.Module):
         self.head = nn.Linear(dim, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return (B, 10) logits of (B, T) tokens."""
         return self.head(self.layers(self.embed(tokens)).mean(1))
 
 
-class Net(NamedTuple):
-    """A net: what makes it, bits of weights and activations, images a batch, and their sides, or tokens.
-
-    ``collected`` are the steps after which scales are learned.
-    """
-
-    make: Callable[[Layers], nn.Module]
-    bit_width: int
-    batch_size: int
-    size: int
-    collected: int = COLLECTED
-
-    def batch(self, batch_size: int) -> Tensor:
-        """Return random inputs."""
-        if self.make is Decoder:
-            return torch.randint(0, 1000, (batch_size, self.size))
-        return torch.randn(batch_size, 3, self.size, self.size)
+def qat_step(make: Callable[[Layers], nn.Module], bit_width: int | None, batch_size: int, size: int) -> Step:
+    """The step of a net on images, or tokens, after the steps that collect statistics."""
+    model = make(Layers(bit_width))
+    shape = (batch_size, size) if make is Decoder else (batch_size, 3, size, size)
+    batch = torch.randint(0, 1000, shape) if make is Decoder else torch.randn(shape)
+    with torch.no_grad():
+        for _ in range(10 if make is Recurrent else COLLECTED):  # 300 calls, of 32 time steps
+            model(batch)
+    return Step(model, (batch, torch.randint(0, 10, (batch_size,))), classified)
 
 
-NETS = {
-    "conv": Net(conv_net, 4, 32, 32),
-    "mobile": Net(mobile_net, 8, 32, 32),
-    "vit": Net(ViTBlock, 4, 32, 32),
-    "resnet18": Net(resnet18, 4, 16, 64),
-    "mobilenetv2": Net(mobilenetv2, 8, 16, 64),
-    "lstm": Net(Recurrent, 8, 32, 32, collected=10),  # 300 calls, of 32 time steps
-    "llm": Net(Decoder, 8, 8, 128),
+_NETS: dict[str, tuple[Callable[[Layers], nn.Module], int, int, int]] = {
+    "conv-BN-ReLU W4A4": (conv_net, 4, 32, 32),
+    "MobileNet W8A8": (mobile_net, 8, 32, 32),
+    "MobileNet W4A4": (mobile_net, 4, 64, 32),
+    "ViT block W4A4": (ViTBlock, 4, 32, 32),
+    "ResNet-18 W4A4": (resnet18, 4, 16, 64),
+    "MobileNetV2 W8A8": (mobilenetv2, 8, 16, 64),
+    "QuantLSTM W8A8": (Recurrent, 8, 32, 32),
+    "decoder W8A8": (Decoder, 8, 8, 128),
+}
+#: Nets by name: what makes them, their bits, the batch size, and sides of images or tokens.
+QAT: dict[str, Model] = {name: Model((), partial(qat_step, *net)) for name, net in _NETS.items()} | {
+    f"{name}, float": Model((), partial(qat_step, make, None, batch, size))
+    for name, (make, _, batch, size) in _NETS.items()
 }

@@ -41,6 +41,5 @@ from brevact.reports.gradient_table import GradientReport as GradientReport
 from brevact.reports.gradients import gradient_report as gradient_report
 from brevact.reports.memory import MemoryReport as MemoryReport
 from brevact.reports.memory import memory_report as memory_report
-from brevact.reports.peak import PeakMemory as PeakMemory
 from brevact.reports.step import StepReport as StepReport
 from brevact.reports.step import step_report as step_report

@@ -1,7 +1,7 @@
 """Detection of shapes by torchvision's FCOS, an anchor-free detector, on pictures drawn on the spot.
 
     python -m recipes.detection                          # the table: plain, checkpoint, DEFAULT, RECOMPUTE
-    python -m recipes.detection --seeds --memory 1GiB    # no training: bytes, and the largest picture that fits
+    python -m recipes.detection --image 128 --epochs 20 --seeds 0
 
 A ResNet with a block a stage, a pyramid of features and the two heads of FCOS learn to find discs, squares and
 triangles in noise (`recipes/data/shapes.py`). The metric is AP50: the area below precision over recall, with boxes that
@@ -26,7 +26,6 @@ from recipes.domains import (
     Domain,
     DomainSettings,
     Metric,
-    Size,
     Task,
     checkpoint_each,
     library,
@@ -104,10 +103,6 @@ class DetectionTask(Task):
         for step in range(self.steps_per_epoch):
             chosen = order[step * self.settings.batch_size :][: self.settings.batch_size].tolist()
             yield self._batch(self.train_pictures, chosen)
-
-    def probe(self) -> Batch:
-        pictures = make_pictures(self.settings.batch_size, self.settings.image, self.seed)
-        return self._batch(pictures, range(len(pictures)))
 
     def _batch(self, pictures: Pictures, chosen: Sequence[int]) -> Batch:
         targets = [{name: x.to(self.device) for name, x in pictures.targets[number].items()} for number in chosen]
@@ -227,7 +222,6 @@ DOMAIN = Domain(
     task=DetectionTask,
     metric=Metric("ap50", "AP50", higher_is_better=True),
     libraries=("torchvision",),
-    size=Size("image", "pixels", start=320, multiple=MULTIPLE, most=4096, measured=320),
 )
 main = partial(run_command_line, DOMAIN)
 

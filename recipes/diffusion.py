@@ -9,7 +9,7 @@ squared error of the noise in held-out images, with averaged weights (EMA); its 
 The autoencoder's metric is the mean squared error of reconstructions, of pixels from -1 to 1; its picture has held-out
 images, and below them their reconstructions.
 
-The digits are 1,797 images that come with scikit-learn. `--memory 2GiB` searches the largest batch that fits.
+The digits are 1,797 images that come with scikit-learn.
 """
 
 import sys
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from recipes import plots
 from recipes.data import LOADERS, Batches, ImageDataset, Normalization
-from recipes.domains import Domain, DomainSettings, Metric, Size, Task, library, run_command_line
+from recipes.domains import Domain, DomainSettings, Metric, Task, library, run_command_line
 from recipes.options import Limit, setting
 
 #: Channels of the images of each data set; both have 10 classes and 32 pixels along an edge.
@@ -93,13 +93,6 @@ class Diffusion(Task):
     def batches(self, epoch: int) -> Iterator[dict[str, Tensor]]:
         """Images, and the noise and the times that are drawn for them."""
         return self._with_noise(self._images(train=True).epoch(epoch), self.seed * 2**20 + epoch)
-
-    def probe(self) -> dict[str, Tensor]:
-        """Random images."""
-        own = self.settings
-        images = torch.randn(own.batch_size, CHANNELS[own.dataset], own.image_size, own.image_size)
-        labels = torch.randint(CLASSES, (own.batch_size,))
-        return next(self._with_noise([(images.to(self.device), labels.to(self.device))], 0))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean squared error of the noise; of the autoencoder that of the images, and the divergence of its codes."""
@@ -266,7 +259,6 @@ DOMAIN = Domain(
     task=Diffusion,
     metric=Metric("mse", "mean squared error", higher_is_better=False),
     libraries=("diffusers",),
-    size=Size("batch_size", unit="images", start=64, multiple=4, most=2**16, measured=256),
 )
 main = partial(run_command_line, DOMAIN)
 

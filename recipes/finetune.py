@@ -1,7 +1,7 @@
 """Language models of Hugging Face in `transformers.Trainer`, in full or by LoRA: plain, checkpoint, packed.
 
     python -m recipes.finetune                                             # a small Llama from random weights
-    python -m recipes.finetune --seeds --size small --batch-size 1 --memory 2GiB    # the longest sequence that fits
+    python -m recipes.finetune --size small --method lora --batch-size 1 --context 512
 
 trains on texts that come with Python, in sequences of tokens, and measures bits per character on a held-out tenth.
 Random weights are those of a small Llama or GPT-2, with a tokenizer trained on the text. `--weights` takes a name of
@@ -10,8 +10,7 @@ Hugging Face's hub, or a folder that `save_pretrained` wrote, such as that of `-
     python -m recipes.finetune --variants plain --seeds 0 --save --out-dir runs/base
     python -m recipes.finetune --weights runs/base/finetune-plain --text python-source --method lora --lr 5e-4
 
-An epoch is a run of `Trainer` with brevact's callback, and with the optimizer and the schedule of the whole training;
-bytes, peak and time are those of a step of the same loss, clipping and optimizer in a process of its own.
+An epoch is a run of `Trainer` with brevact's callback, and with the optimizer and the schedule of the whole training.
 """
 
 import math
@@ -25,11 +24,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes import files
 from recipes.data.tokens import TEXTS, Tokens, load_tokens
-from recipes.domains import Domain, DomainSettings, Metric, Size, Task, library, run_command_line
+from recipes.domains import Domain, DomainSettings, Metric, Task, library, run_command_line
 from recipes.domains.domain import Region
 from recipes.errors import RecipeError
 from recipes.options import Limit, setting
@@ -108,26 +107,10 @@ class FineTuning(Task):
             starts_B = torch.randint(most, (self.settings.batch_size,), generator=generator)
             yield self._batch(text[starts_B[:, None] + torch.arange(self.settings.context)])
 
-    def probe(self) -> dict[str, Tensor]:
-        """Random tokens."""
-        shape = self.settings.batch_size, self.settings.context
-        return self._batch(torch.randint(self.model.config.vocab_size, shape))
-
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The model's own: mean cross-entropy of the next token, in nats."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
             return self.model(**batch, use_cache=False).loss
-
-    def step(self, batch: dict[str, Tensor], region: Region) -> Tensor:
-        """As `Trainer` takes it, with clipped gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with region():
-            loss = self.loss(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
-        self.optimizer.step()
-        self.scheduler.step()
-        return loss.detach()
 
     def train_epoch(self, epoch: int, region: Region, on_step: Callable[[], object]) -> float:
         """Lets `transformers.Trainer` take the steps of an epoch, with brevact's callback if the model has a policy."""
@@ -241,7 +224,7 @@ def _given_model(settings: FineTuneSettings) -> Any:
     if most is not None and settings.context > most:
         raise RecipeError(
             f"--context {settings.context} is not possible: the model of --weights takes {most} tokens at most; "
-            f"use --context and --measured-context of at most {most}"
+            f"use --context of at most {most}"
         )
     return model
 
@@ -270,7 +253,6 @@ DOMAIN = Domain(
     task=FineTuning,
     metric=Metric("bits_per_character", "bits per character", higher_is_better=False),
     libraries=("transformers", "accelerate", "peft"),
-    size=Size("context", unit="tokens", start=1024, multiple=64, most=2**17, measured=1024),
 )
 main = partial(run_command_line, DOMAIN)
 

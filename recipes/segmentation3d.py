@@ -1,7 +1,7 @@
 """Segmentation of volumes by MONAI's UNet or SegResNet, with the volumes of MONAI's own generator.
 
     python -m recipes.segmentation3d                        # the table: plain, checkpoint, DEFAULT, RECOMPUTE
-    python -m recipes.segmentation3d --seeds --memory 2GiB  # no training: bytes, and the largest patch that fits
+    python -m recipes.segmentation3d --net segresnet --patch 64 --volume 96
 
 Volumes with balls of several classes in noise are made on the spot (`monai.data.create_test_image_3d`). The network
 trains on random patches (`RandCropByPosNegLabel`, flips) with `DiceCELoss`, and is tested on whole volumes by a sliding
@@ -10,10 +10,9 @@ window; the metric is the mean Dice of all classes but the background (`DiceMetr
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from recipes.domains import (
     Domain,
     DomainSettings,
     Metric,
-    Size,
     Task,
     checkpoint_each,
     library,
@@ -120,10 +118,6 @@ class VolumeTask(Task):
             found = [patches(self.train_volumes[number])[0] for number in chosen]
             yield tuple(torch.stack([each[key].as_tensor() for each in found]).to(self.device) for key in keys)
 
-    def probe(self) -> Batch:
-        shape = (self.settings.batch_size, 1, *(self.settings.patch,) * 3)
-        return torch.randn(shape, device=self.device), torch.randint(0, 1 + CLASSES, shape, device=self.device).float()
-
     def loss(self, batch: Batch) -> Tensor:
         images, labels = batch
         return self.criterion(self.model(images), labels)
@@ -208,11 +202,6 @@ def outermost(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[nn.M
     return found
 
 
-def with_patch(settings: VolumeSettings, patch: int) -> Any:
-    """Settings with another patch, in volumes that hold it."""
-    return replace(settings, patch=patch, volume=max(settings.volume, patch))
-
-
 DOMAIN = Domain(
     module="recipes.segmentation3d",
     description=__doc__,
@@ -220,7 +209,6 @@ DOMAIN = Domain(
     task=VolumeTask,
     metric=Metric("dice", "Dice", higher_is_better=True),
     libraries=("monai",),
-    size=Size("patch", "voxels", start=96, multiple=2 * MULTIPLE, most=512, measured=96, apply=with_patch),
 )
 main = partial(run_command_line, DOMAIN)
 

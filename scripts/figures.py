@@ -1,25 +1,215 @@
-"""Fill figures in the prose of README.md and docs/ from the rows in `benchmarks/results`.
+"""Fill figures and tables of README.md and docs/ from rows of measurements: `docs/bench.csv` and the CSVs beside it.
 
     python -m scripts.figures
 
-A figure stands between marks, ``<!--figure:step.resnet50.kept-->50.2<!--end-->``, which no reader of the page sees; the
-name is one of `figures`. A row that is measured again changes the page by this command, and a test fails until it has
-run. Figures without marks are of measurements whose rows are not kept.
+A figure stands between marks, ``<!--figure:bench.ResNet-50.DEFAULT.kept-->8.3<!--end-->``, which no reader of the page
+sees. Rows that are measured again change the page by this command, and a test fails until it has run. Names:
+
+bench.MODEL.POLICY.COLUMN   of the last row: kept, less, peak, growth, step, speed, error, noise or bias
+range.GROUP.POLICY.COLUMN   the least and the largest of a group of models
+table.NAME                  a key of `TABLES`, or formats, quantizers, studies
+study.POLICY.COLUMN         of the long study: pairs, less, loss, accuracy, accuracy-below, accuracy-below-interval
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import figure_domains, figure_models, figure_rows, figure_runs, figure_tables
-from scripts.figure_results import Results
+from benchmarks.gpu import MODELS as GPU
+from benchmarks.models import GROUPS
+from recipes.study import Comparison, comparisons
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+Row = dict[str, str]
+Bench = Mapping[tuple[str, str], Row]
 _MARK = re.compile(r"<!--figure:(?P<name>[^>]*?)-->(?P<text>.*?)<!--end-->", re.S)
+
+
+def noise_text(value: str) -> str:
+    """A noise with more decimals, the smaller it is.
+
+    >>> [noise_text(value) for value in ("0.588", "0.0305", "0.00045", "-1e-6")]
+    ['0.59', '0.030', '0.0004', '0.0000']
+    """
+    places = 4 if abs(float(value)) < 0.001 else 3 if abs(float(value)) < 0.1 else 2
+    return f"{float(value):.{places}f}".replace("-0.0000", "0.0000")
+
+
+#: From the name of a figure to the column, and how it is written.
+COLUMNS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "kept": ("kept_mib", lambda value: f"{float(value):,.1f}" if float(value) >= 10 else f"{float(value):.2f}"),
+    "less": ("kept_less", lambda value: f"{float(value):.1f}"),
+    "peak": ("peak_mib", lambda value: f"{float(value):,.0f}"),
+    "growth": ("growth_mib", lambda value: f"{float(value):,.0f}"),
+    "step": ("step", lambda value: f"{float(value):.2f}"),
+    "speed": ("step", lambda value: f"{1 / float(value):.2f}"),
+    "error": ("error", lambda value: f"{100 * float(value):.1f} %"),
+    "noise": ("noise", noise_text),
+    "bias": ("bias", noise_text),
+}
+_HEADS = {
+    **{"kept": "kept, MiB", "less": "times less", "peak": "peak, MiB", "growth": "growth of the process, MiB"},
+    **{"error": "error of the gradient", "bias": "bias²"},
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A row a model and policy: a group of models, or their names, policies (None: all that have rows) and columns."""
+
+    models: str | tuple[str, ...]
+    policies: tuple[str, ...] | None
+    columns: tuple[str, ...]
+
+    def text(self, rows: Bench) -> str:
+        """The table in Markdown; columns without a figure are left out."""
+        found: list[list[str]] = []
+        for model in models_of(self.models):
+            measured = [policy for name, policy in rows if name == model]
+            for policy in measured if self.policies is None else self.policies:
+                row = rows.get((model, policy), {})
+                cells = [_cell(row, column) for column in self.columns]
+                if any(cells):
+                    name = policy if policy.islower() and ":" not in policy else f"`{policy}`"
+                    found.append([model if not found or model not in {line[0] for line in found} else "", name, *cells])
+        kept = [0, 1, *(at for at in range(2, len(self.columns) + 2) if any(line[at] for line in found))]
+        heads = ["model", "", *(_HEADS.get(column, column) for column in self.columns)]
+        return markdown([heads[at] for at in kept], [[line[at] for at in kept] for line in found])
+
+
+_LARGE = ("plain", "checkpoint", "compile", "DEFAULT", "RECOMPUTE", "LosslessBackward:recompute=1024", "fit:30x")
+_QAT = ("plain", "LosslessBackward", "LosslessBackward:residual_bit_width=2", "StochBackward2bit", "DEFAULT")
+_GPU = ("plain", "checkpoint", "DEFAULT", "RECOMPUTE", "LosslessBackward", "plain+captured", "DEFAULT+captured")
+TABLES = {
+    "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
+    "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
+    "trained": Table("trained", None, ("less", "error", "noise", "bias")),
+    "small": Table("small", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error", "noise")),
+    "images": Table("images", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error")),
+    "domains": Table("domains", ("DEFAULT",), ("kept", "less", "step")),
+    "gpu": Table("gpu", _GPU, ("kept", "less", "peak", "speed")),
+}
+
+
+def models_of(names: str | tuple[str, ...]) -> list[str]:
+    """The models of a group, or these."""
+    return list(GPU if names == "gpu" else GROUPS[names]) if isinstance(names, str) else list(names)
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table with the empty lines that it needs between marks."""
+    text = [f"| {' | '.join(line)} |" for line in (heads, *lines)]
+    return "\n\n" + "\n".join([text[0], "|" + "---|" * len(heads), *text[1:]]) + "\n\n"
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a CSV of docs/."""
+    with open(DOCS / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def bench(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    """The last figure in each column, by model and policy."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["policy"]), {}).update({name: x for name, x in row.items() if x})
+    return found
+
+
+def figures() -> dict[str, str]:
+    """Return all figures by name, as they are written."""
+    rows = bench(read("bench"))
+    found = {f"table.{name}": table.text(rows) for name, table in TABLES.items()}
+    for (model, policy), row in rows.items():
+        found |= {f"bench.{model}.{policy}.{column}": _cell(row, column) for column in COLUMNS}
+    for group in (*GROUPS, "gpu"):
+        for policy in dict.fromkeys(policy for _, policy in rows):
+            of_group = [rows[model, policy] for model in models_of(group) if (model, policy) in rows]
+            for column in COLUMNS:
+                if values := sorted({_cell(row, column) for row in of_group} - {""}, key=_number):
+                    found[f"range.{group}.{policy}.{column}"] = " to ".join(dict.fromkeys((values[0], values[-1])))
+    return found | {"table.formats": _formats(), "table.quantizers": _quantizers()} | _studies()
+
+
+def _cell(row: Mapping[str, str], name: str) -> str:
+    column, text = COLUMNS[name]
+    return text(row[column]) if row.get(column) else ""
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", "").removesuffix(" %"))
+
+
+def _formats() -> str:
+    last = {(row["quantizer"], row["data"]): row for row in read("formats")}
+    kinds = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
+    lines = []
+    for name in dict.fromkeys(name for name, _ in last):
+        row = last[name, kinds[-1]]
+        errors = (last[name, kind]["error"] for kind in kinds)
+        lines.append([f"`{name}`", row["bits"], *errors, row["bias"], row["quantize"], row["decode"]])
+    return markdown(["quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode"], lines)
+
+
+def _quantizers() -> str:
+    last = {(row["operation"], row["device"], row["dtype"], row["bit_width"]): row for row in read("quantizers")}
+    columns = list(dict.fromkeys(key[1:] for key in last))
+    lines = []
+    for operation in dict.fromkeys(key[0] for key in last):
+        rows = [last.get((operation, *column)) for column in columns]
+        lines.append([operation, *(f"{row['ns']} ({row['of_clone']})" if row else "" for row in rows)])
+    return markdown(["", *(f"{device}, {dtype}, {bits} bits" for device, dtype, bits in columns)], lines)
+
+
+def _studies() -> dict[str, str]:
+    found, lines = {}, []
+    for each in comparisons(read("studies")):
+        lines.append([*each.names(), str(each.pairs), f"{each.less:.1f}", str(each.loss), str(each.accuracy)])
+        if each.is_long:
+            found |= _of_study(each)
+    heads = ["trained", "stored by", "pairs", "times less", "training loss", "test accuracy, points"]
+    return {**found, "table.studies": markdown(heads, lines)}
+
+
+def _of_study(each: Comparison) -> dict[str, str]:
+    low, high = (-each.accuracy.mean + half for half in (-each.accuracy.half_width, each.accuracy.half_width))
+    values = {"pairs": str(each.pairs), "less": f"{each.less:.1f}", "loss": str(each.loss)}
+    values |= {"accuracy": str(each.accuracy), "accuracy-below": f"{-each.accuracy.mean:.2f}"}
+    values["accuracy-below-interval"] = f"{low:.2f} to {high:.2f}"
+    return {f"study.{each.policy}.{name}": text for name, text in values.items()}
+
+
+def pages() -> list[Path]:
+    """The pages that may have figures."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def names_on(text: str) -> set[str]:
+    """The names of the figures on a page."""
+    return {mark["name"] for mark in _MARK.finditer(text)}
+
+
+def with_figures(text: str, found: Mapping[str, str]) -> str:
+    """Return the text of a page with its figures filled; a KeyError for a figure that is not among them.
+
+    >>> with_figures("<!--figure:a-->1<!--end--> MiB", {"a": "2"})
+    '<!--figure:a-->2<!--end--> MiB'
+    """
+
+    def filled(mark: re.Match[str]) -> str:
+        name = mark["name"]
+        if not found.get(name):
+            near = difflib.get_close_matches(name, found, n=5, cutoff=0.4) or sorted(found)[:5]
+            raise KeyError(f"figure {name!r} has no row; near are {', '.join(near)}")
+        return f"<!--figure:{name}-->{found[name]}<!--end-->"
+
+    return _MARK.sub(filled, text)
 
 
 def main() -> None:
@@ -30,48 +220,6 @@ def main() -> None:
         if (filled := with_figures(text, found)) != text:
             page.write_text(filled, "utf-8")
             print(page.relative_to(ROOT))
-
-
-def pages() -> list[Path]:
-    """The pages that may have figures."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def names_on(text: str) -> set[str]:
-    """The names of the figures on a page."""
-    return {mark["name"] for mark in _MARK.finditer(text)}
-
-
-def with_figures(text: str, found: Mapping[str, str]) -> str:
-    """Return the text of a page with its figures filled.
-
-    >>> with_figures("<!--figure:a-->1<!--end--> MiB", {"a": "2"})
-    '<!--figure:a-->2<!--end--> MiB'
-
-    Args:
-        text: of the page.
-        found: figures by name.
-
-    Raises:
-        KeyError: the page has a figure that is not among them.
-    """
-
-    def filled(mark: re.Match[str]) -> str:
-        name = mark["name"]
-        if name not in found:
-            near = difflib.get_close_matches(name, found, n=5, cutoff=0.4) or sorted(found)[:5]
-            raise KeyError(f"figure {name!r} is not known; near are {', '.join(near)}")
-        return f"<!--figure:{name}-->{found[name]}<!--end-->"
-
-    return _MARK.sub(filled, text)
-
-
-def figures() -> dict[str, str]:
-    """Return all figures by name, as they are written."""
-    results = Results(RESULTS)
-    kinds = (*figure_rows.KINDS, *figure_tables.KINDS, *figure_runs.KINDS, *figure_models.KINDS)
-    kinds = (*kinds, figure_domains.of_domains)
-    return {name: text for kind in kinds for name, text in kind(results).items()}
 
 
 if __name__ == "__main__":

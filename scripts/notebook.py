@@ -1,10 +1,11 @@
 """Run a page of the documentation that is one program, cell by cell, and write what each cell prints below it.
 
     python -m scripts.notebook docs/tutorial.md --folder docs/tutorial
-    python -m scripts.notebook docs/first_steps.md --folder docs/first_steps --ipynb docs/first_steps.ipynb
+    python -m scripts.notebook docs/first_steps.md --folder docs/first_steps
 
 A cell is a block of Python; a block of text right behind it is its output. Cells share their names, and run in the
-folder that is named, where pictures are written. `--ipynb` writes the page as a Jupyter notebook, too.
+folder that is named, where pictures are written.
+`jupytext --to ipynb PAGE` makes a notebook of such a page.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _CELL = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S)
@@ -26,13 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where cells run")
-    parser.add_argument("--ipynb", type=Path, help="the page as a notebook")
     options = parser.parse_args()
     text = options.page.read_text("utf-8")
-    text = with_outputs(text, run_cells(text, options.folder))
-    options.page.write_text(text, "utf-8")
-    if options.ipynb is not None:
-        options.ipynb.write_text(as_ipynb(text), "utf-8")
+    options.page.write_text(with_outputs(text, run_cells(text, options.folder)), "utf-8")
 
 
 def run_cells(text: str, folder: Path, changes: Mapping[str, str] | None = None) -> list[str]:
@@ -54,19 +50,6 @@ def run_cells(text: str, folder: Path, changes: Mapping[str, str] | None = None)
         if not any(old in code for code in codes):
             raise ValueError(f"changes={old!r} is in no cell of the page; write the page or the change anew")
         codes = [code.replace(old, new) for code in codes]
-    return run_codes(codes, folder)
-
-
-def run_codes(codes: Iterable[str], folder: Path) -> list[str]:
-    """Run cells in order, with the names of one program.
-
-    Args:
-        codes: of the cells.
-        folder: where they run; made if it is missing.
-
-    Returns:
-        What each of them printed.
-    """
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[str, object] = {"__name__": "__notebook__"}
     outputs = []
@@ -93,48 +76,6 @@ def with_outputs(text: str, outputs: list[str]) -> str:
         return f"```python\n{found['code']}```\n" + (f"\n```text\n{printed}\n```\n" if printed else "")
 
     return _CELL.sub(cell, text)
-
-
-def as_ipynb(text: str) -> str:
-    """The page as a Jupyter notebook: format 4.5, JSON.
-
-    Args:
-        text: of the page, with the outputs of its cells.
-
-    Returns:
-        The notebook: cells of Markdown, and cells of code with what they print.
-    """
-    cells, end = [], 0
-    for count, found in enumerate(_CELL.finditer(text), 1):
-        cells.append({"cell_type": "markdown", "metadata": {}, "source": text[end : found.start()].strip()})
-        streams = [{"name": "stdout", "output_type": "stream", "text": _lines(found["output"] or "")}]
-        code = {"execution_count": count, "outputs": streams if found["output"] else []}
-        cells.append({"cell_type": "code", "metadata": {}, **code, "source": found["code"].rstrip()})
-        end = found.end()
-    cells.append({"cell_type": "markdown", "metadata": {}, "source": text[end:].strip()})
-    for number, cell in enumerate(cells):
-        cell |= {"id": f"cell-{number}", "source": _lines(str(cell["source"]))}
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    notebook = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
-
-
-def cells_of_ipynb(text: str) -> list[str]:
-    """The code of a Jupyter notebook, cell by cell.
-
-    Args:
-        text: of the notebook, JSON.
-
-    Returns:
-        The source of each cell of code.
-    """
-    return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-
-
-def _lines(text: str) -> list[str]:
-    """As notebooks store text: a string a line."""
-    return text.splitlines(keepends=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import brevact
 import brevact.api
 import brevact.nn
 from brevact.injectors.saved_form import LEAVES
-from scripts.notebook import as_ipynb, cells_of_ipynb, run_cells, run_codes
+from scripts.notebook import run_cells
 from tests.libraries import marks_of
 
 ROOT = Path(__file__).parent.parent
@@ -51,14 +51,9 @@ def test_tutorial_runs_on_digits(tmp_path: Path):
     assert 0 < noise[0] < noise[1]
 
 
-def test_first_steps_are_a_notebook():
-    notebook = FIRST_STEPS.with_suffix(".ipynb").read_text("utf-8")
-    assert notebook == as_ipynb(FIRST_STEPS.read_text("utf-8"))  # python -m scripts.notebook, see there
-
-
 @pytest.mark.exhaustive
 def test_first_steps_run(tmp_path: Path):
-    outputs = run_codes(cells_of_ipynb(FIRST_STEPS.with_suffix(".ipynb").read_text("utf-8")), tmp_path)
+    outputs = run_cells(FIRST_STEPS.read_text("utf-8"), tmp_path)
     assert "same outputs: True" in outputs[2] and [bool(output) for output in outputs] == [False, *[True] * 5]
     assert {path.name for path in tmp_path.iterdir()} == {"memory.png"}
     noise = [float(value) for value in re.findall(r"noise (\d\.\d+)", outputs[3])]
@@ -89,7 +84,7 @@ def test_links_of_pages_lead_to_files(page):
 def test_every_page_is_in_the_navigation():
     navigation = set(re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M))
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES[1:]}
-    assert navigation == {page for page in pages if not page.startswith("studies/")}  # studies.md has links to them
+    assert navigation == pages
 
 
 def test_the_limits_page_quotes_errors_of_the_source():

@@ -88,7 +88,6 @@ def _modes_above(region: Any) -> list[Any]:
 
 
 def leave_abandoned(frame: FrameType | None) -> None:
-    """Leave regions whose forward no longer runs below ``frame``."""
     while not is_alive(frame):
         leave_last()
 

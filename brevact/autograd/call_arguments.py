@@ -45,27 +45,31 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
 
 
 class BoundCall(NamedTuple):
-    """A call with its constants, as a function of the tensors at the leaves ``Tensor``; None as structure: a tuple."""
+    """A call with its constants, as a function of the tensors at the leaves ``Tensor``.
+
+    ``spec`` is the structure of the leaves, or the names of the last ones, if all are arguments.
+    """
 
     function: Callable[..., Tensor]
     leaves: tuple[Any, ...]
-    spec: TreeSpec | None = None
+    spec: TreeSpec | tuple[str, ...] = ()
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         given = iter(tensors)
         leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
-        if self.spec is None:
-            return self.function(*leaves)
+        if type(self.spec) is tuple:
+            first = len(leaves) - len(self.spec)
+            return self.function(*leaves[:first], **dict(zip(self.spec, leaves[first:], strict=True)))
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.function(*args, **kwargs)
 
 
 def bound_call(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a call as a function of its tensors (:func:`tensors_of_call`): ``func`` itself if it has no constants."""
-    flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
+    flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in (*args, *kwargs.values())])
     constants = [type(arg) for arg in flat if arg is not Tensor]
-    if not kwargs and CONSTANT_TYPES.issuperset(constants):
-        return BoundCall(func, flat) if constants else func
+    if CONSTANT_TYPES.issuperset(constants):
+        return BoundCall(func, flat, tuple(kwargs)) if constants or kwargs else func
     leaves, spec = tree_flatten((args, kwargs))
     return BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 

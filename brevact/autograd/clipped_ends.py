@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoders import SavedByHook
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.saved import Decoder
 
 #: Widths of codes that do not cross bytes.
 BIT_WIDTHS = (2, 4, 8)
 #: With fewer elements the calls cost more than they save.
 MIN_NUMEL = 1 << 15
-#: Attribute of the codes' storage: a weak reference to the holder of their first bits, its decoder, and its hooks.
+#: Attribute of the codes' storage: a weak reference to the holder of their first bits, and its hooks.
 _OFFERED = "_brevact_offered"
 #: Attribute of the storage of the token that autograd saves: the holder.
 _HOLDER = "_brevact_holder"
@@ -69,16 +69,13 @@ def _shifts(bit_width: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Codes(Decoder):
-    """Decoder of packed codes, saved whole or as one bit each; from bits, only clipped elements' codes are right."""
+    """Decoder of packed codes from one bit each: only clipped elements' codes are right."""
 
     bit_width: int
     nbytes: int
     floor: Tensor | None = None
-    is_whole: bool = False
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        if self.is_whole:
-            return tensors[0]
         ends = codes_of_ends(tensors[0], self.bit_width)
         return ends if self.floor is None else with_code(ends, self.floor, self.bit_width)
 
@@ -103,7 +100,7 @@ def keep_ends(
     if storage_report.recorders:
         storage_report.report_saved(kept, "")
     stored.fill(kept, outer)
-    codes.untyped_storage().__dict__[_OFFERED] = weakref.ref(stored), decoder, outer
+    codes.untyped_storage().__dict__[_OFFERED] = weakref.ref(stored), outer
     token = codes.new_empty(0)
     token.untyped_storage().__dict__[_HOLDER] = stored
     return token
@@ -122,9 +119,9 @@ def share_codes(tensors: tuple[Tensor, ...]) -> None:
         entry = known.pop(_OFFERED, None) if known else None
         if entry is None:
             continue
-        reference, decoder, outer = entry
+        reference, outer = entry
         stored: SavedByHook | None = reference()
         if stored is not None:
             if storage_report.recorders:
                 storage_report.replace(stored.handles, x)
-            stored.fill(((x,), _Codes(decoder.bit_width, decoder.nbytes, is_whole=True)), outer)
+            stored.fill(((x,), AS_IT_IS), outer)

@@ -189,7 +189,7 @@ class _Places(Decoder):
 class Mapped(PassesOn):
     """Decodes another decoder's tensor, and views or reorders it."""
 
-    function: Callable[[Tensor], Tensor]
+    function: PointFunction
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.function(self.decoder.decode(tensors))

@@ -199,12 +199,14 @@ def derivation(
     return tensors, found
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: Any, seen: tuple[Any, ...] = ()) -> bool:
     """Whether a function holds constants only: the table must keep no tensor or module alive."""
     if isinstance(value, tuple):
-        return all(map(_is_constant, value))
+        return all(_is_constant(each, seen) for each in value)
     if isinstance(value, FunctionType):
-        return value.__closure__ is None or (value.__module__ or "").startswith("torch.")
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        held = (*(value.__defaults__ or ()), *cells)
+        return value in seen or _is_constant(held, (*seen, value))  # some torch functions hold themselves
     return value is None or isinstance(value, _CONSTANTS)
 
 
@@ -251,7 +253,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 
     The result has the sizes, strides and dtype of ``like``. ``properties`` are those of :class:`DerivationRule`.
     """
-    tensors, found = derivation(DerivationRule(function, **properties), operands, like)  # type: ignore[arg-type]
+    tensors, found = derivation(DerivationRule(function, **properties), operands, like)
     return None if found is None else found.bind(tensors)
 
 

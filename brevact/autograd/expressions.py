@@ -18,7 +18,7 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.strides import with_strides
-from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction, is_traced
 
 
@@ -167,7 +167,7 @@ class Derived(Decoder):
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
-            with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+            with torch.no_grad(), DisableAutocast():
                 return self._computed_plainly(tensors, grad)
         return self._computed_plainly(tensors, grad)
 

@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import LONE, WeakStorage
 from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
@@ -59,11 +61,13 @@ class _Task(threading.local):
     """This thread's last backward pass that computed outputs, and the tokens that hold them."""
 
     number = -1
-    tokens: list[WeakStorage] | None = None
     #: Whether outputs are computed for one reader, long before the next one runs.
     passes_on = False
     #: Whether the input of a layer is computed.
     is_inside = False
+
+    def __init__(self) -> None:
+        self.tokens: list[WeakStorage] = []
 
 
 _task = _Task()
@@ -74,13 +78,21 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers:
     task = current_graph_task()
     if task == -1 or (_task.passes_on and not lingers):
         return
-    if _task.number != task or _task.tokens is None:
-        tokens: list[WeakStorage] = []
-        _task.number, _task.tokens = task, tokens
-        queue_callback(lambda: _let_go(tokens))
+    if _task.number != task:
+        _task.number, _task.tokens = task, []
+        queue_callback(functools.partial(_let_go, _task.tokens))
     storage = token.untyped_storage()
     storage.__dict__[_HELD] = _Output(values, task, graph, lingers=lingers)
     _task.tokens.append(WeakStorage(storage))
+
+
+def _let_go(tokens: list[WeakStorage], start: int = 0, *, lingering: bool = True) -> None:
+    """Free the outputs of the tokens from ``start`` on."""
+    for reference in tokens[start:]:
+        storage = reference()
+        held: _Output | None = None if storage is None else storage.__dict__.get(_HELD)
+        if storage is not None and held is not None and (lingering or not held.lingers):
+            del storage.__dict__[_HELD]
 
 
 def make_token(device: torch.device) -> Tensor:
@@ -117,36 +129,41 @@ def held_meanwhile() -> Iterator[None]:
     if not _task.passes_on:
         yield
         return
-    is_same = _task.number == current_graph_task() and _task.tokens is not None
-    first = len(_task.tokens or ()) if is_same else 0
+    first = len(_task.tokens) if _task.number == current_graph_task() else 0
     _task.passes_on = False
     try:
         yield
     finally:
         _task.passes_on = True
-        for reference in (_task.tokens or [])[first:]:
-            storage = reference()
-            held = None if storage is None else storage.__dict__.get(_HELD)
-            if held is not None and not held.lingers:
-                storage.__dict__.pop(_HELD)
+        _let_go(_task.tokens, first, lingering=False)
 
 
-def _let_go(tokens: list[WeakStorage]) -> None:
-    for reference in tokens:
-        storage = reference()
-        if storage is not None:
-            storage.__dict__.pop(_HELD, None)
-    tokens.clear()
-    if _task.tokens is tokens:
-        _task.tokens = None
-
-
+@dataclass(eq=False, slots=True)
 class HeldOutput(Decoder):
-    """Decoder of an output that is held for its readers; its first tensor is the token."""
+    """Decoder of an output that is held for its readers; its tensors are a token, those of its sources, and others.
 
-    __slots__ = ()
+    Args:
+        sources: each source's decoder, and the number of tensors that are saved for it.
+        shape: of the output.
+        stride: of the output.
+        dtype: of the output, in which it was computed.
+        cost: multiplications and additions per element.
+    """
+
+    sources: tuple[tuple[Decoder, int], ...]
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
+    cost: int
+    quality: Quality = field(init=False)
+    lasts: bool = field(init=False)
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        quality = functools.reduce(Quality.with_other, (decoder.quality for decoder, _ in self.sources))
+        self.quality = quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, self.cost))
+        self.lasts = all(decoder.lasts for decoder, _ in self.sources)
+        self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize

@@ -89,20 +89,16 @@ class HookStack:
             self._replaced.push()
 
     def are_alone(self) -> bool:
-        """Return whether no hooks around the region see its saved tensors."""
         return self._outer is None
 
     def push(self) -> None:
         push_hooks(*self.pair)
 
     def pop(self) -> None:
-        """Pop the hooks, which must be innermost."""
         pop_hooks()
 
     def are_innermost(self) -> bool:
-        """Return whether no other saved-tensor hooks are active inside the region."""
         return top_hooks(True) == self.pair
 
     def are_in_checkpoint(self) -> bool:
-        """Return whether a non-reentrant checkpoint is around the hooks, in forward or recomputation."""
         return _are_of_checkpoint(self._outer)

@@ -260,18 +260,15 @@ def regions_of(module: nn.Module) -> list[Any]:
 
 
 def inherited_region(module: nn.Module) -> Any:
-    """Return a module's :func:`inherit_region` hook, or None."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _InheritRegion)), None)
 
 
 def attachments_of(module: nn.Module) -> list[Attachment]:
-    """Return the attachments of a module's regions."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _EnterRegion)]
     return [hook.attachment for hook in hooks if hook.attachment is not None]
 
 
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
-    """Return whether :func:`attach_region` gave ``module`` a region, possibly in full precision."""
     return any(hook.origin == origin for hook in regions_of(module))
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +29,12 @@ from brevact.autograd.held_outputs import HeldOutput, inside_of_layer, is_held, 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now
-from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
 from brevact.autograd.transforms import may_free_weights
 from brevact.heap import count
-from brevact.private_names.of_torch import (
-    DisableTorchFunction,
-    is_any_autocast_enabled,
-)
+from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Most layers recomputed one after the other before one is packed: all of them are held at once.
@@ -65,40 +59,24 @@ _NUMEL_OF_CALL = 1 << 18
 Layer = TensorFunction
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class LayerOutput(HeldOutput):
-    """Decoder of a layer output; its tensors are a token, those of the input and the weight, and the bias.
+    """Decoder of a layer output; its sources are the input and the weight, and a bias may follow.
 
     Args:
         layer: the layer.
-        source: the input's decoder, and the number of distinct tensors that are saved for it.
-        weight: the weight's decoder, and the number of its tensors.
-        shape: of the output.
-        stride: of the output.
-        dtype: of the output, in which the layer has run.
-        lasts: whether the next training step finds the same object.
-        depth: layers that are computed for the output, one after the other, this one included.
-        quality: the input's quality.
         lingers: whether the output is held for readers that come much later.
         places: indices of the input's tensors among the distinct saved ones; None for those in order.
     """
 
     layer: Layer
-    source: tuple[Decoder, int]
-    weight: tuple[Decoder, int]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    lasts: bool = field()  # without which the property of the base class would be its default
-    depth: int = field()
-    quality: Quality = field()
-    lingers: bool = field()
+    lingers: bool = field()  # without which the property of the base class would be its default
     places: tuple[int, ...] | None
 
     @property
     def layers_without_sum(self) -> int:
         is_squeezed = len(self.shape) > 2 and math.prod(self.shape[2:]) == 1  # errors of means are small
-        return self.source[0].layers_without_sum + (not is_squeezed)
+        return self.sources[0][0].layers_without_sum + (not is_squeezed)
 
     @property
     def decodes_through(self) -> bool:
@@ -113,7 +91,7 @@ class LayerOutput(HeldOutput):
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        decoder, count = self.source
+        decoder, count = self.sources[0]
         kept = tensors[1 : 1 + count]
         return kept if self.places is None else tuple([kept[place] for place in self.places]), decoder
 
@@ -124,24 +102,24 @@ class LayerOutput(HeldOutput):
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
         """Return a function that computes the output rows from ``start`` to before ``stop``."""
-        with torch.no_grad(), _without_autocast(tensors[0].device):
+        with torch.no_grad(), DisableAutocast():
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
 
         def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad(), _without_autocast(rows.device), DisableTorchFunction():
+            with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
                 return self.layer(rows[start:stop], weight, bias)
 
         return compute
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
-            with torch.no_grad(), _without_autocast(tensors[0].device):
+            with torch.no_grad(), DisableAutocast():
                 return self._run(tensors), None
         return self._run(tensors), None
 
     def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-        (of_weight, weights), inputs = self.weight, self.source[1]
+        (_, inputs), (of_weight, weights) = self.sources
         kept, source = self.input_of(tensors)
         with inside_of_layer():
             x = source.decode(kept)
@@ -170,23 +148,12 @@ def samples_of_call(shape: Sequence[int]) -> int:
     return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Run ops in the dtypes of their tensors. Torch has no autocast for some devices, such as "meta"."""
-    return torch.autocast(device.type, enabled=False) if is_any_autocast_enabled() else nullcontext()
-
-
 _layer_output = one_object_each(LayerOutput)
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether a tensor with these strides is contiguous."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def is_output(decoder: Decoder) -> bool:
@@ -242,17 +209,9 @@ def remember_output(
     if of_weight is AS_IT_IS:
         weights = (weight.detach(),)
     inputs, places = _each_once(inputs) if goes_deep(region) else (inputs, None)
-    lasts, quality = of_input.lasts and of_weight.lasts, of_input.quality
-    decoder = (_layer_output if lasts else LayerOutput)(
-        layer,
-        (of_input, len(inputs)),
-        (of_weight, len(weights)),
-        tuple(out.shape),
-        out.stride(),
-        out.dtype,
-        lasts,
-        of_input.depth + 1,
-        quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, math.ceil(cost))),
+    decoder = (_layer_output if of_input.lasts and of_weight.lasts else LayerOutput)(
+        ((of_input, len(inputs)), (of_weight, len(weights))),
+        *(tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer),
         goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
         places,
     )

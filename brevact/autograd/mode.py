@@ -189,7 +189,6 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
 
 
 def _run_unpacked(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function by torch where the region packs nothing; norms may still continue with rounded values."""
     makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs), kwargs.get("out"))
     if region.rounds_norms and row.rounds_forward and not makes_weight:
         check_rounding()

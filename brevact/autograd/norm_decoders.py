@@ -172,6 +172,7 @@ class PackedOnBackward(Centred):
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # may be symbolic
 
 
+@dataclass(eq=False, slots=True)
 class OutputDecoder(Decoder):
     """Decoder of a norm's output, x^ * weight + bias; its tensors are those of x^, the weight and the bias.
 
@@ -179,24 +180,19 @@ class OutputDecoder(Decoder):
     plan packed x^, and there is a weight, the plan decodes, in fewer calls.
     """
 
-    __slots__ = ("_numel", "alignment", "count", "dtype", "has", "lasts", "plan", "quality", "shape", "source")
-    quality: Quality
-    lasts: bool
+    alignment: Alignment
+    source: Centred
+    count: int
+    has: tuple[bool, bool]
+    shape: torch.Size
+    dtype: torch.dtype
+    plan: NormalizedPlan | None
+    quality: Quality = field(init=False)
+    lasts: bool = field(init=False)
     decodes_through = True
 
-    def __init__(
-        self,
-        alignment: Alignment,
-        source: Centred,
-        count: int,
-        has: tuple[bool, bool],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        plan: NormalizedPlan | None = None,
-    ) -> None:
-        self.alignment, self.source, self.count, self.has = alignment, source, count, has
-        self.shape, self.dtype, self.plan = shape, dtype, plan
-        self._numel, self.quality, self.lasts = shape.numel(), source.quality, source.lasts
+    def __post_init__(self) -> None:
+        self.quality, self.lasts = self.source.quality, self.source.lasts
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
         packed, (has_weight, has_bias) = self.source.packed(tensors[: self.count]), self.has
@@ -214,7 +210,7 @@ class OutputDecoder(Decoder):
         return self.plan.decode_affine(tensors[0], tensors[1], tensors[2] if self.has[1] else None)
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        return may_be_held(self._numel, tensors[0])
+        return may_be_held(self.shape.numel(), tensors[0])
 
     @property
     def is_affine(self) -> bool:
@@ -247,7 +243,7 @@ class OutputDecoder(Decoder):
         return decode_through(packed, function, scale, shift, self.dtype, grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, self._numel * self.dtype.itemsize
+        return storage_report.DERIVED, self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,6 @@ class NormInput(NamedTuple):
         return normalize(x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape))
 
     def unpacked(self, kept: Saved) -> Saved:
-        """Save the statistics beside a losslessly saved input, unless somebody else does."""
         tensors, decoder = kept
         if self.alone:
             return kept

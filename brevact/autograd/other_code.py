@@ -92,7 +92,6 @@ def _path_of(function: type) -> str:
 
 
 def saver_of(x: Tensor, frame: FrameType) -> Saver:
-    """Return the code that saves a tensor in ``frame``, the innermost Python frame."""
     if frame.f_code is function_apply_code:
         function = frame.f_locals["cls"]
         return Saver(_path_of(function), function.__name__)
@@ -136,7 +135,6 @@ def watch_forward(function: type[torch.autograd.Function]) -> None:
 
 
 def watch_forwards(paths: Iterable[str]) -> None:
-    """Watch the Functions with these paths whose modules are imported."""
     for path in paths:
         function = as_function(find(path))
         if function is not None:

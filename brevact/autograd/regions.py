@@ -191,7 +191,6 @@ class Region(Store):
         return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
-        """Mark a function's result as a weight or an activation."""
         if type(result) is Tensor:
             node = node_of(result)
             if node is not None:
@@ -216,7 +215,6 @@ class Region(Store):
     is_activation = staticmethod(is_activation)
 
     def packs_layer_input(self, x: Any) -> bool:
-        """Return whether the input of a layer with weights can be packed; its position makes it an activation."""
         return type(x) is Tensor and is_activation(x)
 
     def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
@@ -229,7 +227,6 @@ class Region(Store):
         )
 
     def packs_input(self, x: Any) -> bool:
-        """Return whether a function's input can be packed: floating-point and no weight."""
         return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:
@@ -253,7 +250,6 @@ class Region(Store):
         return self.hooks
 
     def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        """Apply one of our Functions that returns a weight, and mark the result as one."""
         pop_hooks()
         try:
             result = function.record(*args)

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, distributed
 
@@ -48,7 +47,6 @@ from brevact.private_names.of_torch import (
 from brevact.quantizers import draw_seed
 
 _BLOCK = 256  # seeds per draw on a device
-_AT_ONCE = 64  # seeds per computation on the CPU
 _HOST = torch.device("cpu")
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
@@ -188,7 +186,6 @@ class SeedStream:
         return next(stream)
 
     def next_on_host(self) -> int:
-        """Return the next seed for a draw on the host, whatever the tensor's device."""
         return int(self.next(_HOST))
 
 
@@ -207,7 +204,6 @@ def rank_seed() -> int:
 
 
 def _base_at(places: list[tuple[_Bases, int]]) -> int:
-    """Return the base seed at a region's places in the checkpoints around it: an earlier pass's, or a new one."""
     base = next((bases[place] for bases, place in places if place in bases), None)
     if base is None:
         base = _next_base()
@@ -232,13 +228,12 @@ def _next_base() -> int:
 
 
 def _mix(base: int, count: int) -> int:
-    """A different 64-bit seed for each count; 0 keeps the base."""
     return _split_mix(base + count * _GOLDEN) % 2**64 if count else base
 
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
     if device.type == "cpu":
-        return itertools.chain.from_iterable(map(_split_mixes, itertools.count(base, _AT_ONCE * _GOLDEN)))
+        return map(_split_mix, itertools.count(base, _GOLDEN))
     return _drawn_seeds(device, base)
 
 
@@ -248,15 +243,6 @@ def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
         with DisableTorchFunction(), nullcontext() if active_fake_mode() else no_dispatch_modes():
             block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
         yield from block
-
-
-def _split_mixes(state: int) -> list[int]:
-    """SplitMix64's output for a state and the next ``_AT_ONCE - 1`` ones: cheaper together than one per call."""
-    steps = np.arange(_AT_ONCE, dtype=np.uint64) * np.uint64(_GOLDEN)
-    z = np.uint64(state & _MASK) + steps  # all modulo 2^64
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))).view(np.int64).tolist()
 
 
 def _split_mix(state: int) -> int:

@@ -68,7 +68,6 @@ def bits_of(quantizer: Any) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _has_text(quantizer: Any) -> bool:
-    """Whether a quantizer has a text form that round-trips."""
     try:
         return bool(from_text(to_text(quantizer)) == quantizer)
     except TypeError:
@@ -311,7 +310,6 @@ def with_functions(
 
 
 def with_overrides(settings: BackwardSettings | None, overrides: Mapping[str, Any]) -> BackwardSettings | None:
-    """Return settings, or full precision, with some fields replaced, also for ops with their own rule."""
     if settings is None or not overrides:
         return settings
     functions = tuple((name, with_overrides(each, overrides)) for name, each in settings.of_functions)

@@ -156,18 +156,13 @@ class Store:
         derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
-        if self.is_counted and not is_traced(x):
-            with no_dispatch_modes():
-                return self._keep_any(x, share, norm)
-        return self._keep_any(x, share, norm)
-
-    def _keep_any(self, x: Tensor, share: bool, norm: NormInput | None) -> Saved:
-        if x.is_complex():
-            return self._keep_pairs(x, share)
-        if x._is_view() and is_parameter(x._base):
-            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
-            return kept if norm is None else norm.unpacked(kept)
-        return self._keep(x, self.settings, share, norm)
+        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
+            if x.is_complex():
+                return self._keep_pairs(x, share)
+            if x._is_view() and is_parameter(x._base):
+                kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+                return kept if norm is None else norm.unpacked(kept)
+            return self._keep(x, self.settings, share, norm)
 
     def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
         known = known_values.find(x)

@@ -84,7 +84,6 @@ def fake_quantize_affine(
 
 
 def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight's integers, without a gradient, and its values, which backward recomputes."""
     integers: list[Tensor] = []
 
     def values(*given: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, bound_call, tensors_of_call
+from brevact.autograd.expressions import TensorFunction
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_complex, is_plain
 from brevact.autograd.saved import Decoder
@@ -79,7 +80,7 @@ class _Kept:
 class _Step:
     """One op of a recipe, and the device type and dtype of the autocast in which it ran, or None."""
 
-    compute: Callable[..., Tensor]
+    compute: TensorFunction
     operands: tuple[_Step | _Kept, ...]
     autocast: tuple[str, torch.dtype] | None = None
 

@@ -7,7 +7,6 @@ is the weight; this module decides for the tensors that reach the saved-tensor h
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from typing import Any
@@ -79,7 +78,8 @@ class ModelState:
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is a weight's."""
         if self._stored is None:
-            self._stored = {} if self._owner is None else _storages_below(self._owner)
+            self._stored = {}
+            self._unread += () if self._owner is None else self._owner.modules()
         while self._unread:
             self._stored.update(_storages_of(self._unread.pop()))
         stored = self._stored.get(address)
@@ -150,7 +150,6 @@ def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
 
 
 def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Storages of a module's own parameters and buffers, by address."""
     found = {}
     for x in (*module._parameters.values(), *module._buffers.values()):
         if x is not None:
@@ -159,21 +158,6 @@ def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorag
                 found[storage._cdata] = weakref.ref(storage)
             except (NotImplementedError, RuntimeError, ValueError):  # no storage, such as a lazy module's
                 continue
-    return found
-
-
-def _storages_below(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Storages of all parameters and buffers below a module, by address: read once per forward pass."""
-    found: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-    pending, seen = [module], {module}
-    while pending:
-        module = pending.pop()
-        if module._parameters or module._buffers:
-            found.update(_storages_of(module))
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
     return found
 
 
@@ -255,8 +239,6 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
     Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has no
     gradient: a result larger than all the weights it came from is an activation.
     """
-    if node.metadata.get(WEIGHT_NUMEL) is None and (_is_own(node) or _is_layer(node.name())):
-        return False
     pending, seen = [(node, x.output_nr)], set()
     largest = 0
     while pending:
@@ -280,12 +262,6 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
             largest = max(largest, variable.numel())
         pending.extend(parent for parent in node.next_functions if parent[0] is not None)
     return 0 < x.numel() <= largest
-
-
-@functools.cache
-def _is_layer(name: str) -> bool:
-    """Whether nodes with this name belong to layers, which no function of weights alone contains."""
-    return name.startswith(_LAYER_NODES)
 
 
 def comes_from_layer(node: torch.autograd.graph.Node) -> bool:

@@ -112,7 +112,6 @@ class Adaptive:
     def _start(
         self, batch: Any, ratio: float | None, bit_width: float | None, peak_bytes: int | None, samples: int | None
     ) -> None:
-        """Measure bytes and sensitivities, and choose the first widths."""
         if not has_policy(self._model):
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
@@ -267,7 +266,6 @@ class Adaptive:
         return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
 
     def _allocate(self) -> list[int]:
-        """Choose the groups' widths and set the layers' widths."""
         items = [
             [Option(cost, expected_noise(sensitivity, width), width) for width, cost in group.costs.items()]
             for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)

@@ -27,7 +27,7 @@ from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import refuse_policy
-from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.in_place import in_place
@@ -103,7 +103,7 @@ def fit(
     Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
     ``TMPDIR``), except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the layers' noise on one batch, in G + 2 passes, and at most 2 policies on two batches. Without
+    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
     last one if noise would be above 0.1 or the budget cannot be met otherwise.
 
@@ -154,15 +154,8 @@ def fit(
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
         )
-    if not isinstance(double_backward, bool):
-        raise TypeError(
-            f"double_backward={brief(double_backward)} must be True, for a loss that differentiates gradients again "
-            "(create_graph=True), or False, the default"
-        )
-    if not isinstance(quick, bool):
-        raise TypeError(
-            f"quick={brief(quick)} must be True, to measure the noise of layers on one batch, or False, the default"
-        )
+    check_bool("double_backward", double_backward)
+    check_bool("quick", quick)
     refuse_policy(model)
     loss = StepLoss(loss)
     effort = _QUICK if quick else _THOROUGH
@@ -190,7 +183,6 @@ def fit(
 
 
 def _warn_of_noise(report: FitReport) -> None:
-    """Warn if quantization changes gradients more than the choice of a minibatch does."""
     if not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
@@ -200,7 +192,6 @@ def _warn_of_noise(report: FitReport) -> None:
 
 
 def _agree(report: FitReport) -> bool:
-    """Whether measured and predicted noise differ by at most a factor of `_AGREE`."""
     return report.predicted <= _AGREE * report.harm and report.harm <= _AGREE * report.predicted
 
 

@@ -187,7 +187,6 @@ def without_policy(model: nn.Module) -> Iterator[None]:
 
 
 def _depth(name: str) -> int:
-    """Return a module's nesting depth from its name."""
     return len(name.split(".")) if name else 0
 
 

@@ -227,6 +227,5 @@ def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) ->
 
 
 def _like(quantizer: Any, kind: Any, **changes: Any) -> Any:
-    """Return a quantizer of another class with the same settings."""
     values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
     return kind(**values | changes)

@@ -17,7 +17,7 @@ from torch import nn
 
 from brevact.command_line.bytes_of_kernels import differing, kernels_of
 from brevact.command_line.launcher import allocator_in_use
-from brevact.cpu_kernels.libraries import LINKERS, folders, writable_folder
+from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward
 from brevact.reports.memory import memory_report
 from brevact.version import __version__
@@ -136,10 +136,6 @@ def _caches() -> Iterator[Finding]:
     else:
         places = ", ".join(map(str, folders()))
         yield Finding(NOTE, f"{places} cannot be written: each process compiles kernels", "set NUMBA_CACHE_DIR")
-    if next(filter(None, map(shutil.which, LINKERS)), None) is None:
-        yield Finding(
-            NOTE, f"no linker ({', '.join(LINKERS)}): LLVM loads the kernels, 50 MiB a process", "install gcc"
-        )
 
 
 def _memory() -> Iterator[Finding]:

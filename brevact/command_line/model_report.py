@@ -160,7 +160,6 @@ def _batch(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ids: in
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
-    """The model's loss, or the mean square of its output."""
     found = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(found, "loss", None)
     if isinstance(loss, Tensor):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.memory import (
-    LARGEST_BLOCK,
     advance,
     i64_at,
     inlined,
@@ -21,6 +20,7 @@ from brevact.cpu_kernels.memory import (
 )
 from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import LARGEST_BLOCK
 
 
 @inlined
@@ -46,7 +46,7 @@ def _low_words(source, item_size, first, count, mask, codes):
 
 @kernel
 def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop):
-    """Pack blocks start to stop of codes of 1 to 32 bits, of at most `memory.LARGEST_BLOCK` codes each.
+    """Pack blocks start to stop of codes of 1 to 32 bits, of at most `LARGEST_BLOCK` codes each.
 
     Integers of the source have 1, 2, 4 or 8 bytes; narrower ones than the codes must be unsigned.
     """

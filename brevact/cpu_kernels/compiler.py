@@ -1,20 +1,13 @@
-"""Compile kernels to files: what the processes that :mod:`processes` starts do."""
+"""Compile kernels to object files, in the process that :mod:`kernels` starts."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
+import multiprocessing
 import os
-import shutil
-import subprocess
+import pickle
 import sys
-import tempfile
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import numba
 from llvmlite import binding
@@ -22,12 +15,7 @@ from numba import types
 
 from brevact.cpu_kernels import intrinsics
 from brevact.cpu_kernels.intrinsics import advance, i64_at, load, take, words
-from brevact.cpu_kernels.libraries import ENTRY, LINKERS, hash_of
-
-try:
-    import fcntl
-except ImportError:  # Windows: processes may compile the same kernel
-    fcntl = None  # type: ignore[assignment]
+from brevact.cpu_kernels.kernels import ENTRY
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("Numba's compiler is disabled (NUMBA_DISABLE_JIT), and the kernels run compiled only")
@@ -52,68 +40,26 @@ end:
 """LLVM removes the call of `raised` from a kernel of which it sees that it does not raise."""
 
 
-class Names(ModuleType):
-    """A module of names without meaning, in place of one that the launchers of kernels import and kernels do not use.
-
-    Every attribute is such a module as well: `torch.int16` can be the key of a table.
-    """
-
-    def __getattr__(self, name: str) -> Names:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = Names(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
-
-
-def main(folder: str, *tasks: str) -> None:
-    """Compile kernels that are not there yet. Each is compiled by one of the processes that look at the folder.
-
-    A task is module, name and stem of the file of a kernel, with colons between.
-    """
+def main(workers: str, *tasks: str) -> None:
+    """Write the object files of kernels, pickled, to the standard output; a task is `module:name`."""
     sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
-    for name in ("torch", "brevact.private_names.of_torch"):  # a second each
-        sys.modules[name] = Names(name)
+    out, sys.stdout = sys.stdout, sys.stderr
     if hasattr(os, "nice"):
         os.nice(5)  # what already runs of a training step comes first
-    left, failed = [task.split(":") for task in tasks], False
-    with contextlib.ExitStack() as stack:
-        lock = None
-        with contextlib.suppress(OSError):  # of another user: kernels may be compiled twice
-            lock = stack.enter_context(open(Path(folder, "brevact.lock"), "a"))
-        for waits in (False, True):
-            for task in list(left):
-                module, name, stem = task
-                with _held(lock, int(stem.rpartition("-")[2], 16) >> 2, waits) as held:
-                    if not held:
-                        continue
-                    left.remove(task)
-                    try:
-                        if not any(Path(folder).glob(f"{stem}-*")):
-                            _write(Path(folder), stem, object_of(getattr(importlib.import_module(module), name)))
-                    except Exception:  # the others are compiled all the same
-                        traceback.print_exc()
-                        failed = True
-    sys.exit(failed)
+    for task in tasks:
+        importlib.import_module(task.partition(":")[0])
+    if "fork" in multiprocessing.get_all_start_methods() and len(tasks) > 1:
+        with multiprocessing.get_context("fork").Pool(int(workers)) as pool:
+            objects = pool.map(_object_of_task, tasks, chunksize=1)
+    else:
+        objects = list(map(_object_of_task, tasks))
+    out.buffer.write(pickle.dumps(objects))  # type: ignore[attr-defined]
+    out.flush()
 
 
-@contextlib.contextmanager
-def _held(lock: IO[str] | None, place: int, waits: bool) -> Iterator[bool]:
-    """Hold a byte of a file that other processes lock, too; whether it is held: always, if the process waits for it."""
-    if fcntl is None or lock is None:
-        yield True
-        return
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
-    except OSError as error:  # or a file system without locks
-        if isinstance(error, BlockingIOError | PermissionError) and not waits:
-            yield False
-            return
-    try:
-        yield True
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.lockf(lock, fcntl.LOCK_UN, 1, place)
+def _object_of_task(task: str) -> bytes:
+    module, name = task.split(":")
+    return object_of(getattr(sys.modules[module], name))
 
 
 def object_of(kernel: Any) -> bytes:
@@ -149,32 +95,10 @@ def object_of(kernel: Any) -> bytes:
 
 
 def _target_machine(kernel: Any) -> binding.TargetMachine:
-    """The processor that Numba compiles for; code that lies anywhere in memory, as libraries do."""
+    """The processor that Numba compiles for; code that lies anywhere in memory."""
     triple, processor, features = kernel.targetctx.codegen().magic_tuple()
     if "+avx512vbmi2" in features:  # LLVM keeps to 256 bits for the sake of older processors, which slow down for 512
         features += ",-prefer-256-bit"
     return binding.Target.from_triple(triple).create_target_machine(
         cpu=processor, features=features, opt=3, reloc="pic", codemodel="default"
     )
-
-
-def _write(folder: Path, stem: str, compiled: bytes) -> None:
-    """Write the library of an object file into a folder, or the object file where no linker makes a library."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{stem}.") as own:
-        path, library = Path(own, "kernel.o"), Path(own, "kernel.so")
-        path.write_bytes(compiled)
-        linkers = filter(None, map(shutil.which, LINKERS))
-        path = library if any(_link(linker, path, library) for linker in linkers) else path
-        os.replace(path, folder / f"{stem}-{hash_of(path.read_bytes())}{path.suffix}")
-
-
-def _link(linker: str, source: Path, target: Path) -> bool:
-    """Whether this linker makes a library that loads."""
-    command = [linker, "-shared", "-o", str(target), str(source)]
-    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
-        return False
-    try:
-        ctypes.CDLL(str(target))
-    except OSError:  # a folder from which nothing is executed, or a function that is missing
-        return False
-    return True

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from brevact.cpu_kernels.kernels import Kernel
-from brevact.cpu_kernels.sizes import LANES as LANES
-from brevact.cpu_kernels.sizes import LARGEST_BLOCK as LARGEST_BLOCK
-from brevact.cpu_kernels.sizes import REGISTER as REGISTER
+
+LANES = 16
+"""Elements that `intrinsics.fill_lanes` writes."""
 
 if TYPE_CHECKING:
     from brevact.cpu_kernels.intrinsics import *  # noqa: F403

@@ -38,7 +38,6 @@ from brevact.cpu_kernels.groups import (
     read_metadata,
 )
 from brevact.cpu_kernels.memory import (
-    REGISTER,
     advance,
     f32_at,
     f32_scratch,
@@ -57,6 +56,9 @@ from brevact.cpu_kernels.tables import uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.geometry import Place, Segments, UniformPlan
+
+REGISTER = 16
+"""Entries of a table that registers hold: those of codes of 4 bits."""
 
 SEGMENT_INNER, SEGMENT_RUN, SLOTS = range(3)
 """First fields of the words of `geometry.Segments`."""

@@ -15,7 +15,7 @@ from brevact.geometry import Geometry, UniformPlan
 
 
 class GroupTable:
-    """Blocks, of at most `memory.LARGEST_BLOCK` elements, and groups of a tensor, as the kernels of quantizers read
+    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups of a tensor, as the kernels of quantizers read
     them.
 
     Where the tensor is made of some groups of another one, ``rows`` is the address of their int64 indices, else 0:

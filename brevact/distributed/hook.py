@@ -22,7 +22,6 @@ from brevact.distributed.packing import (
 )
 from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
@@ -110,9 +109,7 @@ class QuantizedHook:
         self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
         self.quantizer = quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
-        if isinstance(quantizer, BrevitasQuantizer):
-            self.quantizer = quantizer.for_each_tensor()
-        elif self.error_feedback:
+        if self.error_feedback:
             check_feedback(quantizer)
         self.min_numel = min_numel
         self.seed = seed
@@ -240,6 +237,5 @@ class QuantizedHook:
 
 
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """All-reduce the bucket, as DistributedDataParallel does without a hook."""
     buffer.div_(group.size())
     return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)

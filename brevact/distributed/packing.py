@@ -87,6 +87,5 @@ def check_quantizer(quantizer: object) -> None:
 
 
 def _seed(*parts: int) -> int:
-    """Hash integers to a signed 64-bit seed."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -20,7 +20,6 @@ from brevact.injectors.fragments import NearestRounding as NearestRounding
 from brevact.injectors.fragments import SaveQuantized as SaveQuantized
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from
-from brevact.injectors.resolve import settings_of_block as settings_of_block
 from brevact.injectors.resolve import settings_of_module as settings_of_module
 from brevact.injectors.slot import BackwardQuantProxy as BackwardQuantProxy
 from brevact.quant import *

@@ -1,48 +1,61 @@
-"""Any Brevitas activation quantizer as a backward quantizer: saved tensors are quantized, the forward pass is not."""
+"""Brevitas' integer activation quantizers as backward quantizers: they quantize saved tensors, not the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
-from brevact.injectors.brevitas_formats import Format, is_kind
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
-from brevact.injectors.observed import ObservedQuantizer, as_it_is, without_missing
-from brevact.injectors.seeded_rounding import SeededStochasticRound
-from brevact.injectors.tensor_statistics import State, TensorStatistics
-from brevact.private_names.of_brevitas import StochasticRoundSte
-from brevact.quantizers import PackedActivation, UniformQuantizer
+from brevact.private_names.of_brevitas import (
+    BinaryQuant,
+    BitWidthConst,
+    ClampedBinaryQuant,
+    DynamicOverSubChannelBlockView,
+    RescalingIntQuant,
+    StochasticRoundSte,
+    TernaryQuant,
+    ZeroZeroPoint,
+    _NoDelay,
+)
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    Part,
+    UniformQuantizer,
+    pack_codes,
+    unpack_codes,
+)
 
-_STORED_AS_IT_IS = UniformQuantizer(bit_width=32)
-#: Tensors per forward pass that collect statistics; later ones each use their own.
-_PLACES = 64
+_UNPACKED = UniformQuantizer(bit_width=32)
+_ACCEPTED = (
+    "accepted are integer, binary and ternary quantizers of brevitas.quant, such as Int8ActPerTensorFloat; "
+    "StochBackward8bit takes any activation"
+)
 
 
-class BrevitasQuantizer(nn.Module):
-    """Activation quantizer that saves the values that a Brevitas activation injector would compute in the forward pass.
+@dataclass(frozen=True)
+class Integers:
+    """Integers of a tensor quantizer: ``step * code + lowest`` for codes of ``bit_width`` bits."""
 
-    Codes take their true width, scales and zero points their exact value; decoding returns Brevitas' dequantized value,
-    but for the sign of a zero. Differs: a scale that float16 rounds to zero, by which Brevitas divides, decodes to
-    zero; and non-finite elements decode to NaN, with statistics of the tensor with zeros in their place. Their code is
-    one that is no number: that of NaN or -0 in minifloats, the last one of a narrow range or of three values. If there
-    is none, the elements that share the scale give up their first code (the last one if no integer is negative), which
-    costs at most one more step of error at that end; of two values, only their middle is left. The sign of the group's
-    scale flags this at no extra bytes; a power-of-two scale in a byte is rounded up to every second power (above 8
-    bits, up to every fourth). A scale that may have either sign (``SIGNED_MAX``) cannot be flagged: its whole group is
-    NaN.
+    bit_width: int
+    lowest: int
+    step: int = 1
 
-    Statistics follow Brevitas' rules: a scale from runtime statistics is the current tensor's for
-    ``collect_stats_steps`` tensors and then the parameter collected from them, running averages move in training only,
-    and the module's state is saved and moved with its layer. Learned scales get no gradient, since they do not affect
-    the forward pass: their parameters are frozen at the collected values. A layer that saves several tensors per
-    forward pass collects for each of them, distinguished by their order.
 
-    Tensors that are quantized again while a checkpoint recomputes them do not count twice; nor do they with
-    ``SaveMode.QUANTIZE_ON_BACKWARD``, which takes statistics in the forward pass and codes when backward starts.
+class BrevitasQuantizer:
+    """Activation quantizer that saves the integers and the scale that a Brevitas activation injector would compute.
+
+    Decoding returns Brevitas' dequantized value, but for the sign of a zero, computed in float32 (float64 for a float64
+    tensor). Scales and zero points are those of the tensor itself, as in a new Brevitas layer's first training step:
+    nothing is collected, learned or saved with the layer. If an element is NaN or infinite, all elements that share its
+    scale decode to NaN.
 
     >>> import torch, brevact
     >>> from brevitas.quant import Int8ActPerTensorFloat
@@ -51,166 +64,222 @@ class BrevitasQuantizer(nn.Module):
     >>> packed.nbytes, packed.dequantize().unique()
     (68, tensor([-1.0000, -0.5000,  0.0000,  0.5000]))
 
-    Compares by identity: two quantizers with the same settings collect different statistics.
-
     Args:
         source: injector class of a Brevitas activation quantizer.
         group_dim: dimension along which groups lie, for an injector with ``group_size`` that does not state its own.
-        collects: whether the state changes; if not, each tensor is quantized as by a new quantizer.
-        is_lazy: whether Brevitas' modules are built with the first tensor.
 
     Raises:
-        TypeError: the injector lacks a value, or its quantization has no codes of constant width.
+        TypeError: the injector lacks a value, or its values are not integers of a constant width.
         ValueError: a value is out of range.
     """
 
-    def __init__(self, source: type, *, group_dim: int = -1, collects: bool = True, is_lazy: bool = False) -> None:
-        super().__init__()
+    is_stochastic = False
+
+    def __init__(self, source: type, group_dim: int = -1) -> None:
         self.source = source
         self.group_dim = group_dim
-        self.collects = collects
-        self.tensors = nn.ModuleDict()
-        self.is_stochastic = False
-        self.asked: frozenset[str] = frozenset()
-        self._same: dict[int, BrevitasQuantizer] = {}
-        self._prefix = ""
-        self.register_load_state_dict_post_hook(_forgive_missing)
-        if not is_lazy:
-            self._statistics_of("0")
+        tensor_quant, self.asked = build_tensor_quant(with_group_dim(source, group_dim))
+        self.integers = _integers_of(tensor_quant, self.name)
+        int_quant: Any = getattr(tensor_quant, "int_quant", None)
+        self._view: Any = nn.Identity() if int_quant is None else int_quant.input_view_impl
+        is_grouped = is_kind(self._view, DynamicOverSubChannelBlockView)
+        #: Dimension and size of the groups that share a scale; None without groups.
+        self.group = (int(self._view.group_dim), int(self._view.group_size)) if is_grouped else None
+        self._has_zero_point = int_quant is not None and not is_kind(tensor_quant.zero_point_impl, ZeroZeroPoint)
 
     @property
     def name(self) -> str:
         """Name of the injector."""
         return self.source.__name__
 
-    @property
-    def format(self) -> Format:
-        """Format of the codes."""
-        return self._statistics_of("0").format
-
-    @property
-    def has_state(self) -> bool:
-        """Whether a tensor's values may depend on earlier tensors."""
-        return self._statistics_of("0").has_state
-
     def for_module(self, module: nn.Module) -> BrevitasQuantizer:
-        """Return a quantizer with these settings for one module's tensors: a new one, if it collects statistics.
-
-        A convolution's groups lie along dimension 1, other modules' along the last one. The new one has seen no tensor;
-        without statistics, such modules share one.
-        """
+        """Return the quantizer for a module's tensors: groups lie along a convolution's dimension 1, else the last."""
         group_dim = group_dim_of(module)
-        if self.has_state:
-            return self._like(group_dim)
-        return self._same.setdefault(group_dim, self if group_dim == self.group_dim else self._like(group_dim))
-
-    def for_each_tensor(self) -> BrevitasQuantizer:
-        """Return a quantizer with these settings that quantizes each tensor by its own statistics."""
-        return self._like(self.group_dim, collects=False) if self.has_state else self
-
-    def with_statistics_of(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
-        """Take the statistics of a forward pass's tensor number ``place``; its quantizer does not take them again."""
-        if x.numel() == 0:
-            return _STORED_AS_IT_IS
-        collects = self.collects and self.has_state
-        if collects and place >= _PLACES:
-            collects, place = False, -1
-        statistics = self._statistics_of(str(place if self.collects and self.has_state else 0))
-        _check_group(statistics.format.group, x, self.name)
-        try:
-            with as_it_is(x.device):
-                finite = without_missing(x)
-                scale, zero_point = statistics.observe(finite if x.dim() else finite.reshape(1), collects=collects)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ValueError(
-                f"{self.name} cannot take the statistics of an activation of shape {tuple(x.shape)}: {error}; "
-                "scaling_per_output_type=, per_channel_broadcastable_shape= and group_dim= must fit it"
-            ) from error
-        return ObservedQuantizer(self.name, statistics, scale, zero_point)
+        if self.group is None or group_dim == self.group_dim:
+            return self
+        return BrevitasQuantizer(self.source, group_dim)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Take a tensor's statistics, quantize and pack it.
+        """Quantize and pack a tensor.
 
         Args:
             x: floating-point tensor of any shape and strides.
-            seed: key of stochastic rounding's random bits; unused for other roundings.
+            seed: not used.
 
         Returns:
             The packed activation, on the device of ``x``.
         """
-        return self.with_statistics_of(x).quantize(x, seed)
+        if not x.numel():
+            return _UNPACKED.quantize(x)
+        self._check_group(x)
+        if 0 in x.stride():  # copies of an expanded element may get different codes
+            x = x.contiguous()
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with ExitStack() as around:
+            around.enter_context(torch.no_grad())
+            if torch.amp.is_autocast_available(x.device.type):
+                around.enter_context(torch.autocast(x.device.type, enabled=False))
+            rows = x if x.dim() else x.reshape(1)
+            values, scale, zero_point = self._quantized(rows.nan_to_num(0.0, 0.0, 0.0).to(dtype))
+            missing = self._view(rows.isfinite().logical_not_().to(dtype))
+            if values.shape != missing.shape:
+                raise self._misfit(x, f"a scale of shape {tuple(scale.shape)}")
+            codes = values.div_(scale).add_(zero_point).sub_(self.integers.lowest).div_(self.integers.step).round_()
+            scale = scale.masked_fill(missing.sum_to_size(scale.shape) > 0, math.nan)
+        group = None if self.group is None else (self.group[0] % rows.dim(), self.group[1])
+        if group is not None:
+            codes = codes.flatten(group[0], group[0] + 1).narrow(group[0], 0, rows.shape[group[0]])
+        shape = tuple(zero_point.shape) if self._has_zero_point else None
+        layout = Layout.of(x)
+        spec = PackedSpec.of(ScaledIntegers(self.integers, dtype, tuple(scale.shape), shape, group), layout)
+        packed = PackedActivation(spec, spec.empty(x))
+        flat = _in_memory_order(codes.view(x.shape), layout).to(torch.uint8)
+        contents = pack_codes(flat, self.integers.bit_width), scale, zero_point
+        for part, content in zip(packed.tensors, contents, strict=False):
+            part.copy_(content.reshape(-1))
+        return packed
 
-    def apply(self, fn: Callable[[nn.Module], Any]) -> BrevitasQuantizer:
-        """Do nothing: with ``apply``, Brevitas' calibration would end the collection of all quantizers in reach."""
-        return self
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run new modules of Brevitas, which take the statistics of ``x`` alone."""
+        tensor_quant, _ = build_tensor_quant(with_group_dim(self.source, self.group_dim))
+        try:
+            values, scale, zero_point, *_ = tensor_quant.to(x.device)(x)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._misfit(x, str(error)) from error
+        return values, scale.detach(), zero_point.detach()
+
+    def _misfit(self, x: Tensor, why: str) -> ValueError:
+        return ValueError(
+            f"{self.name} does not fit an activation of shape {tuple(x.shape)}: {why}; scaling_per_output_type=, "
+            "per_channel_broadcastable_shape= and group_dim= must fit it"
+        )
+
+    def _check_group(self, x: Tensor) -> None:
+        dims = max(x.dim(), 1)
+        if self.group is not None and not -dims <= self.group[0] < dims:
+            raise ValueError(
+                f"group_dim={self.group[0]} of {self.name} is no dimension of an activation of shape "
+                f"{tuple(x.shape)}; group_dim=-1 is the last one of any"
+            )
 
     def extra_repr(self) -> str:
         """Return the injector's name and the code width."""
-        return f"{self.name}, bit_width={self.format.codes.bit_width}"
+        return f"{self.name}, bit_width={self.integers.bit_width}"
 
     def __repr__(self) -> str:
-        """One line: Brevitas has many modules."""
+        """One line: the injector's name and the code width."""
         return f"BrevitasQuantizer({self.extra_repr()})"
 
-    def _like(self, group_dim: int, collects: bool = True) -> BrevitasQuantizer:
-        twin = BrevitasQuantizer(self.source, group_dim=group_dim, collects=collects, is_lazy=True)
-        twin.is_stochastic = self.is_stochastic
-        return twin
+    def __eq__(self, other: object) -> bool:
+        """Whether both quantize alike: the same injector class, and the same groups."""
+        return isinstance(other, BrevitasQuantizer) and self._key() == other._key()
 
-    def _statistics_of(self, place: str) -> TensorStatistics:
-        """Return the statistics of one tensor of a forward pass, built on first use."""
-        if place not in self.tensors:
-            injector = with_group_dim(self.source, self.group_dim)
-            tensor_quant, self.asked = build_tensor_quant(injector)
-            if any(is_kind(module, StochasticRoundSte) for module in tensor_quant.modules()):
-                _refuse_scripting(self.name)
-                tensor_quant, _ = build_tensor_quant(injector.let(float_to_int_impl=SeededStochasticRound))
-            self.tensors[place] = statistics = TensorStatistics(tensor_quant, self.name).train(self.training)
-            self.is_stochastic = bool(statistics.roundings)
-        return self.tensors[place]
+    def __hash__(self) -> int:
+        return hash(self._key())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._prefix = prefix
-        within = f"{prefix}tensors."
-        for key in state_dict:
-            if key.startswith(within):
-                self._statistics_of(key.removeprefix(within).partition(".")[0])
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _key(self) -> tuple[type, int]:
+        return self.source, self.group_dim
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle by settings and state: Brevitas' modules may hold functions that cannot be pickled."""
-        states = {place: statistics.state() for place, statistics in self.tensors.items()}
-        return _restored, (self.source, self.group_dim, self.collects, self.is_stochastic, self.training, states)
+        """Copy and pickle by settings: Brevitas' modules may hold functions that cannot be pickled."""
+        return BrevitasQuantizer, self._key()
 
 
-def _check_group(group: tuple[int, int] | None, x: Tensor, name: str) -> None:
-    if group is not None and not -max(x.dim(), 1) <= group[0] < max(x.dim(), 1):
+@dataclass(frozen=True)
+class ScaledIntegers:
+    """Decoder of (integer - zero_point) * scale.
+
+    Bytes: codes in the block format of `PackedActivation`, in memory order, without the padding of the last group; then
+    scales and zero points, in the order of their shape, which broadcasts against the (grouped) tensor.
+
+    Args:
+        integers: integers of the codes.
+        dtype: type of scales and zero points, in which values are computed.
+        scale_shape: shape of the scales.
+        zero_point_shape: shape of the zero points; None if they are zero.
+        group: dimension, and size of the groups along it that share a scale; None without groups.
+    """
+
+    integers: Integers
+    dtype: torch.dtype
+    scale_shape: tuple[int, ...]
+    zero_point_shape: tuple[int, ...] | None
+    group: tuple[int, int] | None
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """Parts stored for a tensor of this layout, codes first."""
+        codes = Part("codes", torch.uint8, packed_bytes(layout.numel, self.integers.bit_width, DEFAULT_BLOCK))
+        shapes = {"scale": self.scale_shape, "zero_point": self.zero_point_shape}
+        metadata = (Part(name, self.dtype, math.prod(shape)) for name, shape in shapes.items() if shape is not None)
+        return codes, *metadata
+
+    def decode(self, buffer: Tensor, spec: PackedSpec[ScaledIntegers], target: Tensor) -> None:
+        """Decode stored bytes into memory that is dense in the layout's memory order, in its dtype."""
+        layout = spec.layout
+        packed, scale, *zero_point = spec.split(buffer)
+        codes = layout.restore(unpack_codes(packed, self.integers.bit_width, layout.numel))
+        values = codes.to(self.dtype).mul_(self.integers.step).add_(self.integers.lowest)
+        if self.zero_point_shape is not None:
+            values = values - self._for_elements(zero_point[0].view(self.zero_point_shape), layout)
+        values = values * self._for_elements(scale.view(self.scale_shape), layout)
+        target.as_strided((layout.numel,), (1,)).copy_(_in_memory_order(values.view(layout.shape), layout))
+
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledIntegers], other: Tensor, target: Tensor) -> None:
+        """Decode, multiply by another tensor and write to memory, possibly the same; both dense in memory order."""
+        decoded = torch.empty_like(target)
+        self.decode(buffer, spec, decoded)
+        flat = (spec.layout.numel,), (1,)
+        torch.mul(decoded.as_strided(*flat), other.as_strided(*flat), out=target.as_strided(*flat))
+
+    def _for_elements(self, of_groups: Tensor, layout: Layout) -> Tensor:
+        """Repeat each group's value for its elements."""
+        if self.group is None:
+            return of_groups
+        dim, size = self.group
+        return of_groups.squeeze(dim + 1).repeat_interleave(size, dim).narrow(dim, 0, (layout.shape or (1,))[dim])
+
+
+def _in_memory_order(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor's elements in the layout's memory order, whatever its own strides."""
+    kept = sorted(layout.dims)
+    x = x[tuple(slice(None) if dim in kept else 0 for dim in range(x.dim()))]
+    return x.permute([kept.index(dim) for dim in layout.dims]).reshape(-1)
+
+
+def is_kind(module: Any, kind: type) -> bool:
+    """Whether a module is of this class, scripted (``BREVITAS_JIT=1``) or not."""
+    return isinstance(module, kind) or getattr(module, "original_name", None) == kind.__name__
+
+
+def _integers_of(tensor_quant: Any, name: str) -> Integers:
+    int_quant = getattr(tensor_quant, "int_quant", tensor_quant)
+    wrapper = getattr(int_quant, "delay_wrapper", None)
+    if wrapper is not None and not is_kind(wrapper.delay_impl, _NoDelay):
         raise ValueError(
-            f"group_dim={group[0]} of {name} is no dimension of an activation of shape {tuple(x.shape)}; group_dim=-1 "
-            "is the last one of any"
+            f"quant_delay_steps={wrapper.delay_impl.quant_delay_steps} lets a quantizer return the tensor unchanged "
+            "for some steps, without integers; leave it out"
         )
-
-
-def _forgive_missing(module: BrevitasQuantizer, keys: Any) -> None:
-    """Let a state dict without statistics load, such as the plain layer's: they are then collected anew."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(module._prefix)]
-
-
-def _refuse_scripting(name: str) -> None:
-    if JIT_ENABLED:
+    if any(is_kind(module, StochasticRoundSte) for module in tensor_quant.modules()):
         raise ValueError(
-            f"float_to_int_impl_type='stochastic_round' of {name} cannot be scripted with the seeds of a region; unset "
-            "BREVITAS_JIT, or round to nearest"
+            f"float_to_int_impl_type='stochastic_round' of {name} draws from a generator of its own; round to nearest, "
+            "or pass StochBackward8bit, whose noise follows torch.manual_seed"
         )
-
-
-def _restored(
-    source: type, group_dim: int, collects: bool, is_stochastic: bool, training: bool, states: dict[str, State]
-) -> BrevitasQuantizer:
-    quantizer = BrevitasQuantizer(source, group_dim=group_dim, collects=collects, is_lazy=True).train(training)
-    quantizer.is_stochastic = is_stochastic
-    for place, state in states.items():
-        quantizer._statistics_of(place).set_state(state)
-    return quantizer
+    if any(is_kind(tensor_quant, kind) for kind in (BinaryQuant, ClampedBinaryQuant)):
+        return Integers(bit_width=1, lowest=-1, step=2)
+    if is_kind(tensor_quant, TernaryQuant):
+        return Integers(bit_width=2, lowest=-1)
+    if not is_kind(tensor_quant, RescalingIntQuant):
+        raise TypeError(f"tensor_quant of {name} is a {type(tensor_quant).__name__}, without integers; {_ACCEPTED}")
+    if not is_kind(tensor_quant.msb_clamp_bit_width_impl, BitWidthConst):
+        raise TypeError(
+            f"bit_width of {name} comes from a {type(tensor_quant.msb_clamp_bit_width_impl).__name__}, which may "
+            "change while codes are stored; accepted is a constant one: bit_width_impl_type='const'"
+        )
+    bit_width = tensor_quant.msb_clamp_bit_width_impl()
+    if bit_width.item() not in range(1, 9):
+        raise ValueError(
+            f"bit_width={bit_width.item():g} of {name} is out of range; accepted is an integer from 1 to 8"
+        )
+    return Integers(bit_width=int(bit_width), lowest=int(int_quant.min_int(bit_width)))

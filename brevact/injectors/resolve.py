@@ -106,19 +106,11 @@ def _settings_of_brevitas(
 ) -> BackwardSettings:
     """Build a quantizer from a Brevitas activation injector; a name that it does not look up raises."""
     own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
-    quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim=group_dim_of(layer))
-    accepted = quantizer.asked - set(_FROM_BREVITAS)
-    if quantizer.format.group is None:
-        accepted -= set(_OF_GROUPS)
+    quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim_of(layer))
+    accepted = quantizer.asked - set(_FROM_BREVITAS) - (set(_OF_GROUPS) if quantizer.group is None else set())
     for name, value in own.items():
         if name not in accepted:
             raise unknown_setting(name, value, source.__name__, accepted | set(_OF_REGION))
-    width = quantizer.format.codes.bit_width
-    if own.get("bit_width", width) != width:
-        raise ValueError(
-            f"bit_width={brief(own['bit_width'])} of {source.__name__} does not fit exponent_bit_width and "
-            f"mantissa_bit_width, which make codes of {width} bits; state all three"
-        )
     of_region = {name: getattr(source, name) for name in _OF_REGION if name in source}
     return BackwardSettings(
         quantizer, **of_region | {name: overrides[name] for name in _OF_REGION if name in overrides}
@@ -210,17 +202,10 @@ def _settable(value: Any) -> set[str]:
 
 
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
-    """Return settings for one of several modules, whose statistics are collected separately."""
-    return with_quantizers(settings, lambda each: each.for_module(module) if _is_brevitas(each) else each)
-
-
-def settings_of_block(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings for a block of code, where no module identifies tensors: each has its own statistics."""
-    return with_quantizers(settings, lambda each: each.for_each_tensor() if _is_brevitas(each) else each)
-
-
-def _is_brevitas(quantizer: Any) -> bool:
-    return isinstance(quantizer, BrevitasQuantizer)
+    """Return settings for a module's tensors: the groups of a Brevitas quantizer lie along a convolution's channels."""
+    return with_quantizers(
+        settings, lambda each: each.for_module(module) if isinstance(each, BrevitasQuantizer) else each
+    )
 
 
 def with_quantizers(settings: BackwardSettings | None, change: Callable[[Any], Any]) -> BackwardSettings | None:

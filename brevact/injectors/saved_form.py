@@ -84,8 +84,8 @@ def from_plain(plain: Mapping[str, Any]) -> Any:
 
     A setting that the quantizer lacks raises a TypeError; an unknown name, or a value out of range, a ValueError.
 
-    >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}})
-    StochBackward2bit.let(bucket_size=128)
+    >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}}).bucket_size
+    128
     """
     name, given = plain["quantizer"], plain.get("settings", {})
     if not isinstance(given, dict):

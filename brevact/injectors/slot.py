@@ -22,8 +22,7 @@ from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 class BackwardQuantProxy(nn.Module):
     """The backward quantizer of one layer, or of several that share it.
 
-    It has no parameters and no state unless the quantizer is a module that has: a Brevitas quantizer's statistics are
-    saved and moved with the layer, as the child ``quantizer``.
+    It has no parameters and no state unless the quantizer is a module that has, then its child ``quantizer``.
 
     Args:
         settings: how the layers save tensors for backward.
@@ -71,7 +70,7 @@ def described(settings: BackwardSettings, *, brief: bool = False) -> str:
         stated = {
             name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
         }
-    kind = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
+    kind = quantizer.extra_repr() if hasattr(quantizer, "extra_repr") else type(quantizer).__name__
     for name, default in _field_defaults(settings).items():
         if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
             stated[name] = getattr(settings, name)

@@ -17,7 +17,7 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.autograd.settings import with_overrides
-from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
+from brevact.injectors import backward_settings_from, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
@@ -121,7 +121,7 @@ def backward_quant(
         return mode
     if isinstance(source, nn.Module) and is_model(source):
         return _RegionOfModel(source, overrides)
-    return region(settings_of_block(_settings(source, overrides)))
+    return region(_settings(source, overrides))
 
 
 class _RegionOfModel(region):
@@ -135,7 +135,7 @@ class _RegionOfModel(region):
     @skipped_by_dynamo
     def __enter__(self) -> None:
         self.attachment = required_attachment(self._model)
-        self.settings = settings_of_block(self.attachment.settings)
+        self.settings = self.attachment.settings
         super().__enter__()
 
 
@@ -169,8 +169,7 @@ def quantize_backward(
     ...     "*": brevact.StochBackward2bit,
     ... })
 
-    A Brevitas activation quantizer quantizes only for backward here. If it collects statistics, each module has its
-    own; they are copied and pickled with the model, but are in no ``state_dict``, unlike those of ``act_quant=``.
+    A Brevitas activation quantizer quantizes only for backward here, each tensor by its own statistics.
 
     ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
@@ -296,7 +295,6 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
-    """Return each module's settings by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
         overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import re
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -52,8 +51,6 @@ def called_by(module: nn.Module) -> frozenset[str]:
     >>> "relu" in called_by(nn.ReLU(inplace=True)), "relu" in called_by(nn.Sequential(nn.ReLU()))
     (True, False)
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        return _names_in_script(str(getattr(module, "code", "")))
     kind: type = type(module)
     names = _of_classes.get(kind)
     if names is None:
@@ -69,8 +66,6 @@ def _called(functions: Iterable[Any], owner: type, seen: set[Any]) -> set[str]:
     for function in map(_inner, functions):
         if is_torch_function(function):
             names.add(_bare(getattr(function, "__name__", "")))
-        if isinstance(function, torch.jit.ScriptFunction):
-            names |= _names_in_script(str(function.code))
         if isinstance(function, types.FunctionType) and function not in seen:
             seen.add(function)
             own = _names_in_code(function.__code__)
@@ -91,7 +86,6 @@ def _followed(function: types.FunctionType, names: set[str], owner: type) -> Ite
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the function that a call of a global runs: itself, or the forward of an ``autograd.Function``."""
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [inspect.getattr_static(target, "forward", None)]
     return [target]
@@ -127,10 +121,6 @@ def _names_in_code(code: types.CodeType | None) -> set[str]:
     if any("MATRIX_MULTIPLY" in each.opname or each.argrepr in ("@", "@=") for each in dis.get_instructions(code)):
         names.add("matmul")
     return names.union(*(_names_in_code(each) for each in code.co_consts if isinstance(each, types.CodeType)))
-
-
-def _names_in_script(code: str) -> frozenset[str]:
-    return frozenset(map(_bare, re.findall(r"\w+", code)))
 
 
 def _bare(name: str) -> str:

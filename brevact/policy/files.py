@@ -11,7 +11,6 @@ Names in it are looked up in closed lists: a file from a stranger runs no code.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from brevact.injectors.saved_form import from_plain, to_plain
 from brevact.policy.fit_report import FitReport
 from brevact.policy.keys import FIELDS, key_from_plain, key_to_plain
-from brevact.quantizers.brief import brief
+from brevact.quantizers.brief import brief, did_you_mean
 
 _TOP = ("brevact", "rules", "layers", "report")
 _OF_RULES = (*FIELDS, "quantizer", "settings")
@@ -111,6 +110,4 @@ def _layers(layers: Any) -> dict[str, str] | None:
 def _check_fields(entry: Mapping[str, Any], accepted: tuple[str, ...]) -> None:
     for name in entry:
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown field {name!r}; {hint}Accepted: {', '.join(accepted)}")
+            raise ValueError(f"unknown field {name!r}; {did_you_mean(name, accepted)}Accepted: {', '.join(accepted)}")

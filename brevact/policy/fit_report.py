@@ -135,7 +135,6 @@ class FitReport:
 
 
 def _check_fields(kind: type, plain: Any, name: str) -> None:
-    """Raise unless plain values have a dataclass's fields and types."""
     accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
     required = {field.name for field in fields(kind) if field.default is MISSING}  # earlier files lack others
     if not isinstance(plain, dict) or required - plain.keys() or plain.keys() - accepted.keys():

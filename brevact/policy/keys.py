@@ -104,7 +104,6 @@ def _find_function(name: Any) -> Any:
 
 
 def _check_found(func: Any) -> None:
-    """Raise for a Function that cannot be found again by its path."""
     name = other_code.name_of(func)
     if name is not None and other_code.name_of(other_code.find(name)) != name:
         raise TypeError(

@@ -142,7 +142,6 @@ class MixSchedule:
 
 
 def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
-    """The mixing quantizers of settings, including those of ops with a rule of their own."""
     if settings is None:
         return []
     own = [settings.quantizer] if isinstance(settings.quantizer, MixingQuantizer) else []

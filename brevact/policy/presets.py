@@ -134,7 +134,6 @@ class Policy:
 
         Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
         ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings.
-        A Brevitas quantizer's collected statistics are not part of a policy.
 
         >>> import brevact, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")

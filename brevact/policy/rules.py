@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region, other_code
-from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable, takes_hooks
+from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable
 from brevact.autograd.rows import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
@@ -130,7 +130,7 @@ def assignments(
         assigned = {module: of_rules[key] for module in modules} | assigned
         if key not in optional or not (any(matching.values()) or (of_ops and names)):
             if not modules:
-                hint = _hint(key, [name for each in names.values() for name in each], model)
+                hint = _hint(key, [name for each in names.values() for name in each])
                 raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
             if len(assigned) == count:
                 raise ValueError(
@@ -144,7 +144,7 @@ def assignments(
     for key in of_ops:
         if not names:
             raise ValueError(
-                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [], model)}"
+                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [])}"
             )
         if key not in optional and rule_text(key) not in applied:
             raise ValueError(
@@ -155,7 +155,6 @@ def assignments(
 
 
 def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
-    """Return the assignments of module rules, with the op rules before them, and all op rules."""
     of_rules: dict[Any, Assignment] = {}
     ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():
@@ -262,16 +261,9 @@ def are_module_types(key: Any) -> bool:
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 
 
-def _hint(key: Any, names: list[str], model: nn.Module) -> str:
+def _hint(key: Any, names: list[str]) -> str:
     if key in (is_separable, is_rectified, is_rectified_and_costly):
         return "rules before those of a policy that is shipped: brevact.DEFAULT.let({...: StochBackward8bit})"
-    if not ops_of(key):
-        scripted = [name for name, each in model.named_modules() if not takes_hooks(each) and matches(key, name, each)]
-        if scripted:
-            return (
-                f"{scripted[0]} is a module of torch.jit, which takes no forward hooks and runs as the module around "
-                "it; leave the rule out, or put that module into one of Python and name this one"
-            )
     if not names:
         return "it has a backward quantizer of its own (act_quant=), which stays"
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []

@@ -28,8 +28,6 @@ _EVAL = f"it ran in eval mode. Call model.train(), or run the step in a block: {
 
 
 class _Warned:
-    """Whether this process has warned."""
-
     is_so = False
 
 

@@ -20,15 +20,6 @@ from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-#: Units of budgets, by their names in small letters.
-_MEANT = {
-    **dict.fromkeys(("b", "byte", "bytes"), "B"),
-    **{
-        each: f"{letter}iB"
-        for letter in "KMG"
-        for each in (letter.lower(), f"{letter}b".lower(), f"{letter}ib".lower())
-    },
-}
 _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
 _POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE, "TRANSFORMER": TRANSFORMER}
 #: Backward quantizers and policies of the package, by name.
@@ -97,7 +88,7 @@ def budget_of(words: str) -> dict[str, float] | None:
     """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
 
     A ValueError is raised for a number that is not above 0, not finite or less than a byte; for two numbers for one
-    argument; and for another unit, or none, with the unit that is meant.
+    argument; and for another unit, or none.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
@@ -118,18 +109,18 @@ def budget_of(words: str) -> dict[str, float] | None:
 
 
 def _one_budget(words: str) -> dict[str, float] | None:
-    found = re.fullmatch(rf"((?:noise|time|peak)=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
+    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))\s*([A-Za-z]*)", words)
     if found is None:
         return None
-    prefix, number, unit = (found[1] or "").lower(), float(found[2]), found[3]
-    of_bytes = _MEANT.get(unit.lower(), "MiB" if prefix == "peak=" else "x")
-    meant = f"{prefix}{found[2]}" + (of_bytes if prefix in ("", "peak=") else "")
-    size = number * _UNITS.get(meant.removeprefix(prefix + found[2]), 1)
-    if not 0 < size < math.inf or (meant[-1] == "B" and size < 1):
+    prefix, number, unit = found[1], float(found[2]), found[3]
+    accepted = {"": ("x", *_UNITS), "peak=": (*_UNITS,)}.get(prefix, ("",))
+    size = number * _UNITS.get(unit, 1)
+    if not 0 < size < math.inf or (unit == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
-    if words != meant:
-        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}), peak=2GiB, noise=0.05 or time=1.15"
-        raise ValueError(f"{words}: {written}; did you mean {meant}?")
+    if unit not in accepted or words != "".join(found.groups()):
+        raise ValueError(
+            f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}), peak=2GiB, noise=0.05 or time=1.15"
+        )
     if prefix == "peak=":
         return {"peak_bytes": int(size)}
     if prefix:

@@ -26,14 +26,11 @@ _NAMES = {
     "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
     "brevitas.core.quant.delay": "_NoDelay",
     "brevitas.core.quant.float": "FloatQuant min_internal_scale",
-    "brevitas.core.restrict_val": (
-        "FloatRestrictValue PowerOfTwoRestrictValue _ClampValue _RestrictClampValue _RestrictValue"
-    ),
+    "brevitas.core.restrict_val": ("FloatRestrictValue _ClampValue _RestrictClampValue _RestrictValue"),
     "brevitas.core.scaling": (
         "ConstScaling IntScaling ParameterFromRuntimeStatsScaling ParameterScaling PowerOfTwoIntScaling "
         "StatsFromParameterScaling"
     ),
-    "brevitas.core.scaling.runtime": "RuntimeDynamicGroupStatsScaling",
     "brevitas.core.stats.stats_op": (
         "AbsAve AbsMax AbsMaxAve AbsMaxL2 AbsMinMax AbsPercentile MeanSigmaStd NegativeMinOrZero "
         "NegativePercentileOrZero PercentileInterval SignedAbsMax"

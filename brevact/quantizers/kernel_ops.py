@@ -179,7 +179,6 @@ def _uneven_positions(flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: T
 
 
 def _shifted(minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """Minima as they are stored."""
     if shift is None:
         return minimum
     moved = (minimum - shift * scale.float()).clamp(min=torch.finfo(torch.float32).min)

@@ -77,7 +77,6 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
-        """Hash of shape, strides and dtype, computed once."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             known = hash((self.shape, self.stride, self.dtype))

@@ -111,13 +111,11 @@ class PackedSpec(Generic[D]):
         return to_text(self.quantizer), self.layout.shape, self.layout.stride, self.layout.dtype
 
     def __eq__(self, other: object) -> bool:
-        """Whether the fields are equal."""
         if not isinstance(other, PackedSpec):
             return NotImplemented
         return (self.quantizer, self.layout) == (other.quantizer, other.layout)
 
     def __hash__(self) -> int:
-        """Hash of the fields, computed once."""
         try:
             return self._hash
         except AttributeError:
@@ -125,7 +123,6 @@ class PackedSpec(Generic[D]):
             return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the fields."""
         return PackedSpec.of, (self.quantizer, self.layout)
 
 
@@ -227,12 +224,10 @@ class PackedActivation:
 
     @property
     def quantizer(self) -> Decoder:
-        """The quantizer that made it and decodes it."""
         return self.spec.quantizer
 
     @property
     def layout(self) -> Layout:
-        """Shape, strides and dtype to restore."""
         return self.spec.layout
 
     @property
@@ -315,12 +310,10 @@ class PackedActivation:
         return out.copy_(self.dequantize_multiply(other))
 
     def __repr__(self) -> str:
-        """Short description."""
         shape, stride = self.layout.shape, self.layout.stride
         return f"PackedActivation(shape={shape}, stride={stride}, nbytes={self.nbytes}, quantizer={self.quantizer})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle spec and bytes."""
         return PackedActivation, (self.spec, self.buffer)
 
     def _named(self, name: str) -> Tensor | None:

@@ -39,7 +39,6 @@ def reach(count: Tensor, spacing: Tensor | int, bit_width: int) -> Tensor:
 
 
 def _octave(bit_width: int) -> int:
-    """Log2 of the levels in an octave."""
     return max(bit_width - 4, 0)
 
 
@@ -212,7 +211,6 @@ def _parts(minimum: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _far_value(far: Tensor, limit: float) -> Tensor:
-    """The value of far bits."""
     size = far & 0x7FFFFFFF
     value = torch.where(size > _SPECIAL, torch.nan, size.view(torch.float32).clamp(max=limit))
     for place, special in enumerate((torch.inf, *(min(sentinel, limit) for sentinel in SENTINELS)), 1):

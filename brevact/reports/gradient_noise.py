@@ -142,7 +142,6 @@ def _drawn(
     quantization: Iterable[int],
     on_pass: Callable[[], object],
 ) -> Iterator[Gradients]:
-    """Yield a batch's gradients, one per seed of the quantizers."""
     for each in quantization:
         yield gradients(model, batch, loss, seed, each)
         on_pass()

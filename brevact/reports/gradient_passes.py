@@ -77,7 +77,6 @@ def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the gradients of tensors after a block."""
     before = [(x, x.grad) for x in tensors]
     try:
         for x in tensors:

@@ -118,7 +118,6 @@ def _report(
     layer_draws: int,
     progress: bool,
 ) -> GradientReport:
-    """Measure as :func:`gradient_report` does; modifies the model."""
     memory = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
     is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
@@ -155,8 +154,6 @@ def _report(
 
 
 class _Measurement:
-    """Measures the noise and bias of a model's chains."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -25,7 +25,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, measured_peak, plain_peak_of, step_of
+from brevact.reports.step import StepLoss, device_of, peak_of_step
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -78,12 +78,6 @@ def memory_report(
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
     (True, True)
 
-    On the CPU the report has the parts of both peaks (``plain_parts``, ``packed_parts``):
-
-    >>> parts = step.packed_parts
-    >>> parts.tensors == step.packed_peak, parts.weight_gradients > 0
-    (True, True)
-
     Args:
         model: module, with or without backward quantization; measured in training mode.
         batch: arguments of the model, without targets: a tensor, a tuple or list of positional arguments, or a mapping
@@ -118,13 +112,10 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             attach_policy(model)
         if not model.training:
             model.train()
-        device = device_of(model, batch)
-        if device.type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
+        if device_of(model, batch).type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        packed_peak, packed = measured_peak(step_of(model, batch, loss, packs=True), device)
-        plain = plain_peak_of(model, batch, loss)
-    report = replace(report, plain_peak=plain.tensors, packed_peak=packed_peak)
-    return report if packed is None else replace(report, plain_parts=plain, packed_parts=packed)
+        packed, plain = (peak_of_step(model, batch, loss, packs=packs) for packs in (True, False))
+    return replace(report, plain_peak=plain, packed_peak=packed)
 
 
 def _begins_backward(value: Any) -> bool:

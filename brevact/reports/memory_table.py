@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED
-from brevact.reports.peak import PeakMemory, peak_tables
 from brevact.tables import MIB, figure_kind, size_text, text_table
 
 
@@ -78,8 +77,6 @@ class MemoryReport:
         plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
             start; None if no backward pass was measured.
         packed_peak: the same with backward quantization.
-        plain_parts: parts of ``plain_peak``; None if no backward pass was measured, or the device is not the CPU.
-        packed_parts: parts of ``packed_peak``.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -89,8 +86,6 @@ class MemoryReport:
     scope: str = ""
     plain_peak: int | None = None
     packed_peak: int | None = None
-    plain_parts: PeakMemory | None = None
-    packed_parts: PeakMemory | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -129,8 +124,6 @@ class MemoryReport:
                 f"\npeak of a step: {size_text(self.plain_peak)} plain, {size_text(self.packed_peak)} packed, "
                 f"{self.peak_ratio:.1f} times less"
             )
-        if self.plain_parts is not None and self.packed_parts is not None:
-            table += f"\n\n{peak_tables(self.plain_parts, self.packed_parts)}"
         remarks = " ".join(filter(None, (self.note, self.scope)))
         table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
@@ -214,7 +207,6 @@ def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
 
 
 def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
-    """Return the rows with the most plain bytes, in order, then the sum of the others."""
     if len(rows) <= count:
         return list(rows)
     chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])

@@ -37,8 +37,6 @@ class Life:
 
 
 class _InFile:
-    """A tensor in the file."""
-
     def __init__(self, life: Life, x: Tensor, position: int) -> None:
         self.life, self.position = life, position
         self.form = x.shape, x.stride(), x.dtype, x.device
@@ -106,7 +104,6 @@ class SavedInFile:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements that a strided tensor spans in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gc
-import itertools
 import os
 import statistics
 import time
@@ -20,13 +18,11 @@ from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
-from brevact.private_names.of_profiler import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place
-from brevact.reports.peak import PeakMemory, peak_tables
-from brevact.reports.peak_probe import Step, StepProbe, peak_memory_by_file, peak_memory_of
+from brevact.reports.peak import peak_by_file, peak_of
 from brevact.tables import size_text, text_table
 
 __all__ = ["StepReport", "step_report"]
@@ -45,8 +41,6 @@ class StepReport:
         plain_peak: most bytes that PyTorch allocated in a step without it, above those at its start.
         packed_peak: the same with it.
         note: that the model has no policy, and which one was measured; "" otherwise.
-        plain_parts: parts of ``plain_peak``; None if the device is not the CPU.
-        packed_parts: parts of ``packed_peak``.
     """
 
     plain_seconds: tuple[float, ...]
@@ -54,8 +48,6 @@ class StepReport:
     plain_peak: int
     packed_peak: int
     note: str = ""
-    plain_parts: PeakMemory | None = None
-    packed_parts: PeakMemory | None = None
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -101,8 +93,6 @@ class StepReport:
             f"{self.time_ratio:.2f} times the time of plain ({low:.2f} to {high:.2f}, {len(self.ratios)} pairs), "
             f"{self.peak_ratio:.1f} times less at the peak",
         ]
-        if self.plain_parts is not None and self.packed_parts is not None:
-            lines.append(f"\n{peak_tables(self.plain_parts, self.packed_parts)}")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -118,7 +108,7 @@ def step_report(
 
     After warm-up steps of each kind, steps with and without the model's backward quantizers alternate; each kind is
     first in every other pair. The peak is the most bytes that PyTorch allocates above the start of a step, on the
-    device of the batch, in a step that is not timed. On the CPU the report has its parts. A model without a policy is
+    device of the batch, in a step that is not timed. A model without a policy is
     measured as if after ``quantize_backward(model)``. The model, its gradients and random generators are restored bit
     for bit.
 
@@ -158,10 +148,9 @@ def step_report(
         if not model.training:
             model.train()
         steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
-        peaks = {packs: measured_peak(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
+        peaks = {packs: peak_of(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
         seconds = _seconds_of(steps, device_of(model, batch), rounds)
-    (plain_peak, plain), (packed_peak, packed) = peaks[False], peaks[True]
-    return StepReport(tuple(seconds[False]), tuple(seconds[True]), plain_peak, packed_peak, note, plain, packed)
+    return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
 
 
 @dataclass(frozen=True)
@@ -175,17 +164,16 @@ class StepLoss:
             return self.loss(model, batch)
 
 
-def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Step:
+def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
     """Return a function that runs a loss forward and backward, with or without the backward quantizers.
 
-    If it gets a probe, the probe runs the backward pass. A region around the report packs nothing in the step.
+    A region around the report packs nothing in the step.
     """
 
-    def run(probe: StepProbe | None = None) -> None:
+    def run() -> None:
         outside = nullcontext() if current_region() is None else region(None)
         with outside, nullcontext() if packs else regions_disabled():  # also in backward, where checkpoints recompute
-            value = StepLoss(loss)(model, batch)
-            value.backward() if probe is None else probe.backward(value)
+            StepLoss(loss)(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
     return run
@@ -195,6 +183,15 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     """Return the first device of the batch or the model that is not the CPU, if there is one."""
     tensors = (*tensors_of(batch), *model.parameters())
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+
+
+def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
+    """Return the peak of a step in training mode, with the model's policy, or without it in as little memory."""
+    with in_place(model):
+        if not model.training:
+            model.train()
+        step, device = step_of(model, batch, loss, packs=packs), device_of(model, batch)
+        return peak_of(step, device) if packs else peak_by_file(step, model, device)
 
 
 def time_ratio(model: nn.Module, batch: Any, loss: Loss, rounds: int) -> float:
@@ -207,7 +204,9 @@ def time_ratio(model: nn.Module, batch: Any, loss: Loss, rounds: int) -> float:
     return statistics.median(b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
 
 
-def _seconds_of(steps: Mapping[bool, Step], device: torch.device, rounds: int) -> dict[bool, list[float]]:
+def _seconds_of(
+    steps: Mapping[bool, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[bool, list[float]]:
     """Time pairs of steps; each kind is first in every other pair."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds):
@@ -223,43 +222,3 @@ def _seconds_of(steps: Mapping[bool, Step], device: torch.device, rounds: int) -
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def measured_peak(step: Step, device: torch.device) -> tuple[int, PeakMemory | None]:
-    """Return the peak of a step, as :func:`peak_of` does, and on the CPU its parts; the step runs twice."""
-    if device.type != "cpu":
-        return peak_of(step, device), None
-    parts = peak_memory_of(step)
-    return parts.tensors, parts
-
-
-def plain_peak_of(model: nn.Module, batch: Any, loss: Loss) -> PeakMemory:
-    """Return the parts of a plain step's peak, measured in the memory of a packed step."""
-    return peak_memory_by_file(step_of(model, batch, loss, packs=False), model, device_of(model, batch).type)
-
-
-def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    """Return the peak of a step in training mode, with the model's policy, or without it in as little memory."""
-    with in_place(model):
-        if not model.training:
-            model.train()
-        if not packs:
-            return plain_peak_of(model, batch, loss).tensors
-        return peak_of(step_of(model, batch, loss, packs=True), device_of(model, batch))
-
-
-def peak_of(step: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of allocated bytes in a step, above those at its start; the step runs twice."""
-    step()  # warm up compiled kernels and cached constants
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        step()
-    return max(itertools.accumulate(allocations(profile)), default=0)

@@ -64,7 +64,6 @@ def weight_errors(
 def _errors(
     model: nn.Module, layers: Layers, batch: Any, loss: Loss, seed: int, quantization: int | None
 ) -> dict[str, tuple[float, float]]:
-    """Return the squared norms of each weight gradient's error and of the gradient."""
     products: dict[Any, Tensor | None] = {}
     handles = [module.register_forward_hook(functools.partial(_watch, products)) for module in layers.values()]
     try:
@@ -106,7 +105,6 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def _product(module: Any, x: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of a layer's weight from its input and the gradient at its output."""
     if isinstance(module, nn.Linear):
         return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
     if x.dim() < module.weight.dim():  # one sample

@@ -26,12 +26,6 @@ def check_steps(**intervals: Any) -> None:
             check_count(name, steps, more=", or None")
 
 
-def check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted are True and False")
-
-
 def check_run(batches: Any, loss: Any) -> None:
     """Raise a TypeError unless batches are iterable and the loss is a function or None."""
     if not isinstance(batches, Iterable):

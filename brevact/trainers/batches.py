@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd.seeds import kept_generators
-
-
-@contextmanager
-def kept_random_state(loader: Any = None) -> Iterator[None]:
-    """Restore the random generators of Python, NumPy, torch and the loader after a block."""
-    generators = [*_generators_of(loader)]
-    states = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with kept_generators():
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            numpy.random.set_state(of_numpy)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+from brevact.reports.in_place import kept_random_state
 
 
 def _generators_of(loader: Any) -> Iterator[torch.Generator]:
@@ -49,10 +30,15 @@ def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
     """Return at most `count` first batches of a loader (Accelerate's, too) or list; later iterations are unchanged."""
     # Accelerate's prepared loader counts its passes for gradient accumulation: the inner one does not.
     plain = getattr(loader, "base_dataloader", loader)
-    with kept_random_state(loader):
-        iterator = iter(plain)
-        found = list(itertools.islice(iterator, count))
-        del iterator  # ends its workers
+    states = [(generator, generator.get_state()) for generator in _generators_of(loader)]
+    try:
+        with kept_random_state():
+            iterator = iter(plain)
+            found = list(itertools.islice(iterator, count))
+            del iterator  # ends its workers
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
     return found
 
 

@@ -35,15 +35,12 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     {'ratio': 24.0}
 
     Args:
-        policy: as in :class:`TrainingPolicy`, like the next five.
-        adapt_every: optimizer steps.
-        mix_schedule: text.
-        noise_every: optimizer steps.
-        memory: whether to measure saved bytes.
-        quick_fit: whether to fit a budget on few batches.
+        policy: as in :class:`TrainingPolicy`.
         loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
             returns for a batch with labels.
         batches: for measurements; by default the first batches of the training data.
+        **options: ``adapt_every``, ``mix_schedule``, ``noise_every``, ``memory`` and ``quick_fit`` of
+            :class:`TrainingPolicy`; steps are those of the optimizer.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.
@@ -55,33 +52,18 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self,
         policy: Any = "default",
         *,
-        adapt_every: int | None = None,
-        mix_schedule: str | None = None,
-        noise_every: int | None = None,
-        memory: bool = True,
-        quick_fit: bool = True,
         loss: Loss | None = None,
         batches: Iterable[Any] | None = None,
+        **options: Any,
     ) -> None:
         if loss is not None:
             check_loss(loss)
         policy = os.fsdecode(policy) if isinstance(policy, os.PathLike) else policy
-        self._arguments = {
-            "policy": policy if policy is None or isinstance(policy, str) else "(an object, which JSON cannot hold)",
-            "adapt_every": adapt_every,
-            "mix_schedule": mix_schedule,
-            "noise_every": noise_every,
-            "memory": memory,
-            "quick_fit": quick_fit,
-        } | ({} if loss is None else {"loss": "(a function, which JSON cannot hold)"})
-        self.policy = TrainingPolicy(
-            policy,
-            adapt_every=adapt_every,
-            mix_schedule=mix_schedule,
-            noise_every=noise_every,
-            memory=memory,
-            quick_fit=quick_fit,
-        )
+        is_text = policy is None or isinstance(policy, str)
+        self._arguments = {"policy": policy if is_text else "(an object, which JSON cannot hold)", **options}
+        if loss is not None:
+            self._arguments["loss"] = "(a function, which JSON cannot hold)"
+        self.policy = TrainingPolicy(policy, **options)
         self._loss, self._batches = loss, batches
         self._trainer: weakref.ref[Any] | None = None
         self._run: weakref.ref[Any] | None = None

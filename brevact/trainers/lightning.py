@@ -41,15 +41,12 @@ class LightningCallback(Callback):
     'default'
 
     Args:
-        policy: as in :class:`TrainingPolicy`, like the next five.
-        adapt_every: optimizer steps.
-        mix_schedule: text.
-        noise_every: optimizer steps.
-        memory: whether to measure saved bytes.
-        quick_fit: whether to fit a budget on few batches.
+        policy: as in :class:`TrainingPolicy`.
         loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
             ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
         batches: for measurements; by default the first batches of the training data.
+        **options: ``adapt_every``, ``mix_schedule``, ``noise_every``, ``memory`` and ``quick_fit`` of
+            :class:`TrainingPolicy`; steps are those of the optimizer.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.
@@ -61,24 +58,13 @@ class LightningCallback(Callback):
         self,
         policy: Any = "default",
         *,
-        adapt_every: int | None = None,
-        mix_schedule: str | None = None,
-        noise_every: int | None = None,
-        memory: bool = True,
-        quick_fit: bool = True,
         loss: Loss | None = None,
         batches: Iterable[Any] | None = None,
+        **options: Any,
     ) -> None:
         if loss is not None:
             check_loss(loss)
-        self.policy = TrainingPolicy(
-            policy,
-            adapt_every=adapt_every,
-            mix_schedule=mix_schedule,
-            noise_every=noise_every,
-            memory=memory,
-            quick_fit=quick_fit,
-        )
+        self.policy = TrainingPolicy(policy, **options)
         self._loss, self._batches, self._steps = loss, batches, 0
         self._training_step: Callable[..., Any] | None = None
 

@@ -12,12 +12,14 @@ from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.presets import Policy
+from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_passes import Loss
+from brevact.reports.in_place import kept_random_state
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_flags, check_run, check_steps, check_values, mix_of, spec_of
+from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
-from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
+from brevact.trainers.batches import device_of, first_batches, moved
 from brevact.trainers.run import BATCHES, FIRST_STATE, Run
 from brevact.user_lines import warn
 
@@ -73,7 +75,8 @@ class TrainingPolicy:
         memory: bool = True,
         quick_fit: bool = True,
     ) -> None:
-        check_flags(memory=memory, quick_fit=quick_fit)
+        check_bool("memory", memory)
+        check_bool("quick_fit", quick_fit)
         self._policy = AttachedPolicy(spec_of(policy), quick_fit=quick_fit)
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Kernels for CUDA and ROCm tensors, in Triton, with the bytes of the references in plain torch.
 
 Functions have the names and the parameters of `quantizers.kernel_ops` and `integer_ops`; they launch kernels, and wait
@@ -10,25 +11,3 @@ from brevact.triton_kernels.launch import takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.segments import look_up, map_levels
 from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
-
-__all__ = [
-    "decode_integers",
-    "denormalize",
-    "dequantize_grid",
-    "dequantize_uniform",
-    "fake_quantize",
-    "fake_quantize_backward",
-    "look_up",
-    "map_levels",
-    "mask_multiply",
-    "moments",
-    "pack_codes",
-    "pack_mask",
-    "quantize_grid",
-    "quantize_normalized",
-    "quantize_uniform",
-    "ranges",
-    "takes",
-    "unpack_codes",
-    "unpack_mask",
-]

@@ -78,7 +78,6 @@ def dequantize_blocks(
 
 @triton.jit
 def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
-    """Whether one of the next `count` groups is flagged."""
     group = tl.arange(0, MOST)
     scale = widen(tl.load(scale_ptr + group, mask=group < count, other=0.0))
     return tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0

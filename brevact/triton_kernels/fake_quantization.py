@@ -51,7 +51,6 @@ def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.conste
 
 @triton.jit
 def _rounded(t, ROUNDING: tl.constexpr):
-    """Round to integers, see `integers.IntegerRounding`."""
     if ROUNDING == _FLOOR:
         r = tl.floor(t)
     elif ROUNDING == _CEIL:
@@ -68,20 +67,17 @@ def _rounded(t, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _shifted(x, scale, zero, dtype: tl.constexpr):
-    """x / s + z."""
     return settle(settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype) + zero, dtype)
 
 
 @triton.jit
 def _clipped(r, lowest, highest):
-    """Clamp to the bounds; NaN stays."""
     r = tl.where(r > highest, highest, r)
     return tl.where(r < lowest, lowest, r)
 
 
 @triton.jit
 def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
-    """Where elements have a gradient."""
     if CLIPS and RECTIFIES:
         cut = (r > highest) | (r < lowest) | (x <= 0.0)
     elif CLIPS:
@@ -103,166 +99,6 @@ def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE:
     return q
 
 
-@triton.jit
-def fake_quantize_tile(
-    x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
-    out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
-    CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Quantize and pack a tile."""
-    TOP: tl.constexpr = (1 << WIDTH) - 1
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    words = seed_words(first, row, column, seed_ptr, BLOCK, seed_ptr is not None)
-    spare = (1 << BIT_WIDTH) - 1.0 if HAS_SPARE else 0.0
-    codes, bits, residuals, missing = (), (), (), False
-    for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        group = 0
-        if SCALES or ZEROS:
-            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
-        scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-        zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
-        pointers = first + (row * BLOCK + i * stride + column)
-        x = widen(planes[i])
-        v = x
-        if RECTIFIES:
-            v = tl.where(x < 0.0, 0.0, x)
-        t = _shifted(v, scale, zero, dtype)
-        r = _rounded(t, ROUNDING)
-        q = _clipped(r, lowest, highest)
-        tl.store(out_ptr + pointers, cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
-        if values_ptr is not None:
-            tl.store(values_ptr + pointers, cast(v, dtype), mask=valid)
-        if codes_ptr is not None:
-            code = nearest_int(tl.where(q == q, q - lowest, spare))
-            if RAGGED:
-                code = tl.where(valid, code, 0)
-            codes += (code,)
-        if missing_ptr is not None:
-            missing = missing | ((q != q) & valid)
-        if mask_ptr is not None or residual_ptr is not None:
-            passes = _passes(x, r, lowest, highest, RECTIFIES, CLIPS)
-            if RAGGED:
-                passes = passes & valid
-        if mask_ptr is not None:
-            bits += (passes.to(tl.int32),)
-        if residual_ptr is not None:
-            left = settle(t - r, dtype)
-            left = _clipped(left, tl.load(levels_ptr + 1), tl.load(levels_ptr + TOP))
-            left = tl.where(passes, left, tl.load(levels_ptr))
-            code = codes_on_row(left, words, levels_ptr, steps_ptr, i, TOP + 1, WIDTH, True)
-            code = tl.where(is_finite(left), code, TOP)
-            if RAGGED:
-                code = tl.where(valid, code, 0)
-            residuals += (code,)
-    if codes_ptr is not None:
-        place = codes_ptr + first // 8 * BIT_WIDTH
-        store_codes(place, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    if mask_ptr is not None:
-        store_codes(mask_ptr + first // 8, bits, row, column, stride, limit, BLOCK, 1, RAGGED)
-    if residual_ptr is not None:
-        store_codes(residual_ptr + first // 8 * WIDTH, residuals, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
-    if missing_ptr is not None:
-        tl.store(missing_ptr + (row * 0 + column * 0), 1, mask=missing)
-
-
-@triton.jit
-def fake_quantize_backward_tile(
-    g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-    target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
-    parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
-    CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Gradients of a tile."""
-    dtype: tl.constexpr = g_ptr.dtype.element_ty
-    AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
-    LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
-    ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
-    grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    if values_ptr is not None:
-        values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    if codes_ptr is not None:
-        place = codes_ptr + first // 8 * BIT_WIDTH
-        codes = load_bytes(place, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    if mask_ptr is not None:
-        bits = load_bytes(mask_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
-    if residual_ptr is not None:
-        place = residual_ptr + first // 8 * WIDTH
-        residuals = load_bytes(place, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
-    if parts_ptr is not None:
-        sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
-        more_sums, zero_sums, more_zero_sums = sums, sums, sums
-    for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        group = 0
-        if SCALES or ZEROS:
-            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
-        scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-        zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
-        pointers = first + (row * BLOCK + i * stride + column)
-        g = widen(grads[i])
-        through = settle(g * scale, dtype)
-        clipped = through
-        if AGAIN:
-            x = widen(values[i])
-            v = x
-            if RECTIFIES:
-                v = tl.where(x < 0.0, 0.0, x)
-            r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
-            clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
-        elif residual_ptr is not None:
-            code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
-            left = settle(tl.load(levels_ptr + code_of_residual), dtype)
-            clipped = tl.where(code_of_residual != 0, clipped, 0.0)
-        elif mask_ptr is not None:
-            clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
-        tl.store(target_ptr + pointers, cast(tl.div_rn(clipped, tl.zeros_like(clipped) + scale), dtype), mask=valid)
-        if LEARNS:
-            if AGAIN:
-                q = _clipped(r, lowest, highest)
-            else:
-                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
-            q = settle(q - zero, dtype)
-            if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
-                q = tl.where(code_of_residual != 0, q * 0.0, q)
-                steps = left
-            else:
-                x = widen(values[i])
-                steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
-            slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
-            term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
-            if terms_ptr is not None:
-                tl.store(terms_ptr + pointers, term, mask=valid)
-                tl.store(more_terms_ptr + pointers, more, mask=valid)
-            if parts_ptr is not None:
-                sums += tl.where(valid, widen(term), 0.0)
-                more_sums += tl.where(valid, widen(more), 0.0)
-        if ZERO_LEARNS:
-            if AGAIN and RECTIFIES:
-                clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
-            if zero_terms_ptr is not None:
-                tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
-                tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
-            if zero_parts_ptr is not None:
-                zero_sums += tl.where(valid, through * -1.0, 0.0)
-                more_zero_sums += tl.where(valid, clipped, 0.0)
-    if parts_ptr is not None:
-        pointers = first // 8 + (row * _COLUMNS + column)
-        exists = row < (1 if RAGGED else limit)
-        tl.store(parts_ptr + pointers, sums, mask=exists)
-        tl.store(more_parts_ptr + pointers, more_sums, mask=exists)
-        if zero_parts_ptr is not None:
-            tl.store(zero_parts_ptr + pointers, zero_sums, mask=exists)
-            tl.store(more_zero_parts_ptr + pointers, more_zero_sums, mask=exists)
-
-
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def fake_quantize_kernel(
     x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
@@ -273,16 +109,66 @@ def fake_quantize_kernel(
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantize."""
+    TOP: tl.constexpr = (1 << WIDTH) - 1
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
         if limit > 0:
-            fake_quantize_tile(
-                x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
-                out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-                lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
-                BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-                RAGGED,
-            )  # fmt: skip
+            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            words = seed_words(first, row, column, seed_ptr, BLOCK, seed_ptr is not None)
+            spare = (1 << BIT_WIDTH) - 1.0 if HAS_SPARE else 0.0
+            codes, bits, residuals, missing = (), (), (), False
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                group = 0
+                if SCALES or ZEROS:
+                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                pointers = first + (row * BLOCK + i * stride + column)
+                x = widen(planes[i])
+                v = x
+                if RECTIFIES:
+                    v = tl.where(x < 0.0, 0.0, x)
+                t = _shifted(v, scale, zero, dtype)
+                r = _rounded(t, ROUNDING)
+                q = _clipped(r, lowest, highest)
+                tl.store(out_ptr + pointers, cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
+                if values_ptr is not None:
+                    tl.store(values_ptr + pointers, cast(v, dtype), mask=valid)
+                if codes_ptr is not None:
+                    code = nearest_int(tl.where(q == q, q - lowest, spare))
+                    if RAGGED:
+                        code = tl.where(valid, code, 0)
+                    codes += (code,)
+                if missing_ptr is not None:
+                    missing = missing | ((q != q) & valid)
+                if mask_ptr is not None or residual_ptr is not None:
+                    passes = _passes(x, r, lowest, highest, RECTIFIES, CLIPS)
+                    if RAGGED:
+                        passes = passes & valid
+                if mask_ptr is not None:
+                    bits += (passes.to(tl.int32),)
+                if residual_ptr is not None:
+                    left = settle(t - r, dtype)
+                    left = _clipped(left, tl.load(levels_ptr + 1), tl.load(levels_ptr + TOP))
+                    left = tl.where(passes, left, tl.load(levels_ptr))
+                    code = codes_on_row(left, words, levels_ptr, steps_ptr, i, TOP + 1, WIDTH, True)
+                    code = tl.where(is_finite(left), code, TOP)
+                    if RAGGED:
+                        code = tl.where(valid, code, 0)
+                    residuals += (code,)
+            if codes_ptr is not None:
+                place = codes_ptr + first // 8 * BIT_WIDTH
+                store_codes(place, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            if mask_ptr is not None:
+                store_codes(mask_ptr + first // 8, bits, row, column, stride, limit, BLOCK, 1, RAGGED)
+            if residual_ptr is not None:
+                store_codes(
+                    residual_ptr + first // 8 * WIDTH, residuals, row, column, stride, limit, BLOCK, WIDTH, RAGGED
+                )
+            if missing_ptr is not None:
+                tl.store(missing_ptr + (row * 0 + column * 0), 1, mask=missing)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -296,17 +182,91 @@ def fake_quantize_backward_kernel(
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients."""
+    dtype: tl.constexpr = g_ptr.dtype.element_ty
+    AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
+    LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
+    ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     for RAGGED in tl.static_range(2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
         if limit > 0:
-            fake_quantize_backward_tile(
-                g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-                target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
-                parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-                lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
-                BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
-                RAGGED,
-            )  # fmt: skip
+            grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            if values_ptr is not None:
+                values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            if codes_ptr is not None:
+                place = codes_ptr + first // 8 * BIT_WIDTH
+                codes = load_bytes(place, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            if mask_ptr is not None:
+                bits = load_bytes(mask_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
+            if residual_ptr is not None:
+                place = residual_ptr + first // 8 * WIDTH
+                residuals = load_bytes(place, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
+            if parts_ptr is not None:
+                sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
+                more_sums, zero_sums, more_zero_sums = sums, sums, sums
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                group = 0
+                if SCALES or ZEROS:
+                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                pointers = first + (row * BLOCK + i * stride + column)
+                g = widen(grads[i])
+                through = settle(g * scale, dtype)
+                clipped = through
+                if AGAIN:
+                    x = widen(values[i])
+                    v = x
+                    if RECTIFIES:
+                        v = tl.where(x < 0.0, 0.0, x)
+                    r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
+                    clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
+                elif residual_ptr is not None:
+                    code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
+                    left = settle(tl.load(levels_ptr + code_of_residual), dtype)
+                    clipped = tl.where(code_of_residual != 0, clipped, 0.0)
+                elif mask_ptr is not None:
+                    clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
+                tl.store(
+                    target_ptr + pointers, cast(tl.div_rn(clipped, tl.zeros_like(clipped) + scale), dtype), mask=valid
+                )
+                if LEARNS:
+                    if AGAIN:
+                        q = _clipped(r, lowest, highest)
+                    else:
+                        q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
+                    q = settle(q - zero, dtype)
+                    if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
+                        q = tl.where(code_of_residual != 0, q * 0.0, q)
+                        steps = left
+                    else:
+                        x = widen(values[i])
+                        steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
+                    slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
+                    term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
+                    if terms_ptr is not None:
+                        tl.store(terms_ptr + pointers, term, mask=valid)
+                        tl.store(more_terms_ptr + pointers, more, mask=valid)
+                    if parts_ptr is not None:
+                        sums += tl.where(valid, widen(term), 0.0)
+                        more_sums += tl.where(valid, widen(more), 0.0)
+                if ZERO_LEARNS:
+                    if AGAIN and RECTIFIES:
+                        clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
+                    if zero_terms_ptr is not None:
+                        tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
+                        tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
+                    if zero_parts_ptr is not None:
+                        zero_sums += tl.where(valid, through * -1.0, 0.0)
+                        more_zero_sums += tl.where(valid, clipped, 0.0)
+            if parts_ptr is not None:
+                pointers = first // 8 + (row * _COLUMNS + column)
+                exists = row < (1 if RAGGED else limit)
+                tl.store(parts_ptr + pointers, sums, mask=exists)
+                tl.store(more_parts_ptr + pointers, more_sums, mask=exists)
+                if zero_parts_ptr is not None:
+                    tl.store(zero_parts_ptr + pointers, zero_sums, mask=exists)
+                    tl.store(more_zero_parts_ptr + pointers, more_zero_sums, mask=exists)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)

@@ -67,7 +67,6 @@ def _positions(
 
 @triton.jit
 def _parts_of_steps(t):
-    """See `reference.parts_of_steps`; int32."""
     return nearest_int((t - tl.floor(t)) * 256.0)
 
 
@@ -94,7 +93,6 @@ def _closest_shifted(t, shift, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of the positions of plane i."""
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:

@@ -263,7 +263,6 @@ def values(q, minimum_bits, scale, limit, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _far_value(far, limit):
-    """The value of far bits."""
     size = far & 0x7FFFFFFF
     value = tl.where(size > _SPECIAL, float("nan"), tl.minimum(_float(size), limit))
     value = tl.where(size == _QUIET | (1 << 8), _INFINITY, value)

@@ -16,19 +16,15 @@ A recipe is a module with a `DOMAIN`, and with `main = partial(run_command_line,
     DOMAIN = Domain(
         module="recipes.segmentation3d", description=__doc__, settings=VolumeSettings, task=VolumeTask,
         metric=Metric("dice", "Dice", higher_is_better=True), libraries=("monai",),
-        size=Size("patch", unit="voxels", start=32, multiple=16, most=256),     # None: there is none to search
     )
 
 The core does the rest: `domains.training` trains each variant (plain, checkpoint, policies) from equal weights on equal
-batches for each seed, resumes, and shows progress; `domains.processes` measures kept bytes, the peak of the process and
-the step in fresh processes, and finds the largest size that fits in `--memory`; `domains.results` writes the table,
-rows of CSV and pictures; `domains.command_line` is the command line.
-
-A recipe imports its library inside of functions, by `library("monai")`, which says what to install, and nothing of
-brevact at its top: processes that measure plain training run without the package.
+batches for each seed, resumes, and shows progress; `domains.results` writes the table and a picture;
+`domains.command_line` is the command line. A recipe imports its library inside of functions, by `library("monai")`,
+which says what to install.
 """
 
 from recipes.domains.command_line import run_command_line
-from recipes.domains.domain import Domain, DomainSettings, Metric, Size, Task, checkpoint_each, library
+from recipes.domains.domain import Domain, DomainSettings, Metric, Task, checkpoint_each, library
 
-__all__ = ["Domain", "DomainSettings", "Metric", "Size", "Task", "checkpoint_each", "library", "run_command_line"]
+__all__ = ["Domain", "DomainSettings", "Metric", "Task", "checkpoint_each", "library", "run_command_line"]

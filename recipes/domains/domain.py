@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -65,15 +65,14 @@ class Task:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     #: Optimizer steps in an epoch.
     steps_per_epoch: int
+    #: Of `brevact.quantize_backward`, with every policy.
+    policy_settings: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: Any, seed: int, device: torch.device) -> None:
         raise NotImplementedError
 
     def batches(self, epoch: int) -> Iterable[Any]:
-        """Yields the batches of an epoch, counted from 1, which depend on the seed and the epoch alone.
-
-        Data are made here at the first call, not by `__init__`: a process that measures a step needs none.
-        """
+        """Yields the batches of an epoch, counted from 1, which depend on the seed and the epoch alone."""
         raise NotImplementedError
 
     def loss(self, batch: Any) -> Tensor:
@@ -87,10 +86,6 @@ class Task:
     def use_checkpoints(self) -> None:
         """Lets the blocks of the model keep their inputs alone (gradient checkpointing), as users of the library do."""
         raise NotImplementedError
-
-    def probe(self) -> Any:
-        """A batch of the shapes and types of training, on which a step is measured."""
-        return next(iter(self.batches(1)))
 
     def after_step(self) -> None:
         """Called after each optimizer step of a training, such as for an average of the weights."""
@@ -153,34 +148,6 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A size of the settings of which the largest that fits in memory is searched.
-
-    Attributes:
-        field: of the settings.
-        unit: of the size, in words: "voxels".
-        start: the first try.
-        multiple: only multiples of it are possible; the search ends within a sixteenth, or within one multiple.
-        most: no larger size is tried.
-        measured: at which bytes, peak and step are measured unless the command line says otherwise, such as a size
-            that users have and that would train for hours; None for the size that is trained.
-        apply: from settings and a size to settings with that size; None if only the field changes.
-    """
-
-    field: str
-    unit: str
-    start: int
-    multiple: int = 1
-    most: int = 2**20
-    measured: int | None = None
-    apply: Callable[[Any, int], Any] | None = None
-
-    def of(self, settings: Any, value: int) -> Any:
-        """The settings with another size."""
-        return self.apply(settings, value) if self.apply else replace(settings, **{self.field: value})
-
-
-@dataclass(frozen=True)
 class Domain:
     """The recipe of a field.
 
@@ -191,7 +158,7 @@ class Domain:
         task: from settings, a seed and a device to a training.
         metric: what runs are judged by.
         libraries: that the task imports, by the names that Python has for them.
-        size: of which the largest that fits can be searched.
+        variants: that are trained by default; all but "plain" and "checkpoint" are names of policies.
     """
 
     module: str
@@ -200,7 +167,7 @@ class Domain:
     task: Callable[[Any, int, torch.device], Task]
     metric: Metric
     libraries: tuple[str, ...] = ()
-    size: Size | None = None
+    variants: tuple[str, ...] = ("plain", "checkpoint", "DEFAULT", "RECOMPUTE")
 
     @property
     def name(self) -> str:

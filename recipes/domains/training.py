@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import brevact
 from recipes import files, machine
 from recipes.domains.domain import Domain, Region, Task
-from recipes.domains.variants import prepare
+from recipes.domains.variants import is_packed, prepare
 from recipes.errors import RecipeError
 
 RUNS, EPOCHS, CHECKPOINT = "runs.csv", "epochs.csv", "checkpoint.pt"
-COLUMNS = ("variant", "seed", "value", "loss", "seconds", *machine.COLUMNS)
+COLUMNS = ("variant", "seed", "value", "loss", "kept_mib", "seconds", *machine.COLUMNS)
 COLUMNS_OF_EPOCHS = ("variant", "seed", "epoch", "loss", "value", "seconds")
 
 Row = dict[str, Any]
@@ -37,6 +38,9 @@ class Run:
         self.task: Task = domain.task(settings, seed, device)
         self.region: Region = prepare(self.task, variant)
         self.epochs: list[Row] = []
+        batch = next(iter(self.task.batches(1)))
+        report = brevact.memory_report(self.task.model, batch, lambda model, batch: self.task.loss(batch))
+        self.kept_mib = (report.saved_bytes if is_packed(variant) else report.plain_bytes) / 2**20
         torch.manual_seed(seed)
 
     def train_epoch(self, bar: tqdm) -> None:
@@ -51,24 +55,20 @@ class Run:
 
     def state_dict(self) -> Row:
         """All that the next epoch depends on."""
-        from brevact import noise_count  # here: plain steps are measured without the package
-
         state: Row = {"variant": self.variant, "seed": self.seed, "epochs": self.epochs}
         state |= {name: part.state_dict() for name, part in self._parts().items()}
         if torch.cuda.is_available():
             state["cuda_generator"] = torch.cuda.get_rng_state()
-        state |= {"generator": torch.get_rng_state(), "noise_count": noise_count()}
+        state |= {"generator": torch.get_rng_state(), "noise_count": brevact.noise_count()}
         return {**state, "task": self.task.state_dict()}
 
     def load_state_dict(self, state: Row) -> None:
         """Goes on from a `state_dict` of a run with the same settings, variant and seed."""
-        from brevact import noise_count
-
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         self.task.load_state_dict(state["task"])
         self.epochs = list(state["epochs"])
-        noise_count(state["noise_count"])
+        brevact.noise_count(state["noise_count"])
         torch.set_rng_state(state["generator"])
         if "cuda_generator" in state:
             torch.cuda.set_rng_state(state["cuda_generator"])
@@ -113,7 +113,8 @@ def train(
         if seed == seeds[0]:
             run.task.show(folder / f"{domain.name}-{file_name(variant)}.png")
         seconds = sum(row["seconds"] for row in run.epochs)
-        rows.append({**{name: last.get(name) for name in COLUMNS}, "seconds": seconds, **machine.place(device)})
+        rows.append({**{name: last.get(name) for name in COLUMNS}, "kept_mib": run.kept_mib, "seconds": seconds})
+        rows[-1] |= machine.place(device)
         epochs += run.epochs
         files.write_rows(folder / EPOCHS, COLUMNS_OF_EPOCHS, epochs)
         files.write_rows(folder / RUNS, COLUMNS, rows)

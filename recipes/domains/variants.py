@@ -2,13 +2,13 @@
 
 from contextlib import nullcontext
 
+import brevact
 from recipes.domains.domain import Region, Task
+from recipes.policy_names import named_policy
 
 PLAIN, CHECKPOINT = "plain", "checkpoint"
 #: In front of a policy: checkpoints, and the policy for what lies outside of them.
 _BOTH = "checkpoint+"
-#: What the table compares unless the command line says otherwise; all but the first two are names of policies.
-DEFAULT_VARIANTS = (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE")
 
 
 def prepare(task: Task, variant: str) -> Region:
@@ -27,10 +27,8 @@ def prepare(task: Task, variant: str) -> Region:
         task.use_checkpoints()
     if not is_packed(variant):
         return nullcontext
-    import brevact  # here: plain training runs without the package
-    from recipes.policy_names import named_policy
-
-    named_policy(policy_words(variant)).apply(task.model)
+    policy = named_policy(policy_words(variant))
+    brevact.quantize_backward(task.model, policy.source, **{**policy.settings, **task.policy_settings})
     return lambda: brevact.backward_quant(task.model)
 
 

@@ -59,14 +59,6 @@ def quantized_layers() -> nn.ModuleList:
     return brevact.quantize_backward(models, StochBackward2bit, min_numel=0)
 
 
-@pytest.mark.parametrize("call", [lambda a, b, x: a(x), lambda a, b, x: a[0](x), lambda a, b, x: b(x)])
-def test_the_next_forward_with_the_same_settings_ends_an_interrupted_one(call):
-    interrupted, other = quantized_layers()
-    interrupt(interrupted)
-    call(interrupted, other, torch.randn(64, 64)).sum().backward()
-    assert current_region() is None
-
-
 def test_nothing_is_packed_in_what_an_interrupt_leaves_behind():
     interrupt(quantized_layers()[0])
     plain = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.LayerNorm(64))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import BackwardSettings, region, storage_report
-from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer, denormalize, normalize
+from brevact.quantizers import Rounding, UniformQuantizer, denormalize, normalize
 from tests.autograd import ops
 from tests.autograd.measuring import NEAREST, layer_gradients, run_op, settings, watch_saved
 from tests.autograd.sync_batch_norm import SavesStatistics
@@ -138,16 +138,6 @@ def test_planned_batch_norms_have_the_gradients_of_others(options, memory_format
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         found.append((out, *first, *model.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_two_batch_norms_of_a_tensor_share_what_a_plan_has_packed(monkeypatch):
-    model, made = Branches(), []
-    empty = PackedSpec.empty
-    monkeypatch.setattr(PackedSpec, "empty", lambda *args: made.append(args[0].layout.shape) or empty(*args))
-    with region(settings(4)):
-        out = model(torch.randn(3, 3, 9, 9))
-    assert made.count((3, 8, 9, 9)) == 1
-    out.sum().backward()
 
 
 def test_batch_norms_refuse_statistics_of_another_device():

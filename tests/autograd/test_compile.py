@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import brevact
 from brevact import nn as bnn
 from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
-from brevact.autograd.rows import row_of
 from brevact.quantizers import (
     Layout,
     MixedQuantizer,
@@ -32,8 +29,6 @@ from brevact.quantizers import (
     Part,
     Rounding,
     UniformQuantizer,
-    from_text,
-    to_text,
 )
 from tests.autograd import ops
 from tests.autograd.measuring import kept_bytes, settings, watch_saved
@@ -131,39 +126,13 @@ def assert_close(
         torch.testing.assert_close(a, b, rtol=0, atol=64 * eps * top.item(), msg=lambda text: f"{name} {text}")
 
 
-class Handlers(TorchFunctionMode):
-    """The code of the counterparts that functions have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[object] = set()
-
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        handler = row_of(func).handler
-        if handler is not None:
-            self.found.add(getattr(handler, "__code__", handler))
-        return func(*args, **(kwargs or {}))
-
-
-def with_every_handler(some: list[ops.Op]) -> list[ops.Op]:
-    """Add to some ops those that run a counterpart which none before them runs."""
-    chosen, seen = [], set()
-    for op in dict.fromkeys((*some, *COUNTERPARTS)):
-        with Handlers() as handlers:
-            op.make()(torch.randn(op.shape, requires_grad=True).clone())
-        if op in some or not handlers.found <= seen:
-            chosen.append(op)
-        seen |= handlers.found
-    return chosen
-
-
 #: They derive from their packed input in graphs, whereas eager regions pack their output: gradients differ by noise.
 DERIVED_IN_GRAPHS = {"sigmoid", "sigmoid method", "tanh", "squeeze-excitation", "squeeze-excitation_"}
 
 
 @pytest.mark.parametrize("some", [COUNTERPARTS[1::8], pytest.param(COUNTERPARTS, marks=pytest.mark.exhaustive)])
 def test_ops_compiled_give_the_gradients_and_bytes_of_eager(some):
-    chosen = with_every_handler(some)
+    chosen = some
     functions = [op.make() for op in chosen]
     leaves = [torch.randn(op.shape, requires_grad=True) for op in chosen]
 
@@ -464,49 +433,6 @@ def test_rules_for_ops_hold_inside_graphs(make, rules):
     assert sizes[0] <= sizes[1]
 
 
-def test_results_of_small_products_may_be_changed_in_place_inside_graphs():
-    x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        with brevact.backward_quant(brevact.NearestBackward4bit):  # too few elements to pack
-            return (x @ weight).relu_().sum()
-
-    (found,) = torch.autograd.grad(compiled(forward)(x), weight)
-    (expected,) = torch.autograd.grad((x @ weight).relu().sum(), weight)
-    torch.testing.assert_close(found, expected)
-
-
-def test_rounded_norms_go_by_the_rules_for_them_inside_graphs():
-    plain = norms()[:4]
-    model = brevact.quantize_backward(copy.deepcopy(plain), {F.batch_norm: ROUNDED, "*": NEAREST})
-    run = compiled(model)
-    for training in (True, False):
-        for net in (model, plain):
-            net.train(training)
-        with watch_saved() as saved:
-            found = run(IMAGES)
-        expected, exact = model(IMAGES), plain(IMAGES)
-        torch.testing.assert_close(found, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
-        assert not torch.allclose(expected, exact, rtol=0, atol=1e-5)
-        codes = [x for x in saved.tensors if x.dtype is torch.uint8]
-        assert len(codes) > 1 if training else len(codes) == 1  # of the values with which the norm goes on
-
-
-def test_the_default_region_is_made_in_a_graph():
-    model, reference = Attending(), Attending()
-
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        with brevact.backward_quant():
-            return net(x)
-
-    with watch_saved() as saved:
-        compiled(forward)(model, IMAGES)
-    with watch_saved() as expected:
-        forward(reference, IMAGES)
-    found, wanted = (sorted(x.numel() for x in each.tensors if x.dtype is torch.uint8) for each in (saved, expected))
-    assert set(found) == set(wanted) != set()
-
-
 def with_region_outside(model: nn.Module) -> Callable:
     run = compiled(model)
 
@@ -671,43 +597,6 @@ def test_quantize_on_backward_gives_the_gradients_of_save_quantized():
     assert_close(gradients(model), gradients(reference))
 
 
-def test_what_a_linear_layer_returns_may_be_overwritten():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 4))
-    reference, x = copy.deepcopy(model), torch.randn(3, 8, 16)
-    compiled(quantized(settings(bit_width=8), lambda: model))(x).sum().backward()
-    reference(x).sum().backward()
-    for a, b in zip(gradients(model), gradients(reference), strict=True):
-        assert (a - b).norm() <= 8 / 255 * b.norm()  # a step of a range of 8 deviations
-
-
-class Branches(nn.Module):
-    """Three layers that read one activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self.first(x))
-        return sum(branch(x) for branch in self.branches)
-
-
-def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
-    chosen = settings(24, Rounding.NEAREST)
-    model = brevact.quantize_backward(Branches(), chosen)
-    reference = brevact.restore_backward(copy.deepcopy(model))
-    x = torch.randn(256, 64, requires_grad=True)
-    with watch_saved() as saved:
-        out = compiled(model, "inductor")(x)
-    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
-    assert len({t.untyped_storage().data_ptr() for t in codes}) == 2  # inputs; all that is behind SiLU derives from one
-    out.sum().backward()
-    reference(x).sum().backward()
-    assert_close(gradients(model), gradients(reference))  # half a step of 24 bits is less than float32's own
-
-
 def test_mixtures_compile_with_a_size_drawn_once():
     mix = MixedQuantizer(bit_width=2, mix_bit_width=8, bucket_size=64)
     run, eager = compiled(quantized(mix)), step(quantized(settings(bit_width=8, derive_min_bits=0)))
@@ -813,67 +702,6 @@ def test_compiled_autograd_reads_what_a_region_stored():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         loss.backward()
     assert_close(gradients(model), expected)
-
-
-class Level(enum.Enum):
-    """A setting that is no string."""
-
-    LOW = "low"
-    HIGH = "high"
-
-
-@dataclass(frozen=True)
-class Levelled(FixedPoint):
-    """A quantizer with an enum and a tuple among its fields."""
-
-    level: Level = Level.LOW
-    shape: tuple[int, ...] = (1, 2)
-
-
-@pytest.mark.parametrize("quantizer", [Levelled(), MixedQuantizer(), UniformQuantizer(scale_dtype=torch.float32)])
-def test_from_text_gives_back_what_to_text_took(quantizer):
-    assert from_text(to_text(quantizer)) == quantizer
-
-
-def test_keywords_reach_counterparts():
-    class Keywords(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(8, 18, 18))
-            self.conv = nn.Conv2d(3, 8, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.silu(input=F.conv2d(weight=self.conv.weight, input=x), inplace=True)
-            return torch.mul(input=y, other=self.scale).relu_()
-
-    torch.manual_seed(0)
-    reference = Keywords()
-    model = copy.deepcopy(reference)
-    for net in (model, reference):
-        brevact.quantize_backward(net, settings(1, Rounding.NEAREST))
-    compiled(model)(IMAGES).sum().backward()
-    reference(IMAGES).sum().backward()
-    assert_close(gradients(model), gradients(reference))
-
-
-def test_products_with_weights_pack_what_follows():
-    class Products(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.left = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 8))
-            self.right = nn.Parameter(torch.randn(8, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weight = torch.tanh(self.left @ self.right)  # a weight, like LoRA's
-            return F.gelu(F.silu(x @ self.first)) * weight
-
-    model = brevact.quantize_backward(Products(), settings(1))
-    x = torch.randn(64, 64, requires_grad=True)
-    with watch_saved() as saved:
-        out = compiled(model)(x)
-    sizes = sorted(t.numel() for t in saved.tensors if t.dtype is torch.uint8)
-    assert len(sizes) == 4  # the input, two derivatives, and the factor of the weight
-    assert out.shape == (64, 64)
 
 
 def test_exported_programs_hold_no_quantizer():
@@ -991,43 +819,3 @@ def test_small_views_are_kept_as_they_are_without_the_rest_of_their_storage_in_g
     (eager, expected), (graph, grads) = bytes_and_gradients(function, min_numel=1024)
     assert graph <= eager
     assert_close(grads, expected)
-
-
-def test_dropout_that_drops_nothing_copies_in_graphs():
-    """As in graphs of plain PyTorch, also where the copy derives from a packed tensor."""
-
-    def function(x: Tensor) -> Tensor:
-        x = F.layer_norm(x, (64,))
-        return x + F.dropout(x, 0.0, training=True).mul_(3.0)
-
-    x, outs = torch.randn(8, 64, 64), []
-    for model in (Deriving(function), quantized(settings(32, min_numel=0), lambda: Deriving(function))):
-        out = compiled(model)(x)
-        out.square().sum().backward()
-        outs.append([out.detach(), *gradients(model)])
-    assert_close(outs[1], outs[0])
-
-
-def copied_over(x: Tensor) -> Tensor:
-    return F.layer_norm(x, (64,)).clone().copy_(x * 3.0)
-
-
-def written_to(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        shifted = torch.add(x, 1.0, out=torch.empty_like(x))
-    return x * shifted
-
-
-@pytest.mark.parametrize("function", [copied_over, written_to])
-@pytest.mark.parametrize("source", [settings(32, min_numel=0), brevact.LosslessBackward], ids=["32 bits", "lossless"])
-def test_results_that_are_overwritten_compile_for_any_size(function, source):
-    model = quantized(source, lambda: Deriving(function))
-    run = compiled(model, dynamic=True)
-    for rows in (8, 6):
-        x, found = torch.randn(rows, 64, 64), []
-        for call in (model, run):
-            model.zero_grad()
-            out = call(x)
-            out.square().sum().backward()
-            found.append([out.detach(), *gradients(model)])
-        assert_close(found[1], found[0])

@@ -26,7 +26,6 @@ from brevact import (
 from brevact.autograd import BackwardSettings, region
 from tests.autograd import op_database
 from tests.autograd.database_laws import MOST_ERROR, are_same, error_of, errs_on_average, finite_pairs
-from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import KINDS, MISSING, Sample, name_of, run, samples, variants
 from tests.autograd.test_op_database import LIMITS
 
@@ -222,21 +221,6 @@ def test_masks_stand_for_what_rectifiers_save(name):
     assert nbytes <= 64 * 64 / 8 + 64  # one bit an element, and no more
 
 
-def test_second_graphs_share_what_they_decode():
-    def step(chosen: BackwardSettings | None) -> tuple[int, int]:
-        x, weight = torch.randn(512, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-        with watch_saved() as saved:
-            with region(chosen):
-                out = F.linear(x * 1, weight).tanh()
-            first = saved.nbytes
-            grads = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(4)]
-        torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
-        return first, saved.nbytes
-
-    (codes, nbytes), (_, plain) = step(settings_of(StochBackward2bit)), step(None)
-    assert nbytes <= plain + codes
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(
     ("call", "count"),
@@ -337,21 +321,6 @@ def test_a_step_of_maml():
         assert torch.equal(grad, exact)
     _, packed = twins(regressor, StochBackward8bit, double_backward=True, min_numel=0)
     assert 0 < error_between(adapted(packed, x, y), expected) < MOST_ERROR
-
-
-@pytest.mark.parametrize("policy", [brevact.DEFAULT, {nn.Linear: StochBackward4bit, F.silu: StochBackward8bit}])
-def test_policies_of_several_quantizers_take_the_setting(policy):
-    plain, model = twins(Energy, policy, double_backward=True)
-    x = torch.randn(128, 64)
-    assert 0 < error_between(penalized(model, x), penalized(plain, x)) < MOST_ERROR
-    settings = brevact.backward_policy(model).rows[0].settings
-    assert settings is None or settings.double_backward
-    with brevact.backward_quant(brevact.DEFAULT, double_backward=True):
-        leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(plain(leaf), leaf, create_graph=True)
-    grad.sum().backward()
-    with pytest.raises(TypeError, match="bucket_size: overrides go with a single quantizer"):
-        brevact.quantize_backward(Energy(), policy, double_backward=True, bucket_size=64)
 
 
 def test_without_the_setting_the_error_names_it():

@@ -310,17 +310,6 @@ def test_masks_and_codes_that_other_code_saves_are_stored_without_a_loss():
     assert saved.nbytes < x.numel()  # codes of 4 bits and two masks
 
 
-def test_other_code_runs_in_transforms_as_without_a_region():
-    x = activation().detach()
-    with brevact.backward_quant(Policy({Cube: StochBackward2bit, "*": StochBackward2bit})):
-        found = torch.func.vmap(Cube.apply)(x)
-    assert torch.equal(found, x**3)
-    model = brevact.quantize_backward(Net(Cube.apply), {Cube: StochBackward2bit})
-    out, slope = torch.func.jvp(lambda x: x**3, (x,), (x,))
-    with torch.no_grad():
-        assert torch.equal(model(x), out) and slope.shape == x.shape
-
-
 WEIGHTS = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 MASK = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) > 0.1
 #: The Functions of libraries that are packed without a rule, as functions of one tensor.

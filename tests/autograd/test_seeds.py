@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -18,15 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import brevact
 import brevact.nn as bnn
 from brevact import StochBackward2bit, StochBackward2bit4bitMix, StochBackward8bit
-from brevact.autograd import region, seeds
+from brevact.autograd import region
 from brevact.autograd.hooks import regions_disabled
-from brevact.autograd.seeds import SeedStream
 from brevact.trainers.batches import kept_random_state
-from tests.autograd.leaves import every_leaf, every_noisy_leaf, packs, wide
+from tests.autograd.leaves import every_noisy_leaf, packs, wide
 from tests.autograd.measuring import watch_saved
 
 LEAF = StochBackward2bit.let(min_numel=0)
-HOST = torch.device("cpu")
 
 
 def code_bytes(model: nn.Module, x: Tensor) -> Tensor:
@@ -200,26 +197,6 @@ def test_every_name_of_manual_seed_restarts_the_noise():
     assert brevact.noise_count() == 1
 
 
-def test_counts_of_many_seeds_take_bounded_room(monkeypatch):
-    monkeypatch.setattr(seeds, "_MOST_SEEDS", 8)
-    for seed in range(20):
-        torch.manual_seed(0)
-        SeedStream().next(HOST)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            SeedStream().next(HOST)
-    assert len(seeds._counts) <= 8 and brevact.noise_count() > 0
-
-
-def test_two_models_and_two_seeds_do_not_share_noise():
-    models, x = [brevact.quantize_backward(nn.Linear(64, 64), LEAF) for _ in range(2)], torch.rand(32, 64)
-    found = []
-    for seed in (0, 1, 2**32, -1):
-        torch.manual_seed(seed)
-        found += [code_bytes(model, x) for model in models]
-    assert not any(torch.equal(found[i], found[j]) for i in range(len(found)) for j in range(i))
-
-
 def test_a_checkpoint_inside_a_region_does_not_share_its_noise():
     """The recomputed block, whose region is a root in backward, starts from the generator's state of the forward."""
     block = brevact.quantize_backward(nn.Linear(64, 64), LEAF)
@@ -358,27 +335,6 @@ def test_selective_checkpoints_have_the_gradients_of_full_ones(name):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_concurrent_regions_do_not_share_noise():
-    found = [SeedStream().next(HOST)]
-    state = torch.get_rng_state()
-    thread = threading.Thread(target=lambda: found.append(SeedStream().next(HOST)))
-    thread.start()
-    thread.join()
-    assert found[0] != found[1]
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_seeds_are_those_of_split_mix_one_by_one():
-    stream = SeedStream()
-    found = [stream.next(HOST) for _ in range(300)]
-    assert len(set(found)) == 300
-    for state in (0, 1, 2**63, 2**64 - 1, 2**64 + 5):
-        expected = [seeds._split_mix(state + place * seeds._GOLDEN) for place in range(2 * seeds._AT_ONCE)]
-        stream = SeedStream()
-        stream._base = state
-        assert [stream.next(HOST) for _ in expected] == expected
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_recomputed_layers_draw_what_they_drew_before(nested):
     """Of three forwards that wait for backward, also twice, with no random number between them."""
@@ -401,38 +357,6 @@ def test_recomputed_layers_draw_what_they_drew_before(nested):
     for plain, found in zip(runs[:4], runs[4:], strict=True):
         assert all(map(torch.equal, plain, found))
     assert not torch.equal(runs[0][1], runs[1][1])
-
-
-def test_regions_of_one_recomputation_do_not_share_noise():
-    layers = [nn.Linear(64, 64) for _ in range(3)]
-    for layer in layers:
-        brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
-    codes: list[Tensor] = []
-
-    def body(x: Tensor) -> Tensor:
-        with watch_saved() as saved:
-            out = sum(layer(x.clone()) for layer in layers)
-        codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
-        return out
-
-    x = torch.rand(32, 64, requires_grad=True)
-    checkpoint(body, x, use_reentrant=True).sum().backward()
-    assert len(codes) == 3
-    assert not any(torch.equal(codes[i], codes[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
-
-
-@every_leaf
-def test_noise_is_drawn_anew_for_every_layer_and_step(leaf):
-    layers = [nn.Linear(64, 64) for _ in range(2)]
-    x, codes = torch.randn(64, 64), []
-    for _ in range(2):
-        for layer in layers:
-            with watch_saved() as saved, brevact.backward_quant(leaf, min_numel=0):
-                layer(x.clone())
-            codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
-    assert len(codes) == 4
-    differ = [not torch.equal(a, b) for i, a in enumerate(codes) for b in codes[:i]]
-    assert differ == [brevact.quantizer(leaf).is_stochastic] * 6
 
 
 @every_noisy_leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -319,12 +318,6 @@ def test_second_derivatives_of_weights_are_those_of_torch():
         (first,) = torch.autograd.grad(out.sin().sum(), layer.weight, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), layer.gain)[0])
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_copies_train_as_the_model():
-    _, layer = twins("weight_norm")
-    twin = copy.deepcopy(layer)
-    assert all(map(torch.equal, run(twin)[1], run(layer)[1]))
 
 
 class Propagated(nn.Module):

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import Adaptive, StochBackward2bit, StochBackward4bit
-from brevact.autograd import settings as settings_of_regions
 from brevact.autograd.hooks import inherited_region, regions_of
 from brevact.quantizers import UniformQuantizer
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
@@ -190,29 +189,6 @@ def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | 
     # The optimizers' momentum begins anew in both.
     assert all(map(torch.equal, found, expected))
     assert resumed.bit_widths == adaptive.bit_widths
-
-
-@pytest.mark.exhaustive
-def test_a_long_run_makes_no_more_settings_than_there_are_widths():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
-    )
-    brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
-    batches = [torch.randn(32, 32).unbind(0) for _ in range(4)]
-
-    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return model(torch.stack(batch)).square().mean()
-
-    adaptive = Adaptive(model, batches[0], loss, bit_width=2, every=15, samples=128)
-    keys = settings_of_regions._keys
-    before = len(keys)
-    for step in range(300):
-        with adaptive.batch(range(step % 4 * 32, step % 4 * 32 + 32)):
-            loss(model, batches[step % 4]).backward()
-        adaptive.step(batches[step % 4])
-    # Two kinds of settings (plain, redrawn), each of the region and of the normalized input of norms, by 8 widths.
-    assert len(keys) - before <= 2 * 2 * 8
 
 
 def test_measuring_leaves_the_model_as_it_was():
@@ -422,19 +398,6 @@ def test_samples_are_remembered_where_some_layers_have_no_gradient():
     value.backward()
     adaptive.step(images())
     assert adaptive.state_dict()["samples"].mean().item() == pytest.approx(1.0)
-
-
-def test_optimizers_that_step_during_backward_do_not_step_in_measurements():
-    model = brevact.quantize_backward(net(), StochBackward4bit)
-    steps = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.grad.shape))
-    adaptive = Adaptive(model, images(), loss_of, bit_width=3, every=1)
-    adaptive.step(images())
-    brevact.gradient_report(model, [images(), images(seed=1)], loss_of, draws=2, layers=None, progress=False)
-    assert not steps
-    loss_of(model, images()).backward()
-    assert len(steps) == len(list(model.parameters()))
 
 
 def test_parts_run_as_their_model_after_an_error():

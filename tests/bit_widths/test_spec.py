@@ -99,19 +99,15 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
             id="deep",
         ),
         ("StochBackward2bit:bucket_size={[]:1}", ValueError, "bucket_size: got .* of type str"),
-        ("24", ValueError, r"24: a budget is written 24x.*did you mean 24x\?"),
-        ("24X", ValueError, r"24X: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\), peak=2GiB, noise=0\.05"),
-        ("512mib", ValueError, "512mib: a budget is written 24x"),
+        ("24", ValueError, r"24: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\), peak=2GiB, noise=0\.05"),
+        *(
+            (text, ValueError, f"{text}: a budget is written")
+            for text in ("24X", "512MB", "peak=2GB", "peak=5", "2g", "1 x")
+        ),
+        ("noise=0.05x", ValueError, "a budget is written"),
         ("-3x", ValueError, "got -3; accepted is a number above 0"),
         ("noise=-1", ValueError, "got -1; accepted is a number above 0"),
-        ("512MB", ValueError, r"512MB: a budget is written 24x.*did you mean 512MiB\?"),
-        ("peak=2GB", ValueError, r"did you mean peak=2GiB\?"),
-        ("peak=512", ValueError, r"did you mean peak=512MiB\?"),
         ("peak=0B", ValueError, "accepted is a number above 0"),
-        ("2g", ValueError, r"did you mean 2GiB\?"),
-        ("1.5 x", ValueError, r"did you mean 1\.5x\?"),
-        ("0.5", ValueError, r"did you mean 0\.5x\?"),
-        ("noise=0.05x", ValueError, r"did you mean noise=0\.05\?"),
         ("-3", ValueError, "got -3; accepted is a number above 0"),
         ("24x 30x", ValueError, "30x says ratio a second time"),
         ("24x time=0", ValueError, "got 0; accepted is a number above 0"),
@@ -150,11 +146,6 @@ def test_texts_stand_for_policies_wherever_one_is_taken(words, tmp_path):
         assert all(map(torch.equal, *seeds))
     report = brevact.gradient_report(model(), [x, -x], loss, words, draws=2, progress=False)
     assert (report.noise == 0) == (words == "none")
-
-
-def test_texts_take_settings_of_a_quantizer():
-    rows = brevact.backward_policy(brevact.quantize_backward(model(), "StochBackward2bit", bucket_size=64)).rows
-    assert rows[0].settings.quantizer.bucket_size == 64
 
 
 @pytest.mark.parametrize("words", ["24x", "512MiB", "noise=0.05"])

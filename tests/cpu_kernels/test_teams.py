@@ -1,42 +1,89 @@
-"""Kernels on PyTorch's own OpenMP team."""
+"""Kernels on PyTorch's own OpenMP team, and on a pool of threads where there is none."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from brevact.cpu_kernels import teams
 from brevact.cpu_kernels.fill import fill_blocks
 from brevact.cpu_kernels.teams import SMALLEST_SHARE, share
+from brevact.quantizers import UniformQuantizer
 from tests.cpu_kernels.example_kernels import count
+
+
+@pytest.fixture(params=["team", "pool"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "pool":
+        monkeypatch.setattr(teams, "_parallel", None)
+    return request.param
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 7, 300, 100_003])
 @pytest.mark.parametrize("block_size", [1, 512, SMALLEST_SHARE])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_share_covers_every_block_once(blocks: int, block_size: int, threads: int):
+def test_share_covers_every_block_once(blocks: int, block_size: int, threads: int, on: str):
     counts = torch.zeros(blocks + 1, dtype=torch.int64)
     share(count, (counts.data_ptr(), 3), blocks, block_size, threads)
     assert counts.tolist() == [3] * blocks + [0]
 
 
-def test_share_from_many_threads_at_once():
-    counts = torch.zeros(8, 10_000, dtype=torch.int64)
+def test_quantize_from_many_threads_at_once_gives_the_same_bytes(on: str):
+    x, quantizer = torch.randn(1 << 19), UniformQuantizer(bit_width=2)
+    expected = [quantizer.quantize(x, seed=seed).codes for seed in range(6)]
+    got: list[torch.Tensor | None] = [None] * 6
 
-    def work(row: torch.Tensor) -> None:
-        for _ in range(20):
-            share(count, (row.data_ptr(), 1), row.numel(), 512, 3)
+    def work(seed: int) -> None:
+        for _ in range(5):
+            got[seed] = quantizer.quantize(x, seed=seed).codes
 
-    workers = [threading.Thread(target=work, args=(row,)) for row in counts]
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert (counts == 20).all()
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, also where the process was started in the background of a shell."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no signals to threads on Windows")
+@pytest.mark.parametrize("when", ["in a piece of the caller", "while the caller waits"])
+def test_pool_interrupted_leaves_nobody_at_work(when: str, interruptible: None):
+    caller, running, came = threading.get_ident(), [], threading.Event()
+
+    def function(words: object) -> None:
+        if threading.get_ident() == caller:
+            assert came.wait(timeout=30)
+            if when == "in a piece of the caller":
+                raise KeyboardInterrupt
+            return
+        running.append(1)
+        came.set()
+        time.sleep(0.3)  # by then the caller has nothing left to do but to wait
+        if when == "while the caller waits":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        running.pop()
+
+    with pytest.raises(KeyboardInterrupt):
+        teams._run_by_pool(function, (teams.ctypes.c_int64 * 1)(), 1)
+        time.sleep(5)
+    assert not running
 
 
 SMALL_STACKS = """
@@ -49,13 +96,25 @@ for bit_width in (5, 12):
     packed.dequantize_multiply(packed.dequantize())
 unpack_codes(pack_codes(torch.arange(1 << 17), 17, 4096), 17, 1 << 17, 4096)
 """
+FORK = """
+import os, torch
+from brevact.quantizers import UniformQuantizer
+torch.set_num_threads(4)
+x, quantizer = torch.randn(1 << 20), UniformQuantizer(bit_width=2)
+expected = bytes(quantizer.quantize(x, seed=1).buffer.numpy())
+child = os.fork()
+if child == 0:  # no parallel op of PyTorch's own: after a fork, OpenMP waits for its team for ever
+    os._exit(0 if bytes(quantizer.quantize(x, seed=1).buffer.numpy()) == expected else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert bytes(quantizer.quantize(x, seed=1).buffer.numpy()) == expected
+"""
 
 
 @pytest.mark.exhaustive
-def test_largest_blocks_fit_small_stacks():
-    environment = {**os.environ, "OMP_STACKSIZE": "64k"}
-    run = subprocess.run([sys.executable, "-c", SMALL_STACKS], env=environment, timeout=120, check=False)
-    assert run.returncode == 0
+@pytest.mark.parametrize("code", [SMALL_STACKS, FORK], ids=["largest blocks on small stacks", "after a fork"])
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+def test_quantize_in_another_process(code: str):
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_STACKSIZE": "64k"}, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("blocks", [1, 1 << 12])

@@ -16,7 +16,7 @@ from brevact import (
     StochBackward8bit,
     WeibullBackward2bit,
 )
-from tests.integration.models import X, assert_near, codes, grads, images_net, mlp, quantized, twins
+from tests.integration.models import X, codes, mlp, quantized, twins
 
 LEAVES = (
     *(StochBackward2bit, StochBackward8bit, NearestBackward4bit, StochBackward2bit4bitMix, L4Backward),
@@ -73,27 +73,3 @@ def test_an_overflowing_activation_reaches_the_scaler(leaf):
         assert plain.first(x).isinf().any() and plain(x).isfinite().all()
     assert scaled_step(model, torch.float16, 2.0**6, x) == (False, 0.5)
     assert not model.second.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_channels_last_models_keep_their_formats(autocast):
-    last = torch.channels_last
-    plain, model = twins(lambda: images_net().to(memory_format=last), StochBackward8bit)
-    results = []
-    for each in (plain, model):
-        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1)).to(memory_format=last)
-        x.requires_grad_()
-        activations: list[Tensor] = []
-        for layer in each:
-            layer.register_forward_hook(lambda layer, args, out, seen=activations: seen.append(out))
-        with torch.autocast("cpu", enabled=autocast):
-            out = each(x)
-        out.float().square().sum().backward()
-        results.append((activations, x.grad, grads(each)))
-    for a, b in zip(results[0][0], results[1][0], strict=True):
-        assert torch.equal(a, b) and a.stride() == b.stride()
-    assert results[0][1].stride() == results[1][1].stride() == (3 * 256, 1, 48, 3)
-    for a, b in zip(results[0][2], results[1][2], strict=True):
-        assert a.stride() == b.stride() and a.dtype is b.dtype
-    if not autocast:
-        assert_near(results[1][2], results[0][2])

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import brevact
-from benchmarks.model_zoo import build, loss_of
-from benchmarks.models import quantized
+from benchmarks.small_models import CONVOLUTIONAL, TRANSFORMERS
+from benchmarks.step import loss_of, quantized
 from brevact import (
     DualPrecisionBackward2bit,
     L4Backward,
@@ -87,11 +88,11 @@ def test_autocast_of_another_device_leaves_the_meta_device_alone(policy):
 
 @pytest.mark.parametrize("name", ["BERT", "ConvNeXt", "ResNet-20"])
 def test_real_models_on_the_meta_device(name):
-    plain = build(name)
+    plain = (TRANSFORMERS | CONVOLUTIONAL)[name].build()
     model = quantized(plain, StochBackward2bit)
     for subject in (plain, model):
         subject.model.to("meta")
-        batch = {key: x.to("meta") for key, x in subject.batch.items()}
+        batch = tree_map_only(Tensor, lambda x: x.to("meta"), subject.batch)
         loss_of(subject._replace(batch=batch)).backward()
     for p, q in zip(plain.model.parameters(), model.model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) and (p.grad is None or p.grad.shape == q.grad.shape)

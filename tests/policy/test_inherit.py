@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,7 @@ import brevact.nn as bnn
 from brevact import NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd import current_region
 from brevact.autograd.hooks import inherited_region, regions_of
-from brevact.policy.inherit import attachment_of, inherit_policy
+from brevact.policy.inherit import attachment_of
 from tests.autograd.measuring import watch_saved
 
 
@@ -98,12 +97,6 @@ def test_parts_and_methods_of_a_model_pack_as_its_forward_does(policy):
     brevact.restore_backward(model)
     assert {name: saved_by(call) for name, call in calls.items()} == plain
     assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
-
-
-@pytest.mark.parametrize("policy", ["default", "all", "root"])
-def test_a_part_called_alone_stores_what_it_stores_inside_the_model(policy):
-    model = brevact.quantize_backward(nn.Sequential(Vae().encoder, nn.Identity()), POLICIES[policy])
-    assert saved_by(lambda: model(images())) == saved_by(lambda: model[0](images()))
 
 
 def test_gradients_of_a_part_called_alone_are_those_inside_the_model():
@@ -193,36 +186,11 @@ def test_parts_of_copies_pack_by_themselves():
     assert saved_by(lambda: brevact.restore_backward(part)(x)) > 4 * expected
 
 
-def test_tables_and_notes_show_rules_alone():
-    model = brevact.quantize_backward(Vae())
-    assert str(model).count("stores") == 1
-    assert [row.module for row in brevact.backward_policy(model).rows if row.rule] == [""]
-
-
-def test_modules_that_take_no_hooks_run_in_the_region_of_their_parent():
-    with pytest.warns(DeprecationWarning):
-        scripted = torch.jit.script(nn.Linear(64, 64))
-    model = brevact.quantize_backward(nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.GELU()), scripted))
-    x = torch.randn(256, 64)
-    with watch_saved() as saved:
-        model[0](x)
-    assert not saved.holds(x)
-    brevact.restore_backward(model)
-
-
 def test_layers_with_a_quantizer_of_their_own_keep_it_when_called_alone():
     layer = bnn.SiLU(act_quant=StochBackward8bit)
     model = brevact.quantize_backward(nn.Sequential(nn.Sequential(layer)), {"": StochBackward2bit})
     assert inherited_region(layer) is None and inherited_region(model[0]) is not None
     assert [hook.origin for hook in regions_of(layer)] == ["layer"]
-
-
-def test_inherit_policy_gives_back_what_was_taken_off():
-    model = brevact.quantize_backward(Vae())
-    hook = inherited_region(model.encoder)
-    model.encoder._forward_pre_hooks.clear()
-    inherit_policy(model)
-    assert inherited_region(model.encoder).around is hook.around
 
 
 class TestStep:
@@ -247,15 +215,6 @@ class TestStep:
         assert saved_by(region(step)) < kept + 1.1 * plain / 4
         assert saved_by(step) > 4 * x.numel()  # the loss lies outside
         assert without == plain
-
-    def test_one_region_runs_the_model_and_the_loss(self):
-        model, regions = brevact.quantize_backward(Vae()), []
-        for part in (model.encoder[0], model.decoder[2]):
-            part.register_forward_hook(lambda *_: regions.append(current_region()))
-        with brevact.backward_quant(model):
-            regions.append(current_region())
-            model(images())
-        assert len(regions) == 3 and len(set(map(id, regions))) == 1
 
     def test_modules_keep_their_own_rules_inside(self):
         model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
@@ -326,14 +285,6 @@ class TestStep:
         model.quantize = nn.Linear(8, 8)  # as a VQ-VAE has
         with brevact.backward_quant(brevact.quantize_backward(model, StochBackward4bit)):
             assert current_region().settings.quantizer.bit_width == 4
-
-    def test_threads_have_steps_of_their_own(self):
-        model, seen = brevact.quantize_backward(Vae()), []
-        with brevact.backward_quant(model):
-            thread = threading.Thread(target=lambda: seen.append(current_region()))
-            thread.start()
-            thread.join()
-        assert seen == [None]
 
     def test_it_compiles_in_one_graph(self):
         model, x = brevact.quantize_backward(Vae(), StochBackward4bit), images()

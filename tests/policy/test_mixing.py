@@ -100,13 +100,6 @@ def test_layers_with_slots_follow_and_others_stay():
     assert net[1].act_quant.settings.quantizer.mix_prob == net[2].act_quant.settings.quantizer.mix_prob == 0.25
 
 
-def test_modules_that_shared_settings_share_the_new_ones():
-    net = model()
-    MixSchedule(net, start=0.3)
-    settings = {id(hook.settings) for m in net.modules() for hook in regions_of(m)}
-    assert len(settings) == 1
-
-
 def test_a_schedule_resumes_from_a_checkpoint():
     net = model()
     schedule = MixSchedule(net, "cosine", start=0.9, end=0.1, steps=10)
@@ -143,19 +136,6 @@ def test_copies_of_a_model_go_their_own_ways():
     assert (probabilities(net), probabilities(alone), probabilities(both)) == ({0.5}, {1.0}, {1.0})
     own.step(), own.step()
     assert (probabilities(net), probabilities(both)) == ({0.5}, {0.0})
-
-
-def test_a_pickled_model_resumes_with_the_state_of_its_schedule():
-    net = model()
-    schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=4)
-    schedule.step()
-    stored = pickle.loads(pickle.dumps({"model": net, "schedule": schedule.state_dict()}))
-    other = stored["model"]
-    assert probabilities(other) == {0.75}
-    resumed = MixSchedule(other)
-    resumed.load_state_dict(stored["schedule"])
-    resumed.step()
-    assert probabilities(other) == {0.5}
 
 
 def test_a_schedule_outlives_a_change_of_policy():
@@ -258,20 +238,6 @@ def test_checkpoints_recompute_tensors_of_the_same_sizes(source, mode):
     torch.utils.checkpoint.checkpoint(images, torch.randn(5, 3, 9, 9), use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("mode", SaveMode)
-def test_expanded_tensors_with_gaps_keep_their_distinct_elements(mode):
-    source = brevact.NearestBackward4bit8bitMix.let(
-        bit_width=8, mix_bit_width=16, bucket_size=64, save_mode=mode, min_numel=0
-    )
-    x = torch.randn(8, 1, 2000)[:, :, ::2].expand(8, 3, 1000)
-    weight = torch.ones(8, 3, 1000, requires_grad=True)
-    with brevact.backward_quant(source):
-        product = weight.sin() * x  # keeps x
-    product.sum().backward()
-    expected = x * torch.ones(()).cos()
-    assert (weight.grad - expected).abs().max() < 0.1
-
-
 def test_a_tensor_that_several_layers_read_is_packed_once_in_a_graph():
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -289,23 +255,6 @@ def test_a_tensor_that_several_layers_read_is_packed_once_in_a_graph():
         torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(256, 64, requires_grad=True))
     codes = {x.untyped_storage().data_ptr() for x in saved.tensors if x.dtype is torch.uint8}
     assert len(codes) == 3  # input, derivative, and what the branches share
-
-
-@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
-def test_backward_twice_reads_the_same_bytes(source):
-    net = model(source)
-    loss = net(torch.randn(512, 256)).square().mean()
-    loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    loss.backward()
-    assert all(map(torch.equal, first, [p.grad for p in net.parameters()]))
-
-
-@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
-def test_reports_count_the_bytes_of_mixtures(source):
-    report = brevact.memory_report(model(source), torch.randn(512, 256))
-    assert report.saved_bytes < report.plain_bytes / 3
 
 
 def test_compiled_mixtures_place_their_buckets_anew_in_each_run():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import relu as rectify
 
 import brevact
-from benchmarks.gpu.workloads import UNet3D
+from benchmarks.large_models import UNet3D
 from brevact import StochBackward2bit
 from brevact.policy.inherit import hook_of_policy
 from brevact.policy.predicates import (
@@ -147,10 +147,6 @@ class ByFunction(nn.Module):
         return F.relu(SwishFunction.apply(x))
 
 
-def scripted(module: nn.Module) -> nn.Module:
-    return torch.jit.script(module)
-
-
 RECTIFIED = {
     "modules": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.LeakyReLU()),
     "method": GELUActivation,
@@ -160,7 +156,6 @@ RECTIFIED = {
     "attribute": lambda: nn.Sequential(WithAttribute(functools.partial(F.leaky_relu, negative_slope=0.1))),
     "QuantReLU": lambda: nn.Sequential(qnn.QuantConv2d(3, 3, 1, weight_bit_width=4), qnn.QuantReLU()),
     "backward QuantReLU": lambda: nn.Sequential(qnn.QuantReLU(act_quant=StochBackward2bit)),
-    "scripted": lambda: nn.Sequential(scripted(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))),
     "meta": lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()).to("meta"),
 }
 SMOOTH = {
@@ -172,7 +167,6 @@ SMOOTH = {
     "attention": lambda: nn.TransformerEncoderLayer(4, 2),  # with F.relu
     "LSTM": lambda: nn.Sequential(nn.ReLU(), nn.LSTM(3, 3)),
     "QuantSigmoid": lambda: nn.Sequential(qnn.QuantReLU(), qnn.QuantSigmoid()),
-    "scripted": lambda: nn.Sequential(nn.ReLU(), scripted(nn.Sequential(nn.Linear(3, 3), nn.SiLU()))),
 }
 
 

@@ -81,26 +81,6 @@ def test_lazy_modules_are_watched_from_their_first_forward_on():
     assert "eval mode" in found
 
 
-def test_lazy_modules_have_no_hooks_of_watches_that_have_ended():
-    models = [lazy(), lazy(), brevact.restore_backward(lazy())]
-    assert not train(models[0], lambda model: model(X))
-    assert not train(models[1], lambda model: model(X) + model(X))
-    assert not train(models[2].eval(), lambda model: model(X))
-    for model in models:
-        hooks = [each for module in model.modules() for each in module._forward_pre_hooks.values()]
-        assert not any(isinstance(each, unpacked_steps._Initialized) for each in hooks)
-        assert sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()) == (model is not models[2])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_lazy_modules_are_as_those_of_others(copied):
-    model = lazy()
-    twin = copied(model)
-    assert not train(twin.eval(), lambda model: model(X))  # copies are not watched
-    assert not any(p._post_accumulate_grad_hooks for p in twin.parameters())
-    assert "eval mode" in train(model.eval(), lambda model: model(X))
-
-
 def test_the_log_has_it_too(caplog):
     train(packed().eval(), lambda model: model(X))
     assert [record.levelname for record in caplog.records if "eval mode" in record.message] == ["WARNING"]
@@ -152,13 +132,6 @@ def test_full_precision_reports_and_restored_models_are_quiet():
     brevact.restore_backward(model)
     assert not train(model.eval(), lambda model: model(X))
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_one_parameter_is_watched_after_the_first_gradient():
-    model = packed()
-    assert all(p._post_accumulate_grad_hooks for p in model.parameters())
-    train(model, lambda model: model(X))
-    assert sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()) == 1
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

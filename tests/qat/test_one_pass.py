@@ -5,12 +5,9 @@ import pytest
 import torch
 from brevitas import quant
 from brevitas.inject.enum import FloatToIntImplType, ScalingImplType
-from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.autograd.ops.one_pass import Kind, OnePass, one_pass_for
-from brevact.integers import IntegerRounding
 from brevact.quantizers.backends import without_kernels
 
 CHANNELS = 16
@@ -102,50 +99,6 @@ def test_expanded_and_transposed_gradients(name):
         check(name, x, grad, relu=True, min_numel=0)
 
 
-def heads(whole):
-    """Queries, keys and values of a projection, (B, heads, tokens, features), which lie in its memory with gaps."""
-    return whole.view(4, 49, 3, 5, 8).permute(2, 0, 3, 1, 4).unbind()
-
-
-def gradients_of_heads(model, grads):
-    torch.manual_seed(0)
-    model.zero_grad()
-    whole = activation((4, 49, 120)).requires_grad_()
-    outs = [model(part) for part in heads(whole)]
-    torch.autograd.backward(outs, grads)
-    return [*(out.detach() for out in outs), whole.grad, *(p.grad.clone() for p in model.parameters())]
-
-
-def of_heads():
-    """Gradients in the order of a product, of a transposed product, and of the projection."""
-    return (
-        activation((4, 5, 49, 8), 5),
-        activation((4, 5, 8, 49), 6).transpose(2, 3),
-        activation((4, 49, 5, 8), 7).transpose(1, 2),
-    )
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["uint4", "int8", "shifted"])
-def test_heads_of_a_projection_are_read_where_they_lie(name, threads, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for relu in (False, True):
-            expected = gradients_of_heads(layer(name, relu=relu), of_heads())
-            exact = brevact.quantize_backward(layer(name, relu=relu), LosslessBackward, min_numel=0)
-            for one, other in zip(expected, gradients_of_heads(exact, of_heads()), strict=True):
-                assert torch.equal(one, other)
-            packed = brevact.quantize_backward(layer(name, relu=relu), StochBackward2bit, min_numel=0)
-            found = gradients_of_heads(packed, of_heads())
-            with monkeypatch.context() as patch:
-                patch.setattr(OnePass, "_strided", lambda self, *tensors: None)
-                for one, other in zip(found, gradients_of_heads(packed, of_heads()), strict=True):
-                    assert torch.equal(one, other)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", ["uint4", "int8", "per_channel"])
 def test_activations_with_gaps_and_expanded_ones(name):
     whole, grad = activation((3, CHANNELS, 17, 26)), activation(SHAPES["ragged"], 5)
@@ -203,33 +156,6 @@ def test_input_of_a_relu_may_change_afterwards():
             loss = out.square().sum() + inner.sum()
         results.append(torch.autograd.grad(loss, (x, *model.parameters())))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-def test_weights_behind_a_quant_relu_are_no_activations():
-    """A ReLU of a parameter, whose quantizer is one of activations."""
-    results = []
-    for context in (None, LosslessBackward):
-        model = layer("uint4", relu=True)
-        model.register_parameter("table", nn.Parameter(activation(SHAPES["ragged"])))
-        with brevact.backward_quant(context):
-            loss = (model(model.table) * activation(SHAPES["ragged"], 3)).sum()
-        results.append([loss.detach(), *torch.autograd.grad(loss, tuple(model.parameters()))])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-def test_one_pass_for_is_none_where_kernels_do_not_know_the_arithmetic():
-    kind = Kind(4, 0, 15, IntegerRounding.NEAREST, True, False)
-    x, scale, zero = activation((4, 8, 6, 6)), torch.tensor(0.3), torch.tensor(0.0)
-    assert one_pass_for(kind, True, x, scale, zero, scale, zero) is not None
-    assert one_pass_for(kind, True, x, scale, zero, scale.detach(), zero.detach()) is not None  # the same memory
-    refused = (
-        (x, scale, zero, scale.clone(), zero),
-        (x.double(), scale, zero, scale, zero),
-        (x, torch.rand(4, 1, 6, 1), torch.zeros(4, 8, 1, 1), None, None),
-    )
-    for given in refused:
-        given = tuple(given[place - 2] if each is None else each for place, each in enumerate(given))
-        assert one_pass_for(kind, True, *given) is None
 
 
 @pytest.mark.parametrize("make", [qnn.QuantIdentity, qnn.QuantReLU])

@@ -10,10 +10,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from brevact.autograd.known_values import NumberPlaces, flat_numbers, groups_of
 from brevact.autograd.ops import fake_quantization
-from brevact.integers import IntegerPlan, IntegerRounding
-from brevact.quantizers import Layout, integer_ops
 
 ROWS, FEATURES, GROUP = 24, 64, 16
 
@@ -107,42 +104,3 @@ def test_scales_of_channels_of_16_bits(kind, dtype, plans):
 
     compare(make, (ROWS, FEATURES) if kind == "linear" else (4, 8, 9, 9), dtype)
     assert plans and all(plan is not None and plan.plan.groups in (16, 32) for plan in plans)
-
-
-def test_groups_of_says_how_numbers_lie_in_memory():
-    layout = Layout.of(torch.empty(3, 4, 5, 6))
-    of = {
-        (): (360, 1),
-        (1, 1, 1): (360, 1),
-        (4, 1, 1): (30, 4),
-        (3, 4, 1, 1): (30, 12),
-        (4, 5, 1): (6, 20),
-        (3, 4, 5, 6): (1, 360),
-        (3, 1, 5, 1): (6, 15, 4, 3),
-        (3, 1, 5, 6): (1, 90, 4, 3),
-        (4, 1, 6): (1, 24, 5, 4),
-    }
-    for sizes, expected in of.items():
-        wanted = NumberPlaces(*expected)
-        assert groups_of(layout, torch.Size(sizes), torch.Size(())) == wanted
-        assert groups_of(layout, torch.Size(()), torch.Size(sizes)) == wanted
-    assert groups_of(layout, torch.Size((4, 1, 1)), torch.Size((3, 1, 1, 1))) is None  # of other dimensions each
-    last = Layout.of(torch.empty(3, 4, 5, 6).to(memory_format=torch.channels_last))
-    assert groups_of(last, torch.Size((4, 1, 1))) == NumberPlaces(1, 4)
-    assert groups_of(last, torch.Size((5, 6))) == NumberPlaces(4, 30)
-    assert groups_of(last, torch.Size((3, 4, 1, 1))) == NumberPlaces(1, 12, 30, 3)
-    assert groups_of(last, torch.Size((4, 5, 1))) == NumberPlaces(1, 20, 6, 5, (2, 1))
-    many = Layout.of(torch.empty(2, 3, 2, 3, 2, 3))
-    assert groups_of(many, torch.Size((2, 1, 2, 1, 2, 1))) is None  # three runs
-
-
-@pytest.mark.parametrize("sizes", [(4, 1, 1), (3, 1, 5, 1), (4, 1, 6), (3, 4, 1, 1), (4, 5, 1)])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_numbers_in_the_order_of_memory_are_those_of_their_elements(sizes, memory_format):
-    x = torch.empty(3, 4, 5, 6).to(memory_format=memory_format)
-    numbers = torch.rand(sizes)
-    places = groups_of(Layout.of(x), numbers.shape)
-    plan = IntegerPlan(360, 4, 0, 15, IntegerRounding.NEAREST, False, True, False, *places[:4])
-    flat = integer_ops._each(flat_numbers(numbers, places.order, 4), plan)
-    x.as_strided((360,), (1,)).copy_(flat)
-    assert torch.equal(x, numbers.expand(x.shape))

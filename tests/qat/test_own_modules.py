@@ -1,10 +1,5 @@
 """Forward quantizers that somebody has changed, watches, or changes between the forward and the backward pass."""
 
-import gc
-import itertools
-import weakref
-from contextlib import nullcontext
-
 import brevitas.nn as qnn
 import pytest
 import torch
@@ -12,7 +7,6 @@ from brevitas.core.quant import IntQuant
 from brevitas.quant import (
     Int8ActPerTensorFloat,
     Int8WeightPerChannelFloat,
-    Int8WeightPerTensorFloat,
     ShiftedUint8ActPerTensorFloat,
     Uint8ActPerTensorFloat,
 )
@@ -21,7 +15,6 @@ from torch import nn
 import brevact
 from brevact import LosslessBackward
 from brevact.autograd.ops.learned_scale import scale_of_magnitudes
-from brevact.injectors.known_quantizers import known_quantizer
 from tests.qat.cases import CHANNELS, activation, gradients
 
 CONSTANT = {"scaling_impl_type": "const", "scaling_init": 2.0}
@@ -35,15 +28,6 @@ class _SameView(nn.Module):
 class _OneMore(IntQuant):
     def to_int(self, *args):
         return super().to_int(*args) + 1
-
-
-class _BitWidth(nn.Module):
-    def __init__(self, bit_width):
-        super().__init__()
-        self.bit_width = bit_width
-
-    def forward(self):
-        return self.bit_width
 
 
 def tensor_quant(layer):
@@ -83,53 +67,6 @@ def test_integers_of_a_subclass_are_its_own():
     compare(make)
 
 
-def test_bit_widths_of_one_storage_are_told_apart():
-    def make():
-        layers = []
-        for width in torch.tensor([4.0, 8.0]):
-            layer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, **CONSTANT)
-            tensor_quant(layer).msb_clamp_bit_width_impl = _BitWidth(width)
-            layers += [layer, nn.Conv2d(CHANNELS, CHANNELS, 3)]
-        return nn.Sequential(*layers)
-
-    compare(make)
-
-
-@pytest.mark.parametrize("place", ["relu", "quantizer", "scaling"])
-def test_hooks_inside_a_fused_activation_see_a_graph(place):
-    grads = []
-    for quantize in (False, True):
-        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT)
-        seen = []
-        if place == "relu":
-            relu = layer.act_quant.fused_activation_quant_proxy.activation_impl
-            relu.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
-        else:
-            watched = tensor_quant(layer) if place == "quantizer" else tensor_quant(layer).scaling_impl
-            watched.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        model = nn.Sequential(layer)
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        x = activation().requires_grad_()
-        loss = model(x).sum() + seen[0].square().sum()
-        grads += torch.autograd.grad(loss, x)
-    assert torch.equal(*grads)
-
-
-def test_a_weight_that_changes_after_it_was_quantized_is_not_recomputed():
-    """Its fake-quantized values were read after the change, and are what the gradient needs."""
-    layer = qnn.QuantLinear(64, 64, bias=False, weight_quant=Int8WeightPerTensorFloat)
-    layer.weight.requires_grad_(False)
-    x = torch.randn(8, 64, requires_grad=True)
-    with brevact.backward_quant(LosslessBackward, min_numel=0):
-        weight = layer.quant_weight().value
-        with torch.no_grad():
-            layer.weight.add_(1.0)
-        loss = nn.functional.linear(x, weight).sum()
-    (grad,) = torch.autograd.grad(loss, x)
-    assert torch.equal(grad, torch.ones(8, 64) @ weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [torch.tensor(0.37), torch.full((1, CHANNELS, 1, 1), 0.37)], ids=["one", "channels"])
 def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
@@ -141,38 +78,6 @@ def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
         found = x * 1 * scale
     grads = [torch.autograd.grad(y, (x, scale), activation(1).to(y.dtype)) for y in (expected, found)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.parametrize("change", [lambda x: x.data.mul_(2), lambda x: x.detach().numpy().__imul__(2)])
-def test_changes_between_modules_without_a_version_count_in_a_block(change):
-    found = []
-    for quantize in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT), nn.Conv2d(CHANNELS, 4, 3))
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        with brevact.backward_quant(model) if quantize else nullcontext():
-            x = model[0](activation().requires_grad_())
-            change(x)
-            loss = model[1](x).sum()
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-def test_quantizers_of_a_model_that_is_gone_are_freed():
-    model = nn.Sequential(
-        qnn.QuantConv2d(CHANNELS, 4, 3, weight_quant=Int8WeightPerTensorFloat),
-        qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1),
-        qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1),
-    )
-    brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-    for _ in range(3):
-        model(activation()).sum().backward()
-    alive = {name: weakref.ref(each) for name, each in (*model.named_parameters(), *model.named_buffers())}
-    alive |= {name: weakref.ref(each) for name, each in model.named_modules() if name.endswith("_quant")}
-    del model
-    gc.collect()
-    assert not [name for name, each in alive.items() if each() is not None]
 
 
 @pytest.mark.parametrize("kind", ["parameter", "parameter_from_stats"])
@@ -209,21 +114,12 @@ def _set_width(quant):
     quant.msb_clamp_bit_width_impl.bit_width.value.data.fill_(3)
 
 
-def _write_width_by_numpy(quant):
-    quant.msb_clamp_bit_width_impl.bit_width.value.detach().numpy()[...] = 3
-
-
 def _raise_smallest_scale(quant):
     quant.scaling_impl.clamp_scaling.clamp_min_ste.min_val = 10.0
 
 
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [
-        *itertools.product((_set_width, _raise_smallest_scale), (torch.float32, torch.float64, torch.bfloat16)),
-        *itertools.product((_set_width, _write_width_by_numpy), (torch.float32, torch.float64, torch.float16)),
-    ][1:],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_set_width, _raise_smallest_scale])
 def test_settings_that_change_between_steps_without_a_version_count(change, dtype):
     found = []
     for quantize in (False, True):
@@ -265,116 +161,6 @@ def test_nan_in_what_statistics_are_collected_of_leaves_the_gradient_of_negative
     assert (found[0][1] == 0).any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))
-
-
-class _Freed:
-    def __float__(self):
-        raise AssertionError("freed memory was read")
-
-
-def test_bit_widths_that_moved_into_shared_memory_are_read_there():
-    layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, **CONSTANT)
-    model = brevact.quantize_backward(nn.Sequential(layer), LosslessBackward, min_numel=0)
-    gradients(model, activation())
-    model.share_memory()
-    known = known_quantizer(layer.act_quant.fused_activation_quant_proxy)
-    known._width = known._width._replace(view=_Freed())
-    _set_width(tensor_quant(layer))
-    out, _, _ = gradients(model, activation())
-    assert out.unique().numel() <= 2**3
-
-
-def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselves():
-    """As where somebody has cleared all hooks by new tables."""
-    seen = []
-
-    def make():
-        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1)
-        with torch.no_grad():
-            for _ in range(3):
-                layer(activation())
-        return layer
-
-    for quantize in (False, True):
-        layer = make()
-        model = nn.Sequential(layer)
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        model(activation().requires_grad_())
-        scaling = tensor_quant(layer).scaling_impl
-        scaling._forward_hooks = type(scaling._forward_hooks)()
-        scaling.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-        model(activation().requires_grad_())
-        scaling._forward_hooks.clear()
-        tensor_quant(layer).int_quant.input_view_impl.forward = lambda x: seen.append(x.detach()) or x
-        model(activation().requires_grad_())
-    half = len(seen) // 2
-    assert half == 2
-    assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))
-
-
-def _clear_tables_and_watch(layer, seen):
-    scaling = tensor_quant(layer).scaling_impl
-    scaling._forward_hooks = type(scaling._forward_hooks)()
-    scaling.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-
-
-def _replace_a_child(layer, seen):
-    tensor_quant(layer).int_quant.input_view_impl = _SameView()
-    tensor_quant(layer).int_quant.input_view_impl.forward = lambda x: seen.append(x.detach()) or x
-
-
-#: Changes of a layer that has run in this forward pass already, after which its modules must be seen to run.
-CHANGES = {
-    "hook": lambda layer, seen: tensor_quant(layer).int_quant.register_forward_hook(
-        lambda module, args, out: seen.append(out.detach())
-    ),
-    "hook_without_a_handle": lambda layer, seen: tensor_quant(layer).int_quant._forward_hooks.update(
-        {-1: lambda module, args, out: seen.append(out.detach())}
-    ),
-    "other_table": _clear_tables_and_watch,
-    "child": _replace_a_child,
-    "forward": lambda layer, seen: setattr(
-        tensor_quant(layer).int_quant.input_view_impl, "forward", lambda x: seen.append(x.detach()) or x
-    ),
-}
-
-
-class _TimeSteps(nn.Module):
-    """Calls a layer five times, and changes it before the fourth."""
-
-    def __init__(self, change, seen):
-        super().__init__()
-        self.layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1)
-        with torch.no_grad():
-            for _ in range(3):
-                self.layer(activation())
-        self.change, self.seen = change, seen
-
-    def forward(self, x):
-        total = 0.0
-        for step in range(5):
-            if step == 3:
-                self.change(self.layer, self.seen)
-            total = total + self.layer(x * (step + 1))
-        return total
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_quantizer_that_changes_between_two_calls_of_a_forward_pass_runs_by_itself(change):
-    seen, found = [], []
-    for quantize in (False, True):
-        torch.manual_seed(0)
-        model = _TimeSteps(CHANGES[change], seen)
-        if quantize:
-            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-        found.append(gradients(model, activation()))
-    half = len(seen) // 2
-    assert half == 2
-    assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))
-    (out, grad, grads), (packed_out, packed_grad, packed_grads) = found
-    assert torch.equal(out, packed_out) and torch.equal(grad, packed_grad)
-    assert all(torch.equal(grads[name], packed_grads[name]) for name in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

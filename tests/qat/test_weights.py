@@ -1,6 +1,3 @@
-import collections
-import gc
-
 import brevitas.nn as qnn
 import pytest
 import torch
@@ -9,8 +6,6 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.autograd import decode_cache, known_values
-from brevact.autograd.ops.forward_statistics import _LargestMagnitude
 from tests.qat.cases import CHANNELS, WEIGHTS, activation, gradients
 
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
@@ -103,57 +98,6 @@ def test_gradients_of_equal_largest_elements_are_those_of_brevitas(name, value):
     assert torch.equal(out.nan_to_num(7.7), found.nan_to_num(7.7))
     assert torch.equal(grad.nan_to_num(7.7), found_grad.nan_to_num(7.7))
     assert all(torch.equal(found_grads[key].nan_to_num(7.7), grads[key].nan_to_num(7.7)) for key in grads)
-
-
-_EQUAL = {
-    "one": lambda: torch.randn(33, 67),
-    "several": lambda: torch.randn(33, 67).round(),
-    "all": lambda: torch.full((33, 67), -2.0),
-    "zeros": lambda: torch.tensor([0.0, -0.0]).repeat(40),
-    "with a NaN": lambda: torch.randn(64).index_fill_(0, torch.tensor(3), torch.nan),
-    "infinite": lambda: torch.randn(64).index_fill_(0, torch.tensor([3, 9]), -torch.inf),
-    "transposed": lambda: torch.randn(33, 67).t(),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", _EQUAL)
-def test_the_gradient_of_the_largest_magnitude_is_torchs_with_the_signs_of_zeros(kind, dtype):
-    torch.manual_seed(0)
-    weight = _EQUAL[kind]().to(dtype).requires_grad_()
-    for grad in (0.3, -0.7, 0.0, -0.0, torch.inf, -torch.inf, torch.nan):
-        grad = torch.tensor(grad, dtype=dtype)
-        expected = torch.autograd.grad(weight.abs().max(), weight, grad)[0]
-        found = torch.autograd.grad(_LargestMagnitude.record(weight, None, False), weight, grad)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-        is_number = ~expected.isnan()
-        assert torch.equal(found.signbit()[is_number], expected.signbit()[is_number])
-
-
-def test_a_weight_that_each_time_step_reads_is_recomputed_twice_and_let_go(monkeypatch):
-    counts = collections.Counter()
-    decode = known_values.Recomputed._decode
-
-    def counted(self, tensors):
-        counts[id(self)] += 1
-        return decode(self, tensors)
-
-    monkeypatch.setattr(known_values.Recomputed, "_decode", counted)
-    results = []
-    for policy in (None, LosslessBackward):
-        torch.manual_seed(0)
-        model = qnn.QuantLSTM(8, 16, batch_first=True)
-        if policy is not None:
-            brevact.quantize_backward(model, policy, min_numel=0)
-        x = torch.randn(4, 6, 8).requires_grad_()
-        loss = model(x)[0].square().mean()
-        results.append([loss.detach(), *torch.autograd.grad(loss, (x, *model.parameters()), allow_unused=True)])
-        del loss
-    for one, other in zip(*results, strict=True):
-        assert one is other is None or torch.equal(one, other)
-    assert len(counts) == 8 and set(counts.values()) == {2}
-    gc.collect()
-    assert not decode_cache.weights._of
 
 
 def test_statistics_of_the_weights_of_several_gates_save_no_copies_of_them():

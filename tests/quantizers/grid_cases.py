@@ -15,27 +15,12 @@ SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40)
 
 
 def buckets(numel: int, bit_width: int, bucket_size: int, block_size: int = 512) -> Geometry:
-    """Groups of consecutive elements; the last may be short.
-
-    Args:
-        numel: Number of elements.
-        bit_width: Bits a code.
-        bucket_size: Elements of a group.
-        block_size: Elements in a packing block.
-    """
+    """Groups of consecutive elements; the last may be short."""
     return Geometry(numel, bit_width, block_size, bucket_size, -(-numel // bucket_size), True)
 
 
 def channels(repeats: int, groups: int, inner: int, bit_width: int, block_size: int = 512) -> Geometry:
-    """Groups of several runs; `inner` = 1 for channels_last.
-
-    Args:
-        repeats: Runs of a group.
-        groups: Number of groups.
-        inner: Elements of a run.
-        bit_width: Bits a code.
-        block_size: Elements in a packing block.
-    """
+    """Groups of several runs; `inner` = 1 for channels_last."""
     return Geometry(repeats * groups * inner, bit_width, block_size, inner, groups, repeats == 1)
 
 
@@ -52,15 +37,6 @@ def random_grid(
     """Random ascending levels, some equal, and some closer than normal numbers; a constant group and a broken one.
 
     With marks some groups are flagged, one of them constant, and some rows end in NaN.
-
-    Args:
-        groups: Number of groups.
-        size: Levels of a row.
-        rows_by_group: Whether each group has a row of its own.
-        has_bounds: Whether bounds of nearest rounding are given.
-        has_offset: Whether groups have offsets.
-        has_scale: Whether groups have scales.
-        marks: Whether elements that are not finite take the last code.
     """
     levels = torch.randn(groups if rows_by_group else 1, size) * 2
     levels[:, 4:6] = levels[:, 3:4]
@@ -81,13 +57,7 @@ def random_grid(
 
 
 def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
-    """Random values, some of them on levels, at bounds, and special.
-
-    Args:
-        grid: Levels to hit.
-        numel: Number of elements.
-        dtype: Their type.
-    """
+    """Random values, some of them on levels, at bounds, and special."""
     targets = torch.cat((grid.levels.flatten(), grid.steps(stochastic=False).flatten())).nan_to_num()
     x = torch.randn(numel) * 2
     hits = torch.rand(numel) < 0.2
@@ -102,15 +72,7 @@ def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class GridCase:
-    """What one check of kernels takes.
-
-    Args:
-        x: Flat tensor.
-        geometry: Its blocks and groups.
-        grid: Its levels.
-        seed: Seed of stochastic rounding, None for nearest.
-        multiply: Whether to decode times a factor.
-    """
+    """What one check of kernels takes."""
 
     x: Tensor
     geometry: Geometry
@@ -121,13 +83,7 @@ class GridCase:
 
 @st.composite
 def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> GridCase:
-    """Any tensor on any grid.
-
-    Args:
-        draw: Hypothesis's.
-        dtypes: Types to draw from.
-        most: Largest number of elements, about.
-    """
+    """Any tensor on any grid."""
     bit_width, block_size = draw(st.integers(1, 10)), draw(st.sampled_from([512, 512, 64, 1024]))
     if draw(st.booleans()):
         numel = draw(st.integers(1, most))

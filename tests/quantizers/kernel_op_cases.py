@@ -30,14 +30,7 @@ _N = 1095
 
 @dataclass(frozen=True)
 class Unwritten:
-    """An array that the op writes.
-
-    Args:
-        numel: Number of elements.
-        dtype: Their type.
-        pattern: Byte that memory holds before.
-        shape: Its shape, None for one dimension.
-    """
+    """An array that the op writes."""
 
     numel: int
     dtype: torch.dtype = torch.uint8
@@ -46,11 +39,7 @@ class Unwritten:
 
 
 def arguments_of(name: str) -> list[tuple[Any, ...]]:
-    """Some calls of an op, by the arguments.
-
-    Args:
-        name: Name of the op.
-    """
+    """Some calls of an op, by the arguments."""
     torch.manual_seed(0)
     x, other = torch.randn(_N) * 3 + 1, torch.linspace(-3, 5, _N)
     x[7], x[300], x[301] = float("nan"), float("inf"), 0.0
@@ -228,14 +217,7 @@ _ON_DEVICE = frozenset(("fake_quantize", "fake_quantize_backward", "decode_integ
 def check_kernel_op(
     name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None
 ) -> None:
-    """A launcher has the parameters of its reference, writes and returns the same, and leaves the same alone.
-
-    Args:
-        name: Name of the op.
-        launchers: Module that defines it, or does without it.
-        device: Where its kernels run.
-        most: Calls to check, which are spread over all of them; None for all.
-    """
+    """A launcher has the parameters of its reference, writes and returns the same, and leaves the same alone."""
     reference, launch = REFERENCES[name], getattr(launchers, name, None)
     if launch is None:
         assert name in _WITHOUT_LAUNCHERS, f"{launchers.__name__} has no launcher for it"

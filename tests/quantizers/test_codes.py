@@ -17,6 +17,7 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
+from tests.crosses import taking_turns
 from tests.quantizers.subjects import DTYPES, TENSORS
 
 
@@ -109,11 +110,10 @@ def test_masks_round_trip_at_one_bit_an_element(make):
     assert torch.equal(unpack_mask(pack_mask(mask), Layout.of(mask)), mask)
 
 
-@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mask_multiply_is_torchs_backward_of_relu(make, dtype: torch.dtype):
+@pytest.mark.parametrize("name, dtype", taking_turns(list(TENSORS), DTYPES), ids=str)
+def test_mask_multiply_is_torchs_backward_of_relu(name: str, dtype: torch.dtype):
     torch.manual_seed(0)
-    x = make().detach().to(dtype)
+    x = TENSORS[name]().detach().to(dtype)
     layout, packed = Layout.of(x), pack_mask(x)
     same_layout = layout.restore(torch.randn(layout.numel, dtype=dtype))
     gaps = torch.randn((*x.shape, 2), dtype=dtype)[..., 0]

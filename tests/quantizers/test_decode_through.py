@@ -21,6 +21,7 @@ from brevact.quantizers import (
     point_functions,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
+from tests.crosses import taking_turns
 from tests.quantizers.test_normalizing import ORDERS, sample
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,8 +59,7 @@ def is_looked_up(packed, scale: Tensor | None) -> bool:
     return point_functions._long_segments(plan_of(packed.spec), place) is not None
 
 
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("stored", [*TYPES, torch.float64])
+@pytest.mark.parametrize("name, stored", taking_turns(list(ORDERS), [*TYPES, torch.float64]), ids=str)
 def test_values_are_those_of_the_reference(name, stored):
     x, shift, scale = sample(name, stored)
     scale = scale.clamp(max=2)
@@ -148,22 +148,6 @@ def test_functions_that_give_other_types_and_views():
                 decode_through(packed, function, *affine, torch.float32, grad),
                 reference(packed, function, *affine, torch.float32, grad),
             )
-
-
-@pytest.mark.parametrize("side", [14, 32])
-def test_threads_share_the_work(side):
-    """Pieces of several threads begin in the middle of segments; their values are those of one thread."""
-    x = torch.randn(2**19 // side**2 // 16, 16, side, side)
-    scale, shift = torch.rand(1, 16, 1, 1), torch.randn(1, 16, 1, 1)
-    packed = UniformQuantizer(bit_width=4).quantize(x, 0)
-    assert is_looked_up(packed, scale)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        found = decode_through(packed, bend, scale, shift, torch.float32)
-    finally:
-        torch.set_num_threads(before)
-    same(found, reference(packed, bend, scale, shift, torch.float32))
 
 
 def test_gradients_that_are_part_of_a_graph():

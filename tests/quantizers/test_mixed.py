@@ -17,6 +17,8 @@ from brevact.quantizers import (
     UniformQuantizer,
     unpack_codes,
 )
+from tests.crosses import taking_turns
+from tests.quantizers.subjects import DTYPES
 
 
 def placed(packed) -> torch.Tensor:
@@ -96,8 +98,7 @@ def assert_each_kind_is_stored_as_its_quantizer_does(quantizer: MixingQuantizer,
             torch.testing.assert_close(got.reshape(-1)[where], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 100, 512, 1000, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("size, dtype", taking_turns([1, 7, 64, 100, 512, 1000, 5000], DTYPES), ids=str)
 def test_kernels_find_buckets_where_they_lie(size: int, dtype: torch.dtype):
     torch.manual_seed(size)
     for length in (11 * size, 10 * size + max(size // 3, 1), 35_001 + 4 * size):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from brevact.quantizers import ElementsQuantizer, LosslessQuantizer, ResidualQuantizer
+from brevact.quantizers import ElementsQuantizer, LosslessQuantizer, ResidualQuantizer, UniformQuantizer
 
 
 @pytest.mark.parametrize("bounds", [(-0.5, 0.5), (0.0, 1.0), (-1.0, 1.0)])
@@ -34,12 +34,16 @@ def test_empty_tensors_and_other_shapes():
         assert decoded.stride() == x.stride()
 
 
-@pytest.mark.parametrize("quantizer", [LosslessQuantizer(), ElementsQuantizer()])
+@pytest.mark.parametrize("quantizer", [LosslessQuantizer(), ElementsQuantizer(), UniformQuantizer(bit_width=32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_exact_quantizers_are_the_identity(quantizer, dtype):
     x = torch.randn(3, 5, dtype=dtype).t()
-    packed = quantizer.quantize(x)
+    x[0, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    packed, expected = quantizer.quantize(x), x.clone()
     other = torch.randn(5, 3, dtype=dtype)
-    assert torch.equal(packed.dequantize_multiply(other), x * other)
-    assert torch.equal(packed.dequantize(), x)
+    x.zero_()
+    found = packed.dequantize_multiply(other), packed.dequantize(), packed.dequantize(out=torch.zeros_like(x))
+    for values, wanted in zip(found, (expected * other, expected, expected), strict=True):
+        torch.testing.assert_close(values, wanted, rtol=0, atol=0, equal_nan=True)
+    assert found[1].stride() == x.stride()
     assert packed.nbytes == x.nbytes

@@ -57,21 +57,6 @@ def test_stored_levels_ascend_to_the_end(zero: bool, m: int):
     assert (np.diff(s, axis=-1) > 0).all()
 
 
-@every_side
-def test_no_other_levels_have_less_variance(zero: bool, m: int):
-    rng = np.random.default_rng(m)
-    s, k = _stored(zero, m), np.broadcast_to(K[:, None], END.shape)
-
-    def variance(levels: np.ndarray) -> np.ndarray:
-        first = np.zeros((*END.shape, 1)) if zero else -levels[..., :1]
-        return weibull_table.variance(np.concatenate([first, levels, END[..., None]], -1), k)
-
-    least = variance(s)
-    for size in (0.01, 0.1, 0.5, 2.0):
-        other = np.sort(np.minimum(s * np.exp(size * rng.standard_normal(s.shape)), END[..., None]), -1)
-        assert (variance(other) >= least * (1 - 1e-9)).all()
-
-
 @pytest.mark.parametrize(("k", "levels"), [(0.5, [0.0, 0.3, 2.0, 40.0]), (1.0, [-0.4, 0.4, 3.0]), (2.5, [0.0, 1.6])])
 def test_variance_is_the_integral(k: float, levels: list[float]):
     def integrand(x: float) -> float:
@@ -99,16 +84,6 @@ def test_interpolated_levels_ascend(count: int):
     for columns in level_columns(sides(count)).values():
         levels = table.levels[:, list(columns)]
         assert (levels > 0).all() and (levels.diff(dim=1) > 0).all()
-
-
-def test_rows_are_of_the_closest_coefficient_of_variation():
-    table = level_table(4, torch.device("cpu"))
-    ratio = torch.linspace(1.0, 400.0, 5000, dtype=torch.float64)
-    shape = table.rows(ratio, ratio) // levels.ENDS
-    known = torch.from_numpy(weibull_table.square_ratio(FINE_K) - 1).sqrt()
-    distance = ((ratio - 1).sqrt()[:, None] - known).abs()
-    taken = distance.gather(1, shape[:, None])[:, 0]
-    assert (taken <= distance.amin(1) * (1 + 1e-6) + 1e-6).all()
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,7 @@ FAR = (
 
 
 def uneven_values(bucket_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A 1-D tensor of buckets, each followed by an ordinary one; the last is ragged.
-
-    Args:
-        bucket_size: Elements of a bucket.
-        dtype: Floating-point type.
-    """
+    """A 1-D tensor of buckets, each followed by an ordinary one; the last is ragged."""
     torch.manual_seed(bucket_size)
     n = bucket_size
     normal, place, half = torch.randn(n), torch.arange(n), n // 2 + 1

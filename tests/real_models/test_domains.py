@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import brevact
-from benchmarks.domain_models import DOMAINS, Domain, Step, build, missing
+from benchmarks.domain_models import DOMAINS
+from benchmarks.step import Model, Step, loss_of
 from brevact import BackwardSettings, LosslessBackward, StochBackward8bit
 from brevact.autograd.seeds import seeded
-from brevact.policy.rules import has_policy
 from tests.autograd.measuring import watch_saved
 from tests.real_models.test_real_models import Spy, without_zeros
 
@@ -36,26 +36,17 @@ ROUNDING = 256 * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(params=DOMAINS)
-def domain(request) -> Domain:
+def domain(request) -> Model:
     found = DOMAINS[request.param]
-    if missing(found):
-        pytest.skip(f"{request.param} needs {', '.join(missing(found))}: see benchmarks/domain_models.py")
+    if found.missing():
+        pytest.skip(f"{request.param} needs {', '.join(found.missing())}: see benchmarks/domain_models.py")
     return found
 
 
-def packed(domain: Domain, policy: Any = brevact.DEFAULT) -> Step:
+def packed(domain: Model, policy: Any = brevact.DEFAULT) -> Step:
     """The step with a policy: built anew, since some models refuse to be copied."""
-    step = build(domain)
+    step = domain.build()
     return step._replace(model=brevact.quantize_backward(step.model, policy))
-
-
-def loss_of(step: Step, seed: int) -> Tensor:
-    """Loss at a seed, which fixes dropout and the noise of quantizers; in a region where the model has a policy."""
-    torch.manual_seed(seed)
-    if not has_policy(step.model):
-        return step.loss(step.model, step.batch)
-    with brevact.backward_quant(step.model):
-        return step.loss(step.model, step.batch)
 
 
 def gradients(step: Step, seed: int = 0) -> dict[str, Tensor]:
@@ -83,18 +74,18 @@ def unequal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 
 def test_losses_and_lossless_gradients_are_bit_equal(domain):
-    plain = build(domain)
+    plain = domain.build()
     assert torch.equal(loss_of(packed(domain), 0), loss_of(plain, 0))
-    assert unequal(gradients(packed(domain, LosslessBackward)), gradients(build(domain))) == []
+    assert unequal(gradients(packed(domain, LosslessBackward)), gradients(domain.build())) == []
 
 
 def test_gradients_at_8_bits_are_close(domain):
-    expected, found = gradients(build(domain)), gradients(packed(domain, StochBackward8bit))
+    expected, found = gradients(domain.build()), gradients(packed(domain, StochBackward8bit))
     assert 0.0 < norm_of(found[name] - x for name, x in expected.items()) < 0.1 * norm_of(expected.values())
 
 
 def test_mean_of_draws_is_the_gradient_of_each_parameter(domain):
-    expected, step = gradients(build(domain)), packed(domain)
+    expected, step = gradients(domain.build()), packed(domain)
     state = [x.detach().clone() for x in (*step.model.parameters(), *step.model.buffers())]
     draws = []
     for draw in range(DRAWS):
@@ -124,14 +115,14 @@ def kept_bytes(step: Step) -> int:
 
 
 def test_default_keeps_an_eighth(domain, request):
-    plain, kept = kept_bytes(build(domain)), kept_bytes(packed(domain))
+    plain, kept = kept_bytes(domain.build()), kept_bytes(packed(domain))
     assert plain / kept >= RATIOS.get(request.node.callspec.params["domain"], 8.0)
 
 
 def test_no_weight_is_packed(domain):
     step = packed(domain, BackwardSettings(Spy(bit_width=2)))
     without_zeros(step.model)  # a scale of 0 makes constants of activations
-    other = step._replace(batch=build(domain, seed=1).batch)
+    other = step._replace(batch=domain.build(seed=1).batch)
     first = digests(step)
     fixed = first & digests(other)  # the same for each batch
     with torch.no_grad():
@@ -141,7 +132,7 @@ def test_no_weight_is_packed(domain):
 
 
 def test_restored_models_train_as_before(domain):
-    plain, step = build(domain), packed(domain)
+    plain, step = domain.build(), packed(domain)
     gradients(plain), gradients(step)
     restored = step._replace(model=brevact.restore_backward(step.model))
     assert unequal(gradients(restored, 1), gradients(plain, 1)) == []

@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import brevact
-from benchmarks.model_zoo import MODELS, Subject, build, loss_of
-from benchmarks.models import gradient, loss_at, quantized, relative_error
+from benchmarks.small_models import CONVOLUTIONAL, IMAGE_MODELS, TRANSFORMERS
+from benchmarks.step import Step, gradient, loss_of, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
 from brevact.autograd.active_regions import current_region
 from brevact.autograd.rows import row_of
 from brevact.injectors import backward_settings_from
 
-IMAGE_MODELS = pytest.importorskip("benchmarks.image_models", reason="needs timm and torchvision").IMAGE_MODELS
-ALL = {**IMAGE_MODELS, **MODELS}
+pytest.importorskip("timm", reason="needs timm and torchvision")
+ALL = {**IMAGE_MODELS, **TRANSFORMERS, **CONVOLUTIONAL}
 #: One of each kind that was hard: class tokens, branches that are added, weights made of weights, response norms.
 QUICK = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small", "convnextv2_atto", "shufflenet_v2_x0_5")
 
@@ -51,7 +52,7 @@ class Spy(UniformQuantizer):
         return super().quantize(x, seed)
 
 
-def packed_at(subject: Subject) -> set[tuple[tuple[int, ...], int]]:
+def packed_at(subject: Step) -> set[tuple[tuple[int, ...], int]]:
     """Digests of what is packed in a forward pass."""
     Spy.seen.clear()
     torch.manual_seed(0)
@@ -70,26 +71,27 @@ def without_zeros(model: nn.Module) -> None:
                 p.uniform_(-1, 1)
 
 
-def packed_weights(subject: Subject) -> set[tuple[tuple[int, ...], int]]:
+def packed_weights(subject: Step) -> set[tuple[tuple[int, ...], int]]:
     """Digests of what is packed though weights alone say what it is: it is the same for each batch.
 
     Constants that a model makes, the sines of positions, say, stay when its weights change, too, and are none.
     """
     without_zeros(subject.model)
-    fixed = packed_at(subject) & packed_at(Subject(subject.model, other_batch(subject.batch)))
+    fixed = packed_at(subject) & packed_at(subject._replace(batch=other_batch(subject.batch)))
     with torch.no_grad():
         for p in subject.model.parameters():
             p.mul_(1.25)
     return fixed - packed_at(subject) if fixed else fixed
 
 
-def other_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def other_batch(batch: Any) -> Any:
     """A batch of which no input is that of another one: noise on what is measured, other tokens and labels."""
     generator = torch.Generator().manual_seed(1)  # models draw nothing that moves torch's own since the batch was made
-    return {
-        name: torch.randn(x.shape, generator=generator) if x.is_floating_point() else (x + 1) % (int(x.max()) + 1)
-        for name, x in batch.items()
-    }
+    return tree_map_only(
+        Tensor,
+        lambda x: torch.randn(x.shape, generator=generator) if x.is_floating_point() else (x + 1) % (int(x.max()) + 1),
+        batch,
+    )
 
 
 def errors_of(found: Tensor, expected: Tensor, model: nn.Module) -> tuple[float, float]:
@@ -103,13 +105,13 @@ def errors_of(found: Tensor, expected: Tensor, model: nn.Module) -> tuple[float,
 
 @pytest.mark.parametrize("name", cases(QUICK))
 def test_real_models_train_as_they_are(name):
-    plain = build(name, builders=ALL)
+    plain = ALL[name].build()
     two, eight = quantized(plain, StochBackward2bit), quantized(plain, StochBackward8bit)
     spied = quantized(plain, BackwardSettings(Spy(bit_width=2)))
-    assert torch.equal(loss_at(two, 0), loss_at(plain, 0))
+    assert torch.equal(loss_of(two, 0), loss_of(plain, 0))
     expected = gradient(plain, 0)
     errors = [errors_of(gradient(subject, 0), expected, subject.model) for subject in (eight, two)]
-    report = brevact.memory_report(two.model, two.batch)
+    report = brevact.memory_report(two.model, two.batch, two.loss)
     assert packed_at(spied) and not packed_weights(spied)
     assert 0.0 < errors[0][0] < 0.1 and errors[1][0] < MOST_NOISE.get(name, 3.0), errors
     assert errors[0][1] < 0.1 and errors[1][1] < EXPLODED, errors
@@ -130,13 +132,13 @@ def spied_default() -> brevact.Policy:
 
 @pytest.mark.parametrize("name", cases(QUICK[:3]))
 def test_real_models_train_by_the_default(name):
-    plain = build(name, builders=ALL)
+    plain = ALL[name].build()
     default, two = quantized(plain, brevact.DEFAULT), quantized(plain, StochBackward2bit)
     spied = quantized(plain, spied_default())
-    assert torch.equal(loss_at(default, 0), loss_at(plain, 0))
+    assert torch.equal(loss_of(default, 0), loss_of(plain, 0))
     expected = gradient(plain, 0)
     error, worst = (errors_of(gradient(subject, 0), expected, subject.model) for subject in (default, two))
-    report = brevact.memory_report(default.model, default.batch)
+    report = brevact.memory_report(default.model, default.batch, default.loss)
     assert packed_at(spied) and not packed_weights(spied)
     assert 0.0 < error[0] < OF_TWO_BITS * worst[0], (error, worst)
     assert error[1] <= OF_TWO_BITS * worst[1], (error, worst)

@@ -5,9 +5,8 @@ import torch
 
 from recipes.data.lennard_jones import energies_of, make_configurations
 from recipes.files import read_rows
-from recipes.forces import COLUMNS, COLUMNS_OF_EPOCHS, main
+from recipes.forces import main
 from recipes.models.schnet import SchNet
-from tests.recipes.running import PNG, interrupted_at_forward
 
 #: Command line of the smallest runs: two steps an epoch.
 TINY = "--side 2 --train-size 8 --test-size 4 --batch-size 4 --epochs 2 --width 8 --interactions 1 --seeds 0 1".split()
@@ -15,73 +14,29 @@ TINY = "--side 2 --train-size 8 --test-size 4 --batch-size 4 --epochs 2 --width 
 POLICY = "StochBackward4bit:min_numel=0"
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("forces")
-    assert main([*TINY, "--policies", POLICY, "LosslessBackward", "--out-dir", str(folder)]) == 0
-    return folder
-
-
-def without_time(path):
-    return [{key: value for key, value in row.items() if key not in ("seconds", "time")} for row in read_rows(path)]
-
-
-def test_main_trains_pairs_and_writes_rows_and_a_picture(whole_run):
-    assert {path.name for path in whole_run.iterdir()} == {"forces.csv", "epochs.csv", "forces.png", "settings.json"}
-    rows = read_rows(whole_run / "forces.csv")
-    assert tuple(rows[0]) == COLUMNS and len(rows) == 6
-    assert tuple(read_rows(whole_run / "epochs.csv")[0]) == COLUMNS_OF_EPOCHS
-    assert (whole_run / "forces.png").read_bytes().startswith(PNG)
+def test_main_trains_pairs(tmp_path, capsys):
+    assert main([*TINY, "--variants", POLICY, "LosslessBackward", "--out-dir", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "runs.csv")
     plain, packed, lossless = (
-        [row for row in rows if row["policy"] == name] for name in ("None", POLICY, "LosslessBackward")
+        [row for row in rows if row["variant"] == name] for name in ("plain", POLICY, "LosslessBackward")
     )
     for own, noisy, same in zip(plain, packed, lossless, strict=True):
-        assert own["force_error"] == same["force_error"] != noisy["force_error"]
-        assert float(noisy["saved_mib"]) < 0.7 * float(own["saved_mib"]) == 0.7 * float(own["plain_mib"])
-
-
-def test_main_prints_differences_seed_by_seed(whole_run, capsys):
-    command = [*TINY, "--policies", POLICY, "--out-dir", str(whole_run), "--resume"]
-    assert main(command) == 0
-    output = capsys.readouterr().out
-    rows = {(row["policy"], row["seed"]): float(row["force_error"]) for row in read_rows(whole_run / "forces.csv")}
-    mean = sum(rows[POLICY, seed] - rows["None", seed] for seed in "01") / 2
-    assert f"{mean:+.4f} ± " in output and "x less)" in output and "LosslessBackward" not in output
-
-
-# Of each run the memory report takes some forward passes, an epoch two for training and one for testing.
-@pytest.mark.parametrize("number", [9, 14])
-def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path, number):
-    command = [*TINY, "--policies", POLICY, "LosslessBackward", "--out-dir", str(tmp_path)]
-    with interrupted_at_forward(SchNet, number):
-        assert main(command) == 130
-    assert main([*command, "--resume"]) == 0
-    for name in ("forces.csv", "epochs.csv"):
-        assert without_time(tmp_path / name) == without_time(whole_run / name)
+        assert own["value"] == same["value"] != noisy["value"]
+        assert float(noisy["kept_mib"]) < 0.7 * float(own["kept_mib"])
+    assert "force error - plain" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--side", "1"], "--side 1 is not possible: use at least 2"),
-        (["--side", "99"], "--side 99 is not possible: all of 970299 particles are neighbours"),
+        (["--side", "1"], "--side 1 is not possible: use 2 to 8"),
         (["--batch-size", "9"], "--train-size 8 is not possible: use at least 9"),
-        (["--lr", "0"], "--lr 0.0 is not possible: use a value above 0"),
-        (["--resume"], "no runs to resume: there is no"),
-        (["--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--variants", "checkpoint"], "--variants checkpoint is not possible"),
     ],
 )
 def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys, arguments, message):
     assert main([*TINY, *arguments, "--out-dir", str(tmp_path / "runs")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-def test_main_keeps_runs_with_other_settings_apart(whole_run, capsys):
-    assert main([*TINY, "--out-dir", str(whole_run)]) == 2
-    assert "already holds runs; go on with --resume" in capsys.readouterr().err
-    assert main([*TINY, "--out-dir", str(whole_run), "--resume", "--epochs", "3"]) == 2
-    assert "have other settings (--epochs)" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_configurations_have_the_energies_and_forces_of_their_pairs():

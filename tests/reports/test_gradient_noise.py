@@ -17,7 +17,6 @@ import brevact
 import brevact.nn as bnn
 from brevact.autograd.seeds import seeded
 from brevact.reports.gradient_noise import batch_variance, exact_gradients, gradient_noise, variance_and_bias
-from brevact.reports.gradient_passes import check_batches, check_draws
 
 WEIGHTS, SAMPLES = 400, 4
 
@@ -253,41 +252,6 @@ def test_state_of_modules_is_the_same_in_all_passes():
 # the model
 
 
-def state_of(model: nn.Module) -> list:
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    grads = [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()]
-    values = [(id(x), x.tolist()) for x in (*model.parameters(), *model.buffers())]
-    return [modes, hooks, grads, values, torch.get_rng_state().tolist()]
-
-
-@pytest.mark.parametrize("fails_at", [None, 0, 3])
-def test_the_model_is_afterwards_as_it_was(net, fails_at):
-    class Failure(Exception):
-        pass
-
-    calls = iter(range(100))
-
-    def failing(model, batch):
-        value = model(batch)
-        model.body[1].running_mean = model.body[1].running_mean + 1  # in place of the buffer
-        if next(calls) == fails_at:
-            raise Failure
-        return value
-
-    brevact.quantize_backward(net, brevact.StochBackward2bit)
-    net.eval()
-    net.body[0].weight.grad = torch.ones(16, 3, 3, 3)
-    before = state_of(net)
-    if fails_at is None:
-        exact = exact_gradients(net, IMAGES, failing)
-        gradient_noise(net, IMAGES, failing, exact, 2)
-    else:
-        with pytest.raises(Failure):
-            exact_gradients(net, IMAGES, failing)
-    assert state_of(net) == before
-
-
 def test_a_parameter_without_gradient_counts_as_zero():
     net = nn.ModuleDict({"used": nn.Linear(64, 1), "unused": nn.Linear(64, 64)})
     net["unused"].bias.requires_grad_(False)
@@ -318,23 +282,3 @@ def test_exact_gradients_refuses_a_loss(net, wrong, kind, message):
 def test_exact_gradients_refuses_a_model_that_does_not_train(net):
     with pytest.raises(ValueError, match="none of the 6 parameters of Net requires a gradient"):
         exact_gradients(net.requires_grad_(False), IMAGES, loss)
-
-
-@pytest.mark.parametrize(
-    ("batches", "kind", "message"),
-    [
-        ([], ValueError, "batches: got none"),
-        (iter(IMAGES), TypeError, "accepted is a list of batches"),
-        (IMAGES[0], TypeError, r"f\(model, batches\) with batches = list"),
-    ],
-)
-def test_check_batches_refuses_what_is_no_list(batches, kind, message):
-    with pytest.raises(kind, match=message):
-        check_batches(batches, "f(model, batches)")
-
-
-def test_check_draws_refuses_what_has_no_variance():
-    with pytest.raises(ValueError, match="draws=1; accepted is an int of at least 2"):
-        check_draws(1)
-    with pytest.raises(TypeError, match="draws"):
-        check_draws(2.0)

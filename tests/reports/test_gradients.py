@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import brevact
 from brevact.autograd.hooks import regions_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
-from brevact.reports.gradient_passes import as_it_was, gradients
+from brevact.reports.gradient_passes import gradients
 from brevact.reports.isolation import Isolation
 from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
@@ -162,15 +162,6 @@ def test_gradient_report_of_full_precision_is_zero(net):
 # isolation
 
 
-def test_isolation_of_all_layers_is_the_policy(net):
-    brevact.quantize_backward(net)
-    other = copy.deepcopy(net)
-    Isolation(other).restrict_to([name for name, _ in net.named_modules()])
-    with as_it_was(net), as_it_was(other):
-        pairs = zip(gradients(net, BATCHES[0], loss, 0, 1), gradients(other, BATCHES[0], loss, 0, 1), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_isolation_keeps_other_layers_at_8_bits(net):
     rules = {F.cross_entropy: TWO_BITS, "head": None, "": TWO_BITS.let(min_numel=1, bucket_size=64)}
     Isolation(brevact.quantize_backward(net, rules)).restrict_to(["second"])
@@ -217,12 +208,6 @@ def test_weight_errors_are_those_of_the_weight_gradients(net):
     errors = weight_errors(changed, layers_with_formula(changed, BATCHES[0], loss, 0), BATCHES[0], loss, 0, 1)
     assert errors.keys() == {"first", "second", "head"}
     assert errors == pytest.approx(expected, rel=1e-3)
-
-
-def test_weight_errors_are_zero_at_full_precision_and_leave_no_hooks(net):
-    errors = weight_errors(net, layers_with_formula(net, BATCHES[0], loss, 0), BATCHES[0], loss, 0, 1)
-    assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10) and len(errors) == 3
-    assert not any(module._forward_hooks for module in net.modules())
 
 
 class Cases(nn.ModuleDict):
@@ -281,7 +266,7 @@ def test_gradient_report_estimates_what_rectified_nets_have_as_noise():
 # the model
 
 
-@pytest.mark.parametrize("fails_at", [None, 0, 3, 12, 40])
+@pytest.mark.parametrize("fails_at", [None, 3, 40])
 def test_gradient_report_leaves_the_model_as_it_was(net, fails_at):
     calls = iter(range(1000))
 

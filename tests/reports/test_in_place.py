@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import threading
-import types
-from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +22,7 @@ from brevact import StochBackward4bit
 from brevact.reports.in_place import in_place
 
 FOUR = StochBackward4bit.let(min_numel=0)
+exhaustive = pytest.mark.exhaustive
 
 
 def conv_net(change: Callable[[nn.Conv2d], Any] = lambda conv: None) -> nn.Module:
@@ -124,7 +122,11 @@ def fit(model: nn.Module) -> None:
     brevact.fit(model, BATCHES, loss, ratio=1.5)
 
 
-MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, fit)}
+def measure_step(model: nn.Module) -> None:
+    brevact.step_report(model, BATCHES[0], loss, rounds=2)
+
+
+MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, measure_step, fit)}
 
 
 def picture(model: nn.Module) -> list[Any]:
@@ -169,8 +171,17 @@ def trained(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("name", MODELS)
+#: All models by the quickest measure, some by others.
+CROSS = [
+    pytest.param(
+        name, measure, marks=[] if measure == "measure_memory" or name == "collects statistics" else exhaustive
+    )
+    for name in MODELS
+    for measure in MEASURES
+]
+
+
+@pytest.mark.parametrize(("name", "measure"), CROSS)
 def test_a_measured_model_is_as_it_was(name, measure):
     model = trained(name)
     before = picture(model)
@@ -270,114 +281,49 @@ def test_what_a_block_adds_is_gone():
     assert all(map(same, picture(model), before))
 
 
-class Slotted:
-    __slots__ = ("count", "last")
+class State:
+    """An object with attributes, as a cache of keys and values has them."""
 
     def __init__(self) -> None:
-        self.count, self.last = 0, torch.zeros(2)
-
-
-class Names(list):
-    pass
-
-
-class Counts(dict):
-    pass
+        self.count, self.last, self.seen = 0, torch.zeros(2), {"passes": [0]}
 
 
 class Keeping(nn.Module):
-    """Holds state in objects of many kinds, all of which a forward pass changes."""
+    """Holds state in an object, in a tensor that is no buffer and in containers, all changed by a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.slotted, self.names, self.counts = Slotted(), Names(), Counts()
-        self.numbers, self.drawn = np.zeros(3), np.random.default_rng(0)
-        self.python, self.older = random.Random(0), np.random.RandomState(0)
+        self.layer, self.state, self.names = nn.Linear(4, 4), State(), {"a"}
+        self.plain = torch.zeros(3, 4).expand(2, 3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.slotted.count += 1
-        self.slotted.last.add_(1)
-        self.names.append("pass")
-        self.counts["passes"] = self.counts.get("passes", 0) + 1
-        self.numbers += 1
-        self.drawn.random(), self.python.random(), self.older.rand()
+        self.state.count += 1
+        self.state.last.add_(1)
+        self.state.seen["passes"].append(self.state.count)
+        self.names.add(str(self.state.count))
+        self.plain[0].add_(1)
         return self.layer(x)
 
-    def state(self) -> list[Any]:
-        slotted = [self.slotted.count, self.slotted.last.tolist()]
-        generators = [self.drawn.bit_generator.state, self.python.getstate(), self.older.get_state()[1].tolist()]
-        return [*slotted, [*self.names], {**self.counts}, self.numbers.tolist(), *generators]
+    def figures(self) -> list[Any]:
+        lists = [*self.state.seen["passes"], *self.names]
+        return [self.state.count, self.state.last.tolist(), self.plain.tolist(), lists]
 
 
-class Private:
-    __slots__ = ("__count", "late")
-
-    def add(self) -> None:
-        self.__count = self.count() + 1
-        self.late = self.__count
-
-    def count(self) -> int:
-        return getattr(self, "_Private__count", 0)
-
-
-class SlottedList(list):
-    __slots__ = ("last",)
-
-
-class Attributed(SlottedList):
-    """Has a slot, attributes and items."""
-
-
-def grow(owner: nn.Module) -> None:
-    owner.private.add()
-    owner.attributed.last = owner.attributed.note = owner.private.count()
-    owner.attributed.append(owner.attributed.last)
-    owner.space.count += 1
-    owner.user["count"] = owner.user.get("count", 0) + 1
-    owner.raw[0] += 1
-    owner.layer.weight.seen = True
-
-
-def see(owner: nn.Module) -> list[Any]:
-    objects = [owner.private.count(), hasattr(owner.private, "late"), vars(owner.attributed), vars(owner.space)]
-    objects += [[*owner.attributed], getattr(owner.attributed, "last", 0)]
-    return [*objects, {**owner.user}, bytes(owner.raw), vars(owner.layer.weight)]
-
-
-def test_attributes_wherever_they_are_stay():
-    model = nn.Module()
-    model.layer, model.private, model.attributed = nn.Linear(2, 2), Private(), Attributed()
-    model.space, model.user, model.raw = types.SimpleNamespace(count=0), UserDict(), bytearray(2)
-    before = copy.deepcopy(see(model))
-    with in_place(model):
-        grow(model)
-    assert see(model) == before
-    grow(model)
-    before = copy.deepcopy(see(model))
-    with in_place(model):
-        grow(model)
-    assert see(model) == before
+def test_state_in_attributes_is_as_it_was():
+    model = Keeping()
+    model(torch.randn(2, 4))
+    before = model.figures()
+    brevact.memory_report(model, torch.randn(8, 4))
+    brevact.gradient_report(model, [torch.randn(8, 4)], loss, draws=2, layers=None)
+    assert model.figures() == before
 
 
 def write_graph(model: nn.Module) -> None:
     model.buffer.mul_(0.5).add_(model.layer(torch.ones(4)))
 
 
-def double(model: nn.Module) -> None:
-    model.double()
-
-
 def negate(model: nn.Module) -> None:
     model.buffer.neg_()  # of zeros
-
-
-def regrow(model: nn.Module) -> None:
-    model.layer.weight.data = torch.ones(5, 4)
-
-
-def change_class(model: nn.Module) -> None:
-    torch.nn.utils.parametrize.register_parametrization(model.layer, "weight", nn.Identity())
 
 
 def add_hooks(model: nn.Module) -> None:
@@ -385,7 +331,7 @@ def add_hooks(model: nn.Module) -> None:
     model.layer.weight.register_post_accumulate_grad_hook(lambda x: x.data.zero_())
 
 
-@pytest.mark.parametrize("change", [write_graph, double, negate, regrow, change_class, add_hooks])
+@pytest.mark.parametrize("change", [write_graph, negate, add_hooks])
 def test_tensors_are_the_same_bits_in_the_same_memory(change):
     model = nn.Module()
     model.layer = nn.Linear(4, 4)
@@ -394,7 +340,6 @@ def test_tensors_are_the_same_bits_in_the_same_memory(change):
     before = [x.detach().clone() for x in tensors]
     with in_place(model):
         change(model)
-    assert type(model.layer) is nn.Linear and model.layer.weight is tensors[0]
     assert all(map(same, before, tensors)) and all(x.is_leaf for x in tensors)
     assert not model.buffer.signbit().any() and [x.data_ptr() for x in tensors] == places
     model.layer(torch.ones(4)).sum().backward()
@@ -416,11 +361,3 @@ def test_memory_report_measures_a_model_that_writes_a_graph_into_a_buffer():
     model = Writing()
     brevact.memory_report(model, torch.randn(8, 4))
     assert model.mean.is_leaf and not model.mean.any()
-
-
-def test_state_in_objects_of_other_kinds_is_as_it_was():
-    model = Keeping()
-    model(torch.randn(2, 4))
-    before = model.state()
-    brevact.memory_report(model, torch.randn(8, 4))
-    assert model.state() == before

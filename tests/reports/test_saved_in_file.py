@@ -18,8 +18,8 @@ from brevact.reports.gradient_noise import plain_gradients
 from brevact.reports.gradient_passes import gradients
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import _measure, _measured_plain
-from brevact.reports.peak_probe import peak_memory_of
-from brevact.reports.step import peak_of, plain_peak_of, step_of
+from brevact.reports.peak import peak_of
+from brevact.reports.step import peak_of_step, step_of
 from tests.reports.test_in_place import collecting
 
 IMAGES, TOKENS, VOLUMES = torch.randn(2, 3, 12, 12), torch.randn(4, 16, 32), torch.randn(1, 1, 8, 8, 8)
@@ -111,9 +111,8 @@ def test_nothing_is_held_and_all_is_the_same(name, monkeypatch):
         assert all(map(torch.equal, gradients(model, x, square, 3), plain_gradients(model, x, square, 3)))
     with in_place(model):
         step = step_of(model, x, square, packs=False)
-        in_memory = peak_memory_of(step)
-    with in_place(model):
-        assert plain_peak_of(model, x, square) == in_memory
+        in_memory = peak_of(step, torch.device("cpu"))
+    assert peak_of_step(model, x, square, packs=False) == in_memory
 
 
 def test_passes_take_the_memory_of_inference():

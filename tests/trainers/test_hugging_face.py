@@ -45,24 +45,6 @@ def test_full_precision_trains_as_without_a_callback(run, callback, tmp_path):
     assert row["brevact/noise"] == pytest.approx(0, abs=1e-9)
 
 
-def test_default_stores_less_and_leaves_the_model_as_it_was(run, callback, tmp_path):
-    class Look(run.transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append("brevact/saved_mib" in logs)
-
-    seen, plain = [], run.trained(tmp_path / "plain")
-    trainer = run.trained(tmp_path, Look(), [callback("default")])
-    assert seen == [True, True, False]  # callbacks that stand before it, too; the last log has no loss
-    assert run.losses(trainer)[0] == run.losses(plain)[0]  # the forward pass is unchanged
-    assert not run.same_weights(trainer.model, plain.model)
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert all(row["brevact/plain_mib"] > 6 * row["brevact/saved_mib"] > 0 for row in rows)
-    assert {row.settings for row in brevact.backward_policy(trainer.model).rows} == {None}
-    trainer.save_model(tmp_path / "saved")
-    saved = type(trainer.model).from_pretrained(tmp_path / "saved")
-    assert run.same_weights(saved, trainer.model)
-
-
 @pytest.mark.parametrize(
     "options",
     [

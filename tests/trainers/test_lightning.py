@@ -99,18 +99,6 @@ def test_full_precision_trains_as_without_a_callback(run, callback):
     assert abs(with_callback.callback_metrics["brevact/noise"]) < 1e-9
 
 
-def test_default_covers_the_loss_and_leaves_the_module_as_it_was(run, callback):
-    model, trainer = run(callback("default"), val_check_interval=2)
-    figures = trainer.callback_metrics
-    assert figures["brevact/plain_mib"] > 5 * figures["brevact/saved_mib"] > 0
-    assert model.node != "NllLossBackward0"  # the loss, which is outside of `forward`, has packed probabilities
-    assert {row.settings for row in brevact.backward_policy(model).rows} == {None}
-    assert "training_step" not in vars(model) and "val" in figures
-    trainer.save_checkpoint(run.folder / "last.ckpt")
-    keys = torch.load(run.folder / "last.ckpt", weights_only=True)["state_dict"].keys()
-    assert keys == {"body.0.weight", "body.0.bias", "body.3.weight", "body.3.bias"}
-
-
 def test_resumed_run_has_the_policy_and_the_widths_of_the_checkpoint(run, callback):
     first, second = callback("4x", adapt_every=1), callback("4x", adapt_every=1)
     _, trainer = run(first, steps=3)

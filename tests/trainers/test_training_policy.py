@@ -4,19 +4,16 @@ import copy
 import functools
 import gc
 import json
-import random
 import weakref
 
-import numpy
 import pytest
 import torch
-import tqdm
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import brevact
 from brevact.trainers import TrainingPolicy
-from brevact.trainers.batches import first_batches, kept_random_state
+from brevact.trainers.batches import first_batches
 
 BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -85,13 +82,6 @@ def test_training_policy_leaves_random_numbers_and_loaders_as_they_were():
     assert [batch[:, 0].tolist() for batch in loader][:2] == expected
     policy.end()
     assert {row.settings for row in brevact.backward_policy(model).rows} == {None}
-
-
-def test_kept_random_state_gives_back_states_of_python_and_numpy():
-    states = random.getstate(), numpy.random.get_state()[1].tolist()
-    with kept_random_state():
-        random.random(), numpy.random.rand()
-    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
 
 
 def test_training_policy_warns_of_a_state_of_another_policy():
@@ -192,40 +182,14 @@ def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
     TrainingPolicy("default").begin(model)
 
 
-@pytest.mark.parametrize("quick_fit", [True, False])
-def test_budgets_are_fitted_on_parts_of_batches_unless_told_otherwise(quick_fit):
-    torch.manual_seed(0)
-    model, batches, sizes = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), list(torch.randn(3, 1024, 64)), set()
-
-    def loss(measured: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        sizes.add(len(batch))
-        return measured(batch).square().mean()
-
-    policy = TrainingPolicy("2x", quick_fit=quick_fit)
-    policy.begin(model, batches, loss)
-    assert policy.fitted.report.ratio >= 2
-    policy.end()
-    assert sizes == {128, 1024} if quick_fit else {1024}
-
-
-def test_a_bar_moves_while_a_budget_is_fitted(monkeypatch):
-    bars = []
-
-    class Bar(tqdm.tqdm):
-        def __init__(self, **options):
-            bars.append(self)
-            self.moves, self.options = 0, options
-            super().__init__(**{**options, "disable": True})
-
-        def update(self, passes=1):
-            self.moves += passes
-
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
-    policy = TrainingPolicy("4x")
-    policy.begin(net(), BATCHES, loss)
-    policy.end()
-    of_fit = [bar for bar in bars if bar.options["desc"] == "fit"]
-    assert len(of_fit) == 1 and of_fit[0].moves > 1 and not of_fit[0].options["disable"]
+def test_budgets_are_fitted_in_fewer_passes_unless_told_otherwise():
+    passes = []
+    for quick_fit in (True, False):
+        policy = TrainingPolicy("2x", quick_fit=quick_fit)
+        policy.begin(net(), BATCHES, loss)
+        passes.append(policy.fitted.report.passes)
+        policy.end()
+    assert policy.fitted.report.ratio >= 2 and passes[0] < passes[1]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +213,8 @@ def test_a_bar_moves_while_a_budget_is_fitted(monkeypatch):
             ValueError,
             "'step:start=2': start=2; accepted is a number from 0",
         ),
-        ({"memory": "yes"}, TypeError, "memory='yes' of type str; accepted are True and False"),
-        ({"quick_fit": 1}, TypeError, "quick_fit=1 of type int; accepted are True and False"),
+        ({"memory": "yes"}, TypeError, "memory: got 'yes'; accepted are True and False"),
+        ({"quick_fit": 1}, TypeError, "quick_fit: got 1; accepted are True and False"),
     ],
 )
 def test_training_policy_refuses(options, error, message):

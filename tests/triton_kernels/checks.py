@@ -34,14 +34,7 @@ def filled(length: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 
 def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, multiply: bool = True) -> None:
-    """Quantize and decode, or decode times a factor, equal the reference.
-
-    Args:
-        quantizer: A uniform quantizer.
-        x: Tensor on the device to check.
-        seed: Key of the random bits.
-        multiply: Whether to decode times a factor, in place.
-    """
+    """Quantize and decode, or decode times a factor, equal the reference."""
     spec = PackedSpec.of(quantizer, Layout.of(x))
     plan, flat = plan_of(spec), spec.layout.flatten(x)
     seed = seed if quantizer.is_stochastic else None
@@ -64,15 +57,7 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
 def check_normalized(
     quantizer: UniformQuantizer, x: Tensor, mean: Tensor | None, invstd: Tensor, device: torch.device | str = "cpu"
 ) -> None:
-    """Normalize and quantize, and decode and undo it, in one pass each, equal the reference in two.
-
-    Args:
-        quantizer: A uniform quantizer of buckets.
-        x: Tensor, on the CPU.
-        mean: Means that broadcast, or None.
-        invstd: Inverse deviations that broadcast.
-        device: Where the kernels run.
-    """
+    """Normalize and quantize, and decode and undo it, in one pass each, equal the reference in two."""
     layout = Layout.of(x)
     reference = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
     plan = plan_of(reference.spec)
@@ -95,12 +80,7 @@ def check_normalized(
 
 
 def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
-    """Quantize to levels and decode, or decode times a factor, equal the reference.
-
-    Args:
-        case: Tensor, groups and levels, on the CPU.
-        device: Where the kernels run.
-    """
+    """Quantize to levels and decode, or decode times a factor, equal the reference."""
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
     expected, values = torch.empty(geometry.code_bytes, dtype=torch.uint8), torch.empty_like(case.x)
     kernel_ops.quantize_grid.reference(case.x, geometry, grid, case.seed, expected)
@@ -119,13 +99,7 @@ def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
 
 
 def check_statistics(x: Tensor, geometry: Geometry, device: torch.device | str = "cpu") -> None:
-    """Ranges and moments of groups equal the reference.
-
-    Args:
-        x: Flat tensor on the CPU.
-        geometry: Its groups.
-        device: Where the kernels run.
-    """
+    """Ranges and moments of groups equal the reference."""
     there = x.to(device)
     offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
     inverse[::7] *= 1e4
@@ -149,13 +123,7 @@ def unwritten_shows() -> Iterator[None]:
 
 
 def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:
-    """Packing equals the reference, and unpacking inverts it.
-
-    Args:
-        codes: 1-D integer tensor on the device to check.
-        bit_width: Bits a code.
-        block_size: Codes in a block.
-    """
+    """Packing equals the reference, and unpacking inverts it."""
     expected = reference.pack(codes.cpu(), bit_width, block_size)
     packed = filled(packed_bytes(codes.numel(), bit_width, block_size), torch.uint8, codes.device)
     triton_kernels.pack_codes(codes, bit_width, block_size, packed)
@@ -167,13 +135,7 @@ def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:
 
 
 def check_mask(x: Tensor, grad: Tensor, negative_slope: float) -> None:
-    """Masks of a tensor, packed from it or from bools, unpacked and multiplied, equal torch.
-
-    Args:
-        x: 1-D floating-point tensor on the device to check.
-        grad: Gradient of the same shape.
-        negative_slope: Factor where x <= 0.
-    """
+    """Masks of a tensor, packed from it or from bools, unpacked and multiplied, equal torch."""
     mask = ~(x <= 0)
     expected = reference.pack(mask.cpu().to(torch.uint8), 1, DEFAULT_BLOCK)
     for source in (x, mask):

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers import Granularity, UniformQuantizer
 from tests.crosses import taking_turns
-from tests.quantizers.subjects import takes_rounding
 from tests.triton_kernels.checks import check_quantizer
 
-BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -111,28 +107,3 @@ def test_quantize_bytes_of_extreme_values(scale_dtype: torch.dtype, minimum_dtyp
     metadata = {"scale_dtype": scale_dtype, "minimum_dtype": minimum_dtype}
     check_quantizer(UniformQuantizer(bit_width=2, bucket_size=64, **metadata), x)
     check_quantizer(UniformQuantizer(bit_width=8, bucket_size=None, **metadata), x[:256])
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_quantize_bytes_of_any_tensor(data: st.DataObject):
-    bucket_sizes = st.one_of(st.none(), st.sampled_from([32, 64, 256, 512]), st.integers(1, 1300))
-    chosen = {
-        "bucket_size": data.draw(bucket_sizes),
-        "granularity": data.draw(st.sampled_from(Granularity)),
-        "minimum_dtype": data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
-    }
-    quantizer = UniformQuantizer(
-        bit_width=data.draw(st.sampled_from(BIT_WIDTHS)),
-        rounding=data.draw(st.sampled_from([each for each in Rounding if takes_rounding(each, chosen)])),
-        channel_dim=data.draw(st.integers(-2, 1)),
-        scale_dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        **chosen,
-    )
-    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 60))
-    torch.manual_seed(data.draw(st.integers(0, 2**32)))
-    x = torch.randn(rows, columns) * data.draw(st.sampled_from([1.0, 1e-3, 1e4])) + data.draw(st.sampled_from([0, 9]))
-    x = data.draw(st.sampled_from([x, x.relu(), x.t()])).to(data.draw(st.sampled_from(DTYPES)))
-    seed = data.draw(st.integers(-(2**63), 2**63 - 1))
-    check_quantizer(quantizer, x, seed, multiply=data.draw(st.booleans()))

@@ -6,8 +6,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.philox import column_bits
@@ -18,7 +16,6 @@ from tests.triton_kernels.checks import check_codes, check_mask, filled
 
 BLOCK = 512
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -27,23 +24,6 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def test_pack_codes_bytes_for_every_bit_width(bit_width: int):
     torch.manual_seed(bit_width)
     check_codes(torch.randint(-(2**31), 2**31, (1024 + 71,)), bit_width, BLOCK)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    blocks=st.floats(0, 2.5),
-    dtype=st.sampled_from(INTEGERS),
-    block_size=st.sampled_from([8, 24, 512, 600, 1024, 4096]),
-    data=st.data(),
-)
-def test_pack_codes_bytes_of_any_integers(blocks: float, dtype: torch.dtype, block_size: int, data: st.DataObject):
-    length = int(blocks * block_size)
-    info = torch.iinfo(dtype)
-    bit_width = data.draw(st.integers(1, 32 if dtype == torch.uint8 else min(info.bits, 32)))
-    torch.manual_seed(length)
-    codes = torch.randint(info.min, info.max, (length,), dtype=dtype)
-    check_codes(codes, bit_width, block_size)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ def test_fake_quantization_compiles(operation: str):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("bit_width", ["2", "8"])
-def test_fake_quantization_compiles_for_every_device(bit_width: str, target: str):
-    from benchmarks.compile_kernels import INTEGER_OPERATIONS, main
+def test_fake_quantization_and_tables_compile_for_every_device(bit_width: str, target: str):
+    from benchmarks.compile_kernels import INTEGER_OPERATIONS, TABLE_OPERATIONS, main
 
     options = ["--targets", target, "--bit-widths", bit_width, "--dtypes", "float32", "bfloat16", "float16"]
-    options += ["--buckets", "tensor", "channels_last", "--jobs", "1", "--operations", *INTEGER_OPERATIONS]
-    assert main(options) == 0
+    options += ["--buckets", "tensor", "channels_last", "512", "--jobs", "1"]
+    assert main([*options, "--operations", *INTEGER_OPERATIONS, *TABLE_OPERATIONS]) == 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,7 @@ from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import with_strides
@@ -158,24 +157,15 @@ def _differentiated(
     return tuple(next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _AttentionOutput(HeldOutput):
-    """Decoder of attention's output, from a token, the tensors of query, key and value, and the mask.
+    """Decoder of attention's output; its sources are query, key and value, and a mask may follow.
 
-    ``sources``: decoders of query, key and value, and how many tensors each has. ``needs``: which of the three need a
-    gradient. ``shape``, ``stride`` and ``dtype`` are the output's; attention ran in that dtype. ``lasts``: the next
-    training step finds the same object. ``depth``: layers computed one after another for the output, this one included.
+    ``needs``: which of the three need a gradient.
     """
 
-    sources: tuple[tuple[Decoder, int], ...]
     options: _Options
     needs: tuple[bool, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    lasts: bool = field()
-    depth: int = field()
-    quality: Quality = field()
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
         leaves: list[Tensor | None] = []
@@ -213,12 +203,10 @@ def _remember(
         return None
     if not can_recompute(region, out):
         return None
-    quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
     lasts = all(decoder.lasts for _, decoder in sources)
     decoder = (_attention_output if lasts else _AttentionOutput)(
         tuple((decoder, len(tensors)) for tensors, decoder in sources),
-        *(options, needs, tuple(out.shape), out.stride(), out.dtype, lasts, depth + 1),
-        quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, 2 * keys)),
+        *(tuple(out.shape), out.stride(), out.dtype, 2 * keys, options, needs),
     )
     token = make_token(out.device)
     masks = () if mask is None else (mask.detach(),)

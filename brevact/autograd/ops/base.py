@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.batched_gradients import are_batched, run_by_rows
-from brevact.autograd.call_arguments import PLAIN_TYPES
+from brevact.autograd.call_arguments import PLAIN_TYPES, bound_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
@@ -231,26 +231,16 @@ def as_number(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) else x
 
 
-class Value(NamedTuple):
-    """A torch function of its first argument, with the other arguments bound; never in place."""
-
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    @staticmethod
-    def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
-        """Return a call as a function of its first argument; the other arguments are bound as numbers now."""
-        function = out_of_place(function)
-        args, kwargs = tuple(map(as_number, args)), {key: as_number(value) for key, value in kwargs.items()}
-        position = _inplace_position(function)
-        if position is not None and position <= len(args):
-            args = (*args[: position - 1], False, *args[position:])
-        named = tuple((key, value) for key, value in kwargs.items() if key != "inplace")
-        return Value(function, args, named) if args or named else function
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.args, **dict(self.kwargs))
+def value_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
+    """Return a call as a function of its first argument, never in place; the others are bound as numbers now."""
+    function = out_of_place(function)
+    args = tuple(map(as_number, args))
+    position = _inplace_position(function)
+    if position is not None and position <= len(args):
+        args = (*args[: position - 1], False, *args[position:])
+    named = {key: as_number(value) for key, value in kwargs.items() if key != "inplace"}
+    found: PointFunction = bound_call(function, (Tensor, *args), named)
+    return found
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
+from brevact.autograd.ops.recompute import gradients_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, pack, reported
@@ -77,11 +78,6 @@ class Integers:
             found = (rectified <= 0) if found is None else found.logical_or_(rectified <= 0)
         return found
 
-    def again(self, x: Tensor, scale: Tensor, zero_point: Tensor, *, rectifies: bool) -> tuple[Tensor, Tensor | None]:
-        """Recompute a tensor's integers and the mask of its elements without a gradient."""
-        _, rounded, q = self.of(x, scale, zero_point)
-        return q, self.blocked(rounded, x if rectifies else None)
-
     @functools.cached_property
     def kind(self) -> Kind | None:
         """Description of the integers for the kernels, or None if they do not support them."""
@@ -101,7 +97,14 @@ class Integers:
             one_pass = one_pass_for(self.kind, False, x, scale, zero_point, pre_scale, pre_zero_point)
             if one_pass is not None:
                 return one_pass.values(x, scale, zero_point)
+        return self.by_ops(x, scale, zero_point, pre_scale, pre_zero_point)
+
+    def by_ops(self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor) -> Tensor:
+        """Return the values by differentiable ops, in the order of stock ones."""
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
+
+    def of_rectified(self, x: Tensor, *given: Tensor) -> Tensor:
+        return self.by_ops(x.relu(), *given)
 
 
 class Rectifier(NamedTuple):
@@ -203,16 +206,13 @@ class _FakeQuantization(Saving):
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
             found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
             return None, None, None, *found
-        shifted = blocked = cut = None
-        q = None if codes is None else codes.decoder.integers(codes.tensors)
         if ctx.integers is not None:
-            before = zero_point if pre_zero_point is None else pre_zero_point
-            x = values.decode()
-            q, blocked = ctx.integers.again(x, pre_scale, before, rectifies=ctx.rectifies)
-            if ctx.rectifies and needs[4]:
-                cut = ctx.integers.again(x, pre_scale, before, rectifies=False)[1]
-            q, shifted = q - zero_point, x / pre_scale
-        elif residual is not None:
+            compute = ctx.integers.of_rectified if ctx.rectifies else ctx.integers.by_ops
+            given = scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point
+            return None, None, None, *gradients_of(compute, [values.decode(), *given], needs, grad)
+        shifted = blocked = None
+        q = None if codes is None else codes.decoder.integers(codes.tensors)
+        if residual is not None:
             shifted = residual.decode()
             blocked = shifted == ctx.residual_of.clipped
             if ctx.is_joint and q is not None:
@@ -234,9 +234,6 @@ class _FakeQuantization(Saving):
             rectified = of_x if mask is None else mask.multiply(of_x)
             rectified = rectified if blocked is None else torch.where(blocked, 0.0, rectified)
             found = torch.where(pre_scale.isnan(), rectified, of_x), *found[1:]
-        if ctx.rectifies and needs[4]:
-            before = through if cut is None else torch.where(cut, 0.0, through)
-            found = *found[:4], before.sum_to_size(ctx.shapes[3])
         return None, None, None, *found
 
 
@@ -252,7 +249,6 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
 
 
 def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the code of 0, 0-d, for a single zero point."""
     rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
     return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
@@ -272,7 +268,6 @@ def _in_one_pass(
     scale: Tensor,
     zero_point: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels."""
     needs = ctx.needs_input_grad[3:]
     x = None if values is None else values.decode()
     learns = x is not None or residual is not None
@@ -364,7 +359,7 @@ class _WeightFakeQuantization(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *constants = load(ctx)
-        scale, zero_point, pre_scale, pre_zero_point = constants
+        scale, zero_point, *_ = constants
         needs = ctx.needs_input_grad[1:]
         kind = ctx.integers.kind
         one_pass = None if kind is None else one_pass_for(kind, False, x, *constants)
@@ -372,15 +367,7 @@ class _WeightFakeQuantization(Saving):
             zero_learns = needs[2] or needs[4]
             found = one_pass.gradients(grad, scale, zero_point, values=x.detach(), zero_learns=zero_learns)
             return None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
-        integers = ctx.integers
-        _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
-        blocked = integers.blocked(rounded)
-        through = (grad * scale).to(q.dtype)
-        clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
-        shapes = tuple(each.shape for each in constants)
-        shifted = x / pre_scale
-        found = _gradients(needs, shapes, grad, q - zero_point, through, clipped, shifted, pre_scale, shifted.dtype)
-        return None, *found
+        return None, *gradients_of(ctx.integers.by_ops, [x, *constants], needs, grad)
 
 
 def fake_quantize(

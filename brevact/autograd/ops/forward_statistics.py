@@ -74,7 +74,6 @@ class _LargestMagnitude(Saving):
 
 
 def _exact_sum_of(ones: Tensor) -> torch.dtype:
-    """Return a dtype in which a sum of ones has no rounding error."""
     return torch.float32 if ones.numel() <= 2**24 else torch.float64
 
 

@@ -215,7 +215,6 @@ class OnePass(NamedTuple):
         return None if kernels is None or places is None else (kernels, places)
 
     def _is_dense(self, x: Tensor) -> bool:
-        """Return whether a tensor has the result's memory layout and dtype."""
         return x.dtype is self.layout.dtype and self.layout.matches(x)
 
     def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +224,6 @@ class OnePass(NamedTuple):
         return flat_numbers(scale, self.order, dims), flat_numbers(zero_point, self.order, dims)
 
     def _dense(self, x: Tensor) -> Tensor:
-        """Return ``x``, or a copy of it, in the result's memory layout and dtype."""
         return x if self._is_dense(x) else self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
@@ -275,7 +273,6 @@ def one_pass_for(
 
 
 def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether casting a CPU zero point to a 16-bit dtype leaves its value unchanged."""
     return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 

@@ -26,7 +26,7 @@ from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
+from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_inplace, load, save, value_of
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Saved
 from brevact.autograd.store import keep_mask, keep_small, reported
@@ -169,7 +169,7 @@ class _GLUSlope(NamedTuple):
 def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
-    value = Value.of(func, (dim,), {})
+    value = value_of(func, (dim,), {})
     curve = _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim)
     return region.apply(ByDerivative, value, curve, input, False)
 
@@ -190,7 +190,7 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
         jumps = isinstance(derivative, _SoftplusSlope) and derivative.threshold < 8
-        value = Value.of(func, rest, kwargs) if is_gentle and not jumps else None
+        value = value_of(func, rest, kwargs) if is_gentle and not jumps else None
         if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
             run = _RUNNERS.get(func)
             out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
@@ -257,7 +257,7 @@ def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Cal
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
         if not (region.packs_input(input) and input.requires_grad and region.torch_runner(input)):
             return NotImplemented
-        out = run(region, Value.of(func, rest, kwargs), input)
+        out = run(region, value_of(func, rest, kwargs), input)
         return NotImplemented if out is None else out
 
     return handle

@@ -1,5 +1,3 @@
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -57,49 +55,11 @@ def test_load_tiny_imagenet_says_what_is_missing(tmp_path):
 
 
 def test_load_tiny_imagenet_names_damaged_files(root):
-    annotations = root / "val/val_annotations.txt"
-    good = annotations.read_text()
-    annotations.write_text(good + "val_9.JPEG\tn99\t0\t0\t1\t1\n")
-    with pytest.raises(RecipeError, match=r"val_annotations.txt is damaged: line 4 .*one of the 3 class folders"):
-        LOADERS["tiny-imagenet"](root, None, None)
-    annotations.write_text(good)
     path = root / "train/n02/images/n02_1.JPEG"
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(RecipeError, match=r"n02_1.JPEG is missing or damaged"):
         LOADERS["tiny-imagenet"](root, None, None)
-    jpeg(path, 0, size=(32, 64))
-    with pytest.raises(RecipeError, match=r"n02_1.JPEG has 32x64 pixels, expected 64x64"):
-        LOADERS["tiny-imagenet"](root, None, None)
     path.unlink()
     (root / "val/images/val_1.JPEG").unlink()
     with pytest.raises(RecipeError, match=r"val_1.JPEG is missing or damaged"):
-        LOADERS["tiny-imagenet"](root, None, None)
-
-
-def test_load_tiny_imagenet_leaves_out_what_is_no_part_of_it(root):
-    for folder in (root / "train", root / "train/n02/images"):
-        (folder / ".ipynb_checkpoints").mkdir()
-    (root / "train/n02/images/Thumbs.db").write_bytes(b"")
-    data = LOADERS["tiny-imagenet"](root, None, None)
-    assert (data.classes, len(data.train)) == (3, 6)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\n"])
-def test_load_tiny_imagenet_refuses_annotations_that_are_no_text(root, content):
-    (root / "val/val_annotations.txt").write_bytes(content)
-    with pytest.raises(RecipeError, match=r"val_annotations.txt is damaged.*unzip"):
-        LOADERS["tiny-imagenet"](root, None, None)
-
-
-def test_load_tiny_imagenet_refuses_classes_without_images(root):
-    for path in (root / "train/n02/images").iterdir():
-        path.unlink()
-    with pytest.raises(RecipeError, match=r"train/n02/images is missing or holds no JPEG images; unzip"):
-        LOADERS["tiny-imagenet"](root, None, None)
-    (root / "train/n02/images").rmdir()
-    with pytest.raises(RecipeError, match=r"train/n02/images is missing or holds no JPEG images; unzip"):
-        LOADERS["tiny-imagenet"](root, None, None)
-    shutil.rmtree(root / "train")
-    (root / "train").mkdir()
-    with pytest.raises(RecipeError, match=r"train is damaged: it holds no class folders; unzip"):
         LOADERS["tiny-imagenet"](root, None, None)

@@ -1,6 +1,5 @@
 """A recipe without a library of its own: a regression whose model trains in milliseconds."""
 
-import mmap
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes.domains import Domain, DomainSettings, Metric, Size, Task, run_command_line
+from recipes.domains import Domain, DomainSettings, Metric, Task, run_command_line
 from recipes.options import setting
 
 
@@ -19,7 +18,6 @@ class TinySettings(DomainSettings):
     epochs: int = setting(2, "passes", type=int)
     batch_size: int = setting(64, "rows in a step", type=int)
     width: int = setting(64, "features of a row", type=int)
-    reserved: int = setting(0, "MiB that a step maps and never touches", type=int)
 
 
 class Net(nn.Sequential):
@@ -52,8 +50,6 @@ class TinyTask(Task):
             yield x, x.square().mean(1, keepdim=True)
 
     def loss(self, batch):
-        if self.settings.reserved:
-            mmap.mmap(-1, self.settings.reserved << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         return nn.functional.mse_loss(self.model(batch[0]), batch[1])
 
     @torch.no_grad()
@@ -86,6 +82,5 @@ DOMAIN = Domain(
     settings=TinySettings,
     task=TinyTask,
     metric=Metric("error", "error", higher_is_better=False),
-    size=Size("width", "features", start=512, multiple=512, most=16384),
 )
 main = partial(run_command_line, DOMAIN)

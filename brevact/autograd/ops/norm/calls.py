@@ -85,7 +85,6 @@ def _of_statistics(
     cudnn_enabled: Any = None,
     use_input_stats: Any = None,
 ) -> Any:
-    """Batch and instance norm: by statistics of the input, or by the running ones."""
     by_batch = training if use_input_stats is None else use_input_stats
     if not isinstance(by_batch, bool) or cudnn_enabled is None:
         return NotImplemented

@@ -137,7 +137,6 @@ class Norm:
 
     @property
     def running(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the running mean and the running variance, if any."""
         return None, None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -161,7 +160,6 @@ class Norm:
         return None
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
-        """Return the sum of g for each entry of the bias."""
         return sum_of_channels(grad)
 
 
@@ -180,7 +178,6 @@ def _has_autocast_kernel(name: str, device: str) -> bool:
 
 
 def sum_of_channels(x: Tensor) -> Tensor:
-    """Sum an (N, C, ...) tensor to (C,)."""
     return x.sum([0, *range(2, x.dim())])
 
 
@@ -368,7 +365,6 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
-    """Memory format in which ATen's group norm reads an input."""
     return suggest_memory_format(x) if x.device.type in ("cpu", "xpu") else torch.contiguous_format
 
 

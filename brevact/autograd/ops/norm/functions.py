@@ -43,7 +43,6 @@ from brevact.autograd.storages import is_tracked
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
-    """Return whether a region handles a norm with these arguments."""
     if has_mean and region.settings.quantizes_forward:
         return region.is_activation(input) and input.numel() > 0
     return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
@@ -53,7 +52,7 @@ def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias
     """Run a norm that a region :func:`reacts` to."""
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        return region.apply(_Frozen if isinstance(norm, Frozen) else _Normalization, norm, input, weight, bias)
+        return region.apply(_Normalization, norm, input, weight, bias)
     x, w, b = _to_autocast(norm, input, weight, bias)
     if isinstance(norm, Frozen):
         return _run_frozen(region, norm, input, x, w, b)[0]
@@ -65,26 +64,32 @@ class _Normalization(Saving):
     def forward(
         ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
+        reads_x = ctx.needs_input_grad[3] or (ctx.needs_input_grad[2] and not is_frozen)
         x, w, b = _to_autocast(norm, input, weight, bias)
         kept: Saved | None
+        mark = None
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
         if norm.packing is not None and _packs_anew(region, input):
             out, kept, given = _run_planned(region, norm, input, weight, bias)
-        elif norm.has_mean and region.settings.for_normalized is not None:
+        elif is_frozen and region.settings.quantizes_forward:
+            out, kept, given, mark = _run_frozen(region, norm, input, x, w, b)
+        elif norm.has_mean and not is_frozen and region.settings.for_normalized is not None:
             out, kept, given = _run_levels(region, norm, input, x, w, b)
         else:
-            out, mean, invstd = norm.forward(x, w, b)
-            given = NormInput(norm, mean, invstd, x.dtype)
+            out, mean, spread = norm.forward(x, w, b)
+            given = NormInput(norm, mean, spread, x.dtype)
             kept = region.keep(input, norm=given) if reads_x else None
         if reads_x:
             derive_output(region, given, kept, out, w, b)
-        save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
+            save(ctx, kept, exact=(weight, None, mark))
+        else:
+            save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight = load(ctx)
+        kept, weight, spread, mark = load(ctx)
         norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
         grad_input = grad_weight = None
         packing = norm.packing
@@ -100,10 +105,13 @@ class _Normalization(Saving):
             x = x if x.dtype is dtype else x.to(dtype)
             w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
             wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
-            grads = norm.backward(grad, x, mean, invstd, w, wanted)
+            grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
+            grad_weight = grad_weight if mark is None else grad_weight + mark
             if wanted == mask:
-                return None, None, *grads
-            grad_input, grad_weight, _ = grads
+                return None, None, grad_input, grad_weight, grad_bias
+        elif spread is not None and mask[0]:
+            factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
+            grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
         return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
 
 
@@ -136,55 +144,6 @@ def _backward_of_recomputed(
     x, is_owned = take(decoder, source)
     mean, invstd = kept.tensors[-2:]
     return batch_norm_backward(grad, x, weight, mean, invstd, norm.eps, mask, is_owned)
-
-
-class _Frozen(Saving):
-    """A norm with constant statistics: only the weight's gradient reads its input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        x, w, b = _to_autocast(norm, input, weight, bias)
-        kept = mark = None
-        if region.settings.quantizes_forward:
-            out, kept, given, mark = _run_frozen(region, norm, input, x, w, b)
-            var = given.spread
-        else:
-            out, mean, var = norm.forward(x, w, b)
-            given = NormInput(norm, mean, var, x.dtype)
-            if ctx.needs_input_grad[3]:
-                kept = region.keep(input, norm=given)
-        if ctx.needs_input_grad[3]:
-            derive_output(region, given, kept, out, w, b)
-            save(ctx, kept, exact=(weight, None, mark))
-        else:
-            save(ctx, None, exact=(weight, var, None))
-        ctx.norm, ctx.dtype = norm, x.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, var, mark = load(ctx)
-        mask = list(ctx.needs_input_grad[2:5])
-        if kept is None:
-            return None, None, *_frozen_backward(grad, weight, ctx.norm.alignment.inverse(var), mask)
-        x, mean, var = kept.with_statistics()
-        grad_input, grad_weight, grad_bias = ctx.norm.backward(grad, x.to(ctx.dtype), mean, var, weight, mask)
-        return None, None, grad_input, grad_weight if mark is None else grad_weight + mark, grad_bias
-
-
-def _frozen_backward(
-    grad: Tensor, weight: Tensor | None, invstd: Tensor, mask: list[bool]
-) -> tuple[Tensor | None, None, Tensor | None]:
-    """Gradients of x and bias for constant mean and variance: g * weight * invstd, sum of g."""
-    grad_input = grad_bias = None
-    if mask[0]:
-        factor = invstd if weight is None else weight * invstd
-        grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
-    if mask[2]:
-        grad_bias = sum_of_channels(grad)
-    return grad_input, None, grad_bias
 
 
 def _run_levels(
@@ -226,7 +185,6 @@ def _write_affine(
 
 
 def _to_autocast(norm: Norm, *tensors: Any) -> tuple[Any, ...]:
-    """Cast input, weight and bias to float32 if autocast runs this norm in float32."""
     if not runs_in_float32(norm.name, tensors[0]):
         return tensors
     return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)

@@ -66,7 +66,6 @@ def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    """Return whether rows along these dimensions are long enough for their own scales."""
     return len(shape) > 0 and math.prod(shape[dim] for dim in dims) >= SHORTEST_ROW
 
 

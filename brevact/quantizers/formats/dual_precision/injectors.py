@@ -8,8 +8,6 @@ width.
 Source: DIVISION, arXiv:2208.04187, section 4.
 """
 
-from brevitas.inject import value
-
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
@@ -25,9 +23,7 @@ class DualPrecisionMaps(Fragment):
 
     block = 8
 
-    @value
-    def quantizer(bit_width, block, rounding):
-        return DualPrecisionQuantizer(bit_width=bit_width, block=block, rounding=rounding)
+    quantizer = DualPrecisionQuantizer
 
 
 class DualPrecisionBackward2bit(StochasticRounding, DualPrecisionMaps, SaveQuantized, BackwardQuantSolver):

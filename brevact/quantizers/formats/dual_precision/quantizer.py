@@ -111,7 +111,6 @@ class DualPrecisionQuantizer(Quantizer):
     _residual: UniformQuantizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         check_bit_width("bit_width", self.bit_width, BIT_WIDTHS[:-1])
         check_int("block", self.block)
         if self.block < 1:
@@ -126,7 +125,6 @@ class DualPrecisionQuantizer(Quantizer):
         object.__setattr__(self, "_residual", residual)
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """Codes and minimum of the residual, block means, and bits of the scale."""
         blocks = self.blocks(layout)
         return (
             Part("codes", torch.uint8, packed_bytes(layout.numel, self.bit_width, DEFAULT_BLOCK)),
@@ -157,7 +155,6 @@ class DualPrecisionQuantizer(Quantizer):
 
     @torch.no_grad()
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`."""
         layout, blocks = spec.layout, self.blocks(spec.layout)
         if layout.numel == 0:
             return

@@ -34,19 +34,15 @@ class ElementsQuantizer(Quantizer):
 
     @property
     def is_stochastic(self) -> bool:
-        """Never: there is no rounding."""
         return False
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """The bytes of the elements."""
         return (Part("elements", torch.uint8, layout.numel * layout.dtype.itemsize),)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Copy the elements."""
         buffer.view(dense.dtype).copy_(kernel_ops.flat_memory(dense.detach(), spec.layout.numel))
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Copy the elements to `target`, multiplied by `other` unless it is None."""
         values, flat = buffer.view(spec.layout.dtype), kernel_ops.flat_memory(target, spec.layout.numel)
         if other is None:
             flat.copy_(values)

@@ -7,8 +7,6 @@ stored bytes follow, b + 0.096 bits an element for the average width b. ``mix_pr
 Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7.
 """
 
-from brevitas.inject import value
-
 from brevact.injectors.class_protocol import InjectorClass
 from brevact.injectors.fragments import (
     BackwardQuantSolver,
@@ -24,18 +22,7 @@ from brevact.quantizers.formats.uniform.injectors import Buckets
 class MixedBuckets(Buckets):
     """Evenly spaced codes in each bucket, of ``mix_bit_width`` with probability ``mix_prob``."""
 
-    @value
-    def quantizer(bit_width, mix_bit_width, mix_prob, rounding, bucket_size, granularity, scale_dtype, minimum_dtype):
-        return MixedQuantizer(
-            bit_width=bit_width,
-            mix_bit_width=mix_bit_width,
-            mix_prob=mix_prob,
-            rounding=rounding,
-            bucket_size=bucket_size,
-            granularity=granularity,
-            scale_dtype=scale_dtype,
-            minimum_dtype=minimum_dtype,
-        )
+    quantizer = MixedQuantizer
 
 
 #: The first word of a leaf's name, and how it rounds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+import functools
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from brevact.quantizers.tracing import is_traced
 Self = TypeVar("Self", bound="MixingQuantizer")
 
 
-class MixingQuantizer(ABC):
+class MixingQuantizer:
     """Quantizer that stores each bucket by `high` with a probability, independently, and by `low` otherwise.
 
     The number of high buckets, k ~ Binomial(n, probability), is drawn on the host, and a random k-subset on the device:
@@ -34,37 +34,39 @@ class MixingQuantizer(ABC):
     not. The same holds for a CUDA graph. A non-reentrant checkpoint around a region wants tensors of the same sizes
     when it recomputes them: there k is drawn once for each number of elements.
 
-    A subclass is a frozen dataclass, with a field for the probability.
+    A subclass is a frozen dataclass. Its `kind` gets the values of the fields that both have; the kind's first field is
+    one of two, whose names are in `mixed`, before that of the field with the probability of the second.
     """
 
     __slots__ = ()
 
-    probability_field: ClassVar[str]
-    """Name of the field that holds the probability of `high`."""
+    kind: ClassVar[type]
+    mixed: ClassVar[tuple[str, str, str]]
 
-    @property
-    @abstractmethod
+    @functools.cached_property
     def low(self) -> BucketQuantizer:
         """Quantizer of most buckets."""
+        return self._of(self.mixed[0])
 
-    @property
-    @abstractmethod
+    @functools.cached_property
     def high(self) -> BucketQuantizer:
         """Quantizer of the others."""
+        return self._of(self.mixed[1])
 
-    @property
-    @abstractmethod
-    def group_size(self) -> int | None:
-        """Elements of a bucket, None for the whole tensor."""
+    def _of(self, mixed: str) -> BucketQuantizer:
+        first, *rest = (field.name for field in dataclasses.fields(self.kind))
+        shared = {name: getattr(self, name) for name in rest if hasattr(self, name)}
+        found: BucketQuantizer = self.kind(**{first: getattr(self, mixed)}, **shared)
+        return found
 
     @property
     def probability(self) -> float:
         """Probability of `high`."""
-        return float(getattr(self, self.probability_field))
+        return float(getattr(self, self.mixed[2]))
 
     def with_probability(self: Self, probability: float) -> Self:
         """The same mixture with another probability of `high`, from 0 to 1."""
-        changed: Any = {self.probability_field: probability}
+        changed: Any = {self.mixed[2]: probability}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]
 
     @property
@@ -77,7 +79,7 @@ class MixingQuantizer(ABC):
 
         Returns a quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
-        size = self.group_size or max(numel, 1)
+        size = self.low.geometry(Layout.of_sizes((numel,), (1,), torch.float32)).inner
         with disable_modes():  # of fake tensors, which have no values
             generator = torch.Generator("cpu").manual_seed(host_seed)
             counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")

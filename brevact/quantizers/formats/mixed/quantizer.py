@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +51,14 @@ class MixedQuantizer(MixingQuantizer):
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
 
-    probability_field = "mix_prob"
+    kind = UniformQuantizer
+    mixed = ("bit_width", "mix_bit_width", "mix_prob")
 
     def __post_init__(self) -> None:
         check_probability("mix_prob", self.mix_prob)
         for name in ("bit_width", "mix_bit_width"):
             check_bit_width(name, getattr(self, name), BIT_WIDTHS[:-1])
-        plain = self._of(self.bit_width)  # checks the rest
+        plain = self._of("bit_width")  # checks the rest
         if plain.granularity not in (Granularity.BUCKET, Granularity.TENSOR):
             raise ValueError(
                 f"granularity: got {self.granularity}; accepted are Granularity.BUCKET and Granularity.TENSOR: widths "
@@ -66,28 +66,3 @@ class MixedQuantizer(MixingQuantizer):
             )
         object.__setattr__(self, "rounding", plain.rounding)
         object.__setattr__(self, "granularity", plain.granularity)
-
-    @functools.cached_property
-    def low(self) -> UniformQuantizer:
-        """Quantizer of most buckets."""
-        return self._of(self.bit_width)
-
-    @functools.cached_property
-    def high(self) -> UniformQuantizer:
-        """Quantizer of the others."""
-        return self._of(self.mix_bit_width)
-
-    @property
-    def group_size(self) -> int | None:
-        """Elements of a bucket, None for the whole tensor."""
-        return self.bucket_size if self.granularity is Granularity.BUCKET else None
-
-    def _of(self, bit_width: int) -> UniformQuantizer:
-        return UniformQuantizer(
-            bit_width=bit_width,
-            rounding=self.rounding,
-            bucket_size=self.bucket_size,
-            granularity=self.granularity,
-            scale_dtype=self.scale_dtype,
-            minimum_dtype=self.minimum_dtype,
-        )

@@ -61,7 +61,6 @@ class DrawnMix(Quantizer):
         return True
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """The buckets of either kind, and the mask."""
         low, high = self.specs(layout)
         aligned = -(-low.nbytes // 4) * 4
         sizes = {"low": aligned, "high": high.nbytes, "mask": packed_bytes(self._buckets, 1, DEFAULT_BLOCK)}
@@ -88,7 +87,6 @@ class DrawnMix(Quantizer):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`."""
         *packs, mask = spec.split(buffer)
         rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
         factor = None if other is None else flat_memory(other, self.numel)

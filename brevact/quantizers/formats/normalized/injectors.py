@@ -17,8 +17,6 @@ Source: B. Graham, Low-precision batch-normalized activations, arXiv:1702.08231,
 
 from collections.abc import Iterator
 
-from brevitas.inject import value
-
 from brevact.injectors.class_protocol import Fragment, InjectorClass
 from brevact.injectors.fragments import (
     BackwardQuantSolver,
@@ -36,11 +34,7 @@ class NormalizedLevels(Fragment):
     channel_dim = 1
     quantize_forward = False
 
-    @value
-    def quantizer(format, rounding, channel_dim, quantize_forward):
-        return NormalizedQuantizer(
-            format=format, rounding=rounding, channel_dim=channel_dim, quantize_forward=quantize_forward
-        )
+    quantizer = NormalizedQuantizer
 
 
 #: The levels of each format, in words.

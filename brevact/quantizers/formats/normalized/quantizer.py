@@ -55,7 +55,6 @@ class NormalizedFormat(str, Enum):
 
     @property
     def bit_width(self) -> int:
-        """Bits a code."""
         return int(self.value[1:])
 
     def halves(self) -> tuple[list[float], list[float]]:
@@ -96,15 +95,12 @@ class NormalizedCodes(GridQuantizer):
 
     @property
     def bit_width(self) -> int:
-        """Bits a code."""
         return self.format.bit_width
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks; all of a tensor is one group."""
         return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The format's levels."""
         return Grid(*_levels(self.format, device))
 
 
@@ -148,7 +144,6 @@ class NormalizedQuantizer(GridQuantizer):
     quantize_forward: bool = False
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         object.__setattr__(self, "format", member_of("format", NormalizedFormat, self.format))
         object.__setattr__(self, "rounding", between_levels(self.rounding))
         check_int("channel_dim", self.channel_dim)
@@ -161,7 +156,6 @@ class NormalizedQuantizer(GridQuantizer):
 
     @property
     def bit_width(self) -> int:
-        """Bits a code."""
         return self.format.bit_width
 
     @property
@@ -170,11 +164,9 @@ class NormalizedQuantizer(GridQuantizer):
         return NormalizedCodes(format=self.format, rounding=self.rounding)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a channel."""
         return Geometry.of_indices(layout.numel, self.bit_width, *layout.groups_along(self.channel_dim))
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """Mean and deviation of each channel."""
         groups = geometry.groups
         return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
 
@@ -227,7 +219,6 @@ class NormalizedQuantizer(GridQuantizer):
         return -(scale * levels[0, chosen].float()), scale
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The format's levels around each channel's mean."""
         mean, deviation = metadata
         levels, bounds = _levels(self.format, device)
         return Grid(levels, bounds, mean, deviation, marks=True)

@@ -90,7 +90,6 @@ class SampleQuantizer(Quantizer):
     weights: SampleWeights | None = None
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         width = self.bit_width
         if isinstance(width, bool) or not isinstance(width, int | float):
             raise TypeError(f"bit_width: got {brief(width)} of type {type(width).__name__}; accepted is a number")
@@ -115,7 +114,6 @@ class SampleQuantizer(Quantizer):
         return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Choose widths, and write the samples of each of them."""
         refuse_wrapped(dense)
         layout, key = spec.layout, 0 if seed is None else seed
         with torch.no_grad():
@@ -140,7 +138,6 @@ class SampleQuantizer(Quantizer):
         return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`."""
         numel = spec.layout.numel
         if not numel:
             return

@@ -42,7 +42,6 @@ class ResidualQuantizer(GridQuantizer):
     high: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int) or not 2 <= self.bit_width <= 8:
             raise ValueError(f"bit_width: got {brief(self.bit_width)}; accepted is an int from 2 to 8")
         if not self.low < self.high:
@@ -50,7 +49,6 @@ class ResidualQuantizer(GridQuantizer):
 
     @property
     def is_stochastic(self) -> bool:
-        """Always: the codes depend on the seed."""
         return True
 
     @property
@@ -59,11 +57,9 @@ class ResidualQuantizer(GridQuantizer):
         return self.low - 1.0
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks of a tensor; all of it is one group."""
         return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """One row of levels."""
         return Grid(_levels(self.bit_width, self.low, self.high, device), marks=True)
 
     def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2, 
 """
 
 import torch
-from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
@@ -43,17 +42,7 @@ class SignMagnitudeBuckets(Fragment):
     mix_levels_prob = 0.3
     scale_dtype = torch.float32
 
-    @value
-    def quantizer(base_levels, bucket, use_max, mix_levels, mix_levels_prob, rounding, scale_dtype):
-        return SignMagnitudeQuantizer(
-            base_levels=base_levels,
-            bucket=bucket,
-            use_max=use_max,
-            mix_levels=mix_levels,
-            mix_levels_prob=mix_levels_prob,
-            rounding=rounding,
-            scale_dtype=scale_dtype,
-        )
+    quantizer = SignMagnitudeQuantizer
 
 
 class SignMagnitudeBackward(StochasticRounding, SignMagnitudeBuckets, SaveQuantized, BackwardQuantSolver):

@@ -35,7 +35,6 @@ class SignMagnitudeLevels(GridQuantizer):
     scale_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         _check_levels("levels", self.levels)
         check_bucket_size("bucket", self.bucket)
         if not isinstance(self.use_max, bool):
@@ -49,11 +48,9 @@ class SignMagnitudeLevels(GridQuantizer):
             )
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a bucket."""
         return Geometry.of_buckets(layout.numel, (2 * self.levels).bit_length(), self.bucket)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """The scale of each bucket."""
         return (Part("scale", self.scale_dtype, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
@@ -126,38 +123,14 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     rounding: Rounding = Rounding.STOCHASTIC
     scale_dtype: torch.dtype = torch.float32
 
-    probability_field = "mix_levels_prob"
+    kind = SignMagnitudeLevels
+    mixed = ("base_levels", "mix_levels", "mix_levels_prob")
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         _check_levels("base_levels", self.base_levels)
         _check_levels("mix_levels", self.mix_levels)
         check_probability("mix_levels_prob", self.mix_levels_prob)
-        object.__setattr__(self, "rounding", self.low.rounding)  # checks the rest
-
-    @functools.cached_property
-    def low(self) -> SignMagnitudeLevels:
-        """Quantizer of most buckets."""
-        return self._of(self.base_levels)
-
-    @functools.cached_property
-    def high(self) -> SignMagnitudeLevels:
-        """Quantizer of the others."""
-        return self._of(self.mix_levels)
-
-    @property
-    def group_size(self) -> int | None:
-        """Elements of a bucket, None for the whole tensor."""
-        return self.bucket
-
-    def _of(self, levels: int) -> SignMagnitudeLevels:
-        return SignMagnitudeLevels(
-            levels=levels,
-            bucket=self.bucket,
-            use_max=self.use_max,
-            rounding=self.rounding,
-            scale_dtype=self.scale_dtype,
-        )
+        object.__setattr__(self, "rounding", self._of("base_levels").rounding)  # checks the rest
 
 
 def _check_levels(name: str, levels: object) -> None:

@@ -14,7 +14,6 @@ computed from them, so that encoder and decoder agree.
 """
 
 import torch
-from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment, InjectorClass
 from brevact.injectors.fragments import (
@@ -42,17 +41,7 @@ class UniformBuckets(Buckets):
 
     channel_dim = 1
 
-    @value
-    def quantizer(bit_width, rounding, bucket_size, granularity, channel_dim, scale_dtype, minimum_dtype):
-        return UniformQuantizer(
-            bit_width=bit_width,
-            rounding=rounding,
-            bucket_size=bucket_size,
-            granularity=granularity,
-            channel_dim=channel_dim,
-            scale_dtype=scale_dtype,
-            minimum_dtype=minimum_dtype,
-        )
+    quantizer = UniformQuantizer
 
 
 #: The first word of a leaf's name, and how it rounds.

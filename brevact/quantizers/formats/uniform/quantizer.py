@@ -95,7 +95,6 @@ class UniformQuantizer(Quantizer):
     minimum_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         check_bit_width("bit_width", self.bit_width, BIT_WIDTHS)
         check_bucket_size("bucket_size", self.bucket_size)
         check_int("channel_dim", self.channel_dim)
@@ -134,17 +133,14 @@ class UniformQuantizer(Quantizer):
         return known
 
     def __getstate__(self) -> dict[str, object]:
-        """Hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
         return self.rounding is not Rounding.NEAREST and not self.is_lossless
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives the elements back."""
         return self.bit_width == 32
 
     @functools.cached_property
@@ -156,7 +152,6 @@ class UniformQuantizer(Quantizer):
         return type(self) is UniformQuantizer and not self.is_lossless
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """Codes, minimum and scale; at 32 bits the elements' bytes as codes alone."""
         if self.is_lossless:
             return ELEMENTS.parts(layout)
         geometry = self.geometry(layout)
@@ -167,21 +162,18 @@ class UniformQuantizer(Quantizer):
         )
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Write codes and metadata; at 32 bits the elements."""
         if self.bit_width == 32:
             ELEMENTS.encode(dense, spec, seed, buffer)
         else:
             kernel_ops.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks and groups of a tensor; equal arguments share one object."""
         try:
             return _geometry(self, layout)
         except TypeError:  # symbols have no hash
             return _geometry.__wrapped__(self, layout)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`."""
         if self.bit_width == 32:
             ELEMENTS.decode(buffer, spec, target, other)
         else:

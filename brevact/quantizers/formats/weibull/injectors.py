@@ -8,8 +8,6 @@ longer the tails. Where an element is 0, zero is a level as well.
 Source: TinyScript (Fu et al., ICML 2020). Differs: see `WeibullQuantizer`.
 """
 
-from brevitas.inject import value
-
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
@@ -26,9 +24,7 @@ class WeibullLevels(Fragment):
 
     bucket_size = 4096
 
-    @value
-    def quantizer(bit_width, rounding, bucket_size):
-        return WeibullQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
+    quantizer = WeibullQuantizer
 
 
 class WeibullBackward2bit(StochasticRounding, WeibullLevels, SaveQuantized, BackwardQuantSolver):

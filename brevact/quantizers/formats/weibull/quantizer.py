@@ -68,7 +68,6 @@ class WeibullQuantizer(GridQuantizer):
     bucket_size: int | None = 4096
 
     def __post_init__(self) -> None:
-        """Validate, and turn strings into enums."""
         check_int("bit_width", self.bit_width)
         if self.bit_width not in BIT_WIDTHS:
             raise ValueError(
@@ -79,7 +78,6 @@ class WeibullQuantizer(GridQuantizer):
         object.__setattr__(self, "rounding", between_levels(self.rounding))
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a bucket."""
         return Geometry.of_buckets(layout.numel, self.bit_width, self.bucket_size)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -114,7 +112,6 @@ class WeibullQuantizer(GridQuantizer):
         return low, high, offset, _with_mark(levels_GN.bfloat16(), (missing > 0) & ~empty)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The stored levels between the minimum and the maximum of each bucket."""
         low, high, offset, levels = metadata
         low, high = low[:, None], high[:, None]
         between = (offset[:, None] + levels.view(geometry.groups, (1 << self.bit_width) - 2).float()).clamp(low, high)

@@ -1,0 +1,220 @@
+"""Measures of a training step under a policy: bytes, peak, time and noise."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._functorch import config as functorch_config
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from benchmarks.models import MODELS
+from benchmarks.step import Step
+from brevact.policy.words import budget_of
+from brevact.reports.gradient_noise import ExactGradients, exact_gradients, in_units, noise_of_batches
+from brevact.reports.gradient_passes import squared_norm
+from brevact.reports.step import StepLoss, device_of, peak_of
+
+#: Ways to train that are not policies of brevact.
+PLAIN, CHECKPOINT, COMPILED, FIT = "plain", "checkpoint", "compile", "fit:"
+#: Of the bytes that the compiler would keep for backward: the part that `compile` lets it keep.
+MEMORY_BUDGET = 0.2
+MIB = 2**20
+#: Batches whose gradients differ by the unit of noise.
+BATCHES = 4
+#: After which no further pair of steps is timed.
+MOST_SECONDS = 20
+Row = dict[str, Any]
+
+
+def with_policy(step: Step, policy: str) -> Step:
+    """Return the step with its model changed in place.
+
+    Args:
+        step: that no policy has changed.
+        policy: "plain"; "checkpoint", of each block; "compile" or "compile:BUDGET", by `torch.compile` within a part
+            of the memory; "fit:BUDGET", by `brevact.fit`; or a policy in words of `brevact.parse_policy`.
+
+    Raises:
+        ValueError: the model has no blocks to checkpoint, or there is no such policy or budget.
+    """
+    if policy == CHECKPOINT:
+        _checkpoint_blocks(step.model)
+    elif policy.partition(":")[0] == COMPILED:
+        return step._replace(loss=_compiled(step, float(policy.partition(":")[2] or MEMORY_BUDGET)))
+    elif policy.startswith(FIT):
+        budget = budget_of(policy.removeprefix(FIT))
+        if budget is None:
+            raise ValueError(f"policy {policy!r}: fit: takes a budget such as 30x, 512MiB or noise=0.05")
+        found = brevact.fit(step.model, step.batches(2), step.loss, **budget, quick=True, progress=False)
+        brevact.quantize_backward(step.model, found)
+    elif policy != PLAIN:
+        brevact.quantize_backward(step.model, policy)
+    return step._replace(loss=StepLoss(step.loss))
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "blocks"]
+    if not blocks:
+        raise ValueError(f"policy 'checkpoint': {type(model).__name__} has no module named blocks; leave it out")
+    for block in blocks[0].children():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def _compiled(step: Step, budget: float) -> Callable[[nn.Module, Any], Tensor]:
+    torch.compiler.reset()
+    compiled = torch.compile(step.loss)
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiled(model, batch)
+
+    return run
+
+
+def run(step: Step) -> None:
+    """A forward and backward pass."""
+    step.loss(step.model, step.batch).backward()
+    step.model.zero_grad(set_to_none=True)
+
+
+def kept_bytes(step: Step, policy: str) -> int:
+    """Bytes of the distinct storages that autograd keeps for backward, without weights and batch."""
+    if policy != CHECKPOINT and policy.partition(":")[0] != COMPILED:
+        report = brevact.memory_report(step.model, step.batch, getattr(step.loss, "loss", step.loss))
+        return report.plain_bytes if policy == PLAIN else report.saved_bytes
+    kept: dict[int, UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        value = step.loss(step.model, step.batch)
+    held = (*step.model.parameters(), *step.model.buffers(), *tree_leaves(step.batch))
+    own = {x.untyped_storage().data_ptr() for x in held if isinstance(x, Tensor)}
+    found = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+    del value
+    return found
+
+
+def peak(step: Step, steps: int = 4) -> Row:
+    """The most bytes that PyTorch allocates in a step, and the growth of this process, which is to be a fresh one.
+
+    Growth is the largest resident memory of some steps whose gradients accumulate, less that before the first one, with
+    compiled kernels loaded; empty where the system does not say.
+    """
+    brevact.quantizer(brevact.StochBackward4bit).quantize(torch.zeros(4096)).dequantize()
+    growth = ""
+    with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # the peak begins at the present memory
+    with suppress(OSError):
+        before = _status_mib("VmRSS")
+        for _ in range(steps):
+            step.loss(step.model, step.batch).backward()
+        growth = f"{_status_mib('VmHWM') - before:.0f}"
+    step.model.zero_grad(set_to_none=True)
+    allocated = peak_of(lambda: run(step), device_of(step.model, step.batch))
+    return {"peak_mib": f"{allocated / MIB:.1f}", "growth_mib": growth}
+
+
+def _status_mib(name: str) -> float:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(f"{name}:"))
+
+
+def time_ratios(plain: Step, step: Step, rounds: int, replay: Callable[[], None] | None = None) -> Row:
+    """Median and quartiles of the ratios of pairs of steps, which take turns; processor time on a CPU.
+
+    `replay` takes the place of the second step, if it is captured. Long steps are timed in three pairs at least.
+    """
+    end = time.monotonic() + MOST_SECONDS
+    on_gpu = device_of(plain.model, plain.batch).type == "cuda"
+    ratios, found = [], []
+    for number in range(-2, rounds):  # two pairs warm up
+        steps = (lambda: run(plain)), replay or (lambda: run(step))
+        order = (0, 1) if number % 2 else (1, 0)
+        seconds = {index: _seconds(steps[index], on_gpu) for index in order}
+        if number >= 0:
+            ratios.append(seconds[1] / seconds[0])
+            found.append(seconds[1])
+        if len(ratios) >= 3 and time.monotonic() > end:
+            break
+    low, middle, high = (f"{x:.3f}" for x in statistics.quantiles(ratios, n=4, method="inclusive"))
+    return {"step_ms": f"{1e3 * statistics.median(found):.1f}", "step": middle, "step_low": low, "step_high": high}
+
+
+def _seconds(step: Callable[[], None], on_gpu: bool) -> float:
+    clock = time.perf_counter if on_gpu else time.process_time
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = clock()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def noise(step: Step, data: Sequence[Any], exact: ExactGradients, draws: int) -> Row:
+    """Relative error of the gradient, and its variance and squared bias in units of the variance between batches.
+
+    The error is the root of the mean of |h - g|^2 / |g|^2 over batches and draws.
+    """
+    of_batches = noise_of_batches(step.model, data, step.loss, exact, draws)
+    squares = torch.tensor([squared_norm(each) for each in exact.of_batches], dtype=torch.float64)
+    found, bias = (in_units(each, exact.unit) for each in of_batches)
+    return {
+        "error": f"{float((of_batches.sum(0) / squares).mean().clamp(min=0).sqrt()):.3g}",
+        **{"noise": f"{found.value:.3g}", "noise_se": f"{found.error:.2g}"},
+        **{"bias": f"{bias.value:.3g}", "bias_se": f"{bias.error:.2g}"},
+    }
+
+
+def measure_model(
+    name: str, policies: Sequence[str], measures: Sequence[str], rounds: int, draws: int
+) -> tuple[dict[str, Row], list[str]]:
+    """Bytes, time and noise of a model, and lines about policies that it does not take."""
+    torch.set_num_threads(1)
+    plain = with_policy(MODELS[name].build(), PLAIN)
+    plain_bytes = kept_bytes(plain, PLAIN) if "bytes" in measures else 0
+    data = plain.batches(BATCHES) if "noise" in measures else []
+    exact = exact_gradients(plain.model, data, plain.loss) if data else None
+    found, errors = {}, []
+    for policy in policies:
+        try:
+            step = with_policy(MODELS[name].build(), policy)
+            row = {}
+            if "bytes" in measures:
+                kept = kept_bytes(step, policy)
+                row = {"kept_mib": f"{kept / MIB:.2f}", "kept_less": f"{plain_bytes / max(kept, 1):.2f}"}
+            if "time" in measures:
+                row |= {"step": "1.000"} if policy == PLAIN else time_ratios(plain, step, rounds)
+            if exact is not None and policy not in (PLAIN, CHECKPOINT) and not policy.startswith(COMPILED):
+                row |= noise(step, data, exact, draws)
+            found[policy] = row
+        except Exception as error:
+            errors.append(f"{name}, {policy}: {line_of(error)}")
+    return found, errors
+
+
+def measure_peak(name: str, policy: str) -> tuple[Row, list[str]]:
+    """Peaks of a model under a policy, in a process that has done nothing before."""
+    torch.set_num_threads(1)
+    return peak(with_policy(MODELS[name].build(), policy)), []
+
+
+def line_of(error: Exception) -> str:
+    """The first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]

@@ -1,0 +1,202 @@
+"""Whole trainings in pairs: what a policy does to the training loss and the accuracy, against full precision.
+
+    python -m recipes.study --policies None DEFAULT --csv docs/studies.csv --dataset cifar10 --data-dir DIR
+    python -m recipes.study --csv docs/studies.csv                                           # the table alone
+
+The runs of a pair start from the same weights, see the same batches and differ in what they store. A run that the CSV
+has is not trained again. Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from scipy.stats import t as student
+
+import brevact
+from recipes import efficientnetv2, qat
+from recipes.errors import RecipeError
+from recipes.policy_names import named_policy
+from recipes.runs import build_objective
+from recipes.training import Trainer
+
+FULL_PRECISION = "None"
+RECIPES = {"efficientnetv2": efficientnetv2.RECIPE, "qat": qat.RECIPE}
+#: Columns that tell kinds of runs apart, and with policy and seed, runs.
+KIND = ("dataset", "recipe", "epochs", "train_size", "settings")
+COLUMNS = (
+    *(*KIND, "policy", "seed", "train_loss", "test_loss", "test_accuracy", "saved_bytes", "plain_bytes"),
+    *("seconds", "torch", "date"),
+)
+#: From this many epochs on 10,000 images, a study counts as long.
+_LONG = 10
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference over pairs, and half the width of its 95 % interval; NaN for one pair."""
+
+    mean: float
+    half_width: float
+    decimals: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float], decimals: int) -> Interval:
+        """The interval of paired differences.
+
+        >>> str(Interval.of([1.0, 2.0, 3.0], 2))
+        '+2.00 [-0.48, 4.48]'
+        """
+        count = len(differences)
+        if count < 2:
+            return cls(differences[0], math.nan, decimals)
+        width = float(student.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
+        return cls(statistics.fmean(differences), width, decimals)
+
+    def __str__(self) -> str:
+        mean = f"{self.mean:+.{self.decimals}f}"
+        if math.isnan(self.half_width):
+            return f"{mean} (one pair)"
+        low, high = (f"{self.mean + half:.{self.decimals}f}" for half in (-self.half_width, self.half_width))
+        return f"{mean} [{low}, {high}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A policy against full precision, over runs of the same kind."""
+
+    kind: tuple[str, ...]
+    policy: str
+    pairs: int
+    less: float
+    loss: Interval
+    accuracy: Interval
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its runs train for ten epochs or more with the settings of the recipe."""
+        return int(self.kind[2]) >= _LONG and not self.kind[4]
+
+    def names(self) -> tuple[str, str]:
+        """The kind and the policy, for a table."""
+        _, recipe, epochs, size, settings = self.kind
+        words = {"efficientnetv2": "EfficientNetV2 nano", "qat": "the same at W4A4"}.get(recipe, recipe)
+        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), f"`{self.policy}`"
+
+
+def comparisons(rows: Iterable[Mapping[str, str]]) -> list[Comparison]:
+    """Every policy against full precision, by kind of run; the longest first."""
+    runs: dict[tuple[str, ...], dict[str, dict[str, Mapping[str, str]]]] = {}
+    for row in rows:
+        kind = tuple(row[name] for name in KIND)
+        runs.setdefault(kind, {}).setdefault(row["policy"], {})[row["seed"]] = row
+    found = []
+    for kind, policies in sorted(runs.items(), key=lambda item: -int(item[0][2]) * int(item[0][3] or 10**6)):
+        plain = policies.get(FULL_PRECISION, {})
+        for policy, seeds in policies.items():
+            pairs = [(seeds[seed], plain[seed]) for seed in seeds if seed in plain]
+            if policy == FULL_PRECISION or not pairs:
+                continue
+            loss, accuracy = (
+                [factor * (float(mine[column]) - float(other[column])) for mine, other in pairs]
+                for column, factor in (("train_loss", 1), ("test_accuracy", 100))
+            )
+            less = int(pairs[0][0]["plain_bytes"]) / int(pairs[0][0]["saved_bytes"])
+            intervals = Interval.of(loss, 3), Interval.of(accuracy, 2)
+            found.append(Comparison(kind, policy, len(pairs), less, *intervals))
+    return found
+
+
+def train(recipe_name: str, policy: str, seed: int, options: argparse.Namespace) -> Row:
+    """Train one run and return its row; without dropout, which would draw from the quantizers' generator."""
+    start, recipe = datetime.datetime.now(), RECIPES[recipe_name]
+    settings = recipe.settings(
+        **{"dataset": options.dataset, "data_dir": options.data_dir, "epochs": options.epochs, "seed": seed},
+        **{"train_size": options.train_size, "test_size": options.test_size, "batch_size": 64},
+        **{"dropout": 0.0, "label_smoothing": 0.0},
+    )
+    data, device = recipe.load_data(settings), settings.torch_device()
+    torch.manual_seed(seed)
+    objective = build_objective(recipe, settings, data).to(device)
+    batches, tests = recipe.make_batches(settings, data, device)
+    if recipe.prepare is not None:
+        recipe.prepare(objective.model, settings, batches)
+    named_policy(policy).apply(objective.model)
+    trainer = Trainer(objective, settings, device, len(batches))
+    report = brevact.memory_report(objective, next(batches.epoch()))
+    for epoch in range(1, settings.epochs + 1):
+        loss = trainer.train_epoch(batches, epoch, lambda: None).loss
+    tested = trainer.evaluate(tests)
+    return {
+        **{"dataset": options.dataset, "recipe": recipe_name, "epochs": str(options.epochs)},
+        **{"train_size": str(options.train_size or ""), "settings": "", "policy": policy, "seed": str(seed)},
+        **{"train_loss": f"{loss:.5f}", "test_loss": f"{tested.loss:.5f}", "test_accuracy": f"{tested.accuracy:.5f}"},
+        "saved_bytes": str(report.plain_bytes if policy == FULL_PRECISION else report.saved_bytes),
+        "plain_bytes": str(report.plain_bytes),
+        "seconds": f"{(datetime.datetime.now() - start).total_seconds():.0f}",
+        **{"torch": torch.__version__, "date": start.strftime("%Y-%m-%d")},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, train, print the table; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=RECIPES, default="efficientnetv2")
+    parser.add_argument("--policies", nargs="+", default=[], metavar="POLICY", help="None is full precision")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--train-size", type=int)
+    parser.add_argument("--test-size", type=int)
+    parser.add_argument("--csv", type=Path, required=True, help="rows of finished runs; new ones are appended")
+    options = parser.parse_args(arguments)
+    try:
+        rows = read(options.csv)
+        done = {tuple(row[name] for name in (*KIND, "policy", "seed")) for row in rows}
+        for seed in options.seeds if options.policies else ():
+            for policy in options.policies:
+                kind = (options.dataset, options.recipe, str(options.epochs), str(options.train_size or ""), "")
+                if (*kind, policy, str(seed)) not in done:
+                    rows.append(train(options.recipe, policy, seed, options))
+                    _append(options.csv, rows[-1])
+    except (RecipeError, argparse.ArgumentTypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for each in comparisons(rows):
+        print(*each.names(), f"{each.pairs} pairs", f"{each.less:.1f}x less", each.loss, each.accuracy, sep="  ")
+    return 0
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of finished runs; none where there is no such file, a RecipeError where it has other columns."""
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if rows and tuple(rows[0]) != COLUMNS:
+        raise RecipeError(f"--csv {path} has the columns {', '.join(rows[0])}; studies have {', '.join(COLUMNS)}")
+    return rows
+
+
+def _append(path: Path, row: Row) -> None:
+    is_new = not path.exists()
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`python -m recipes.study`: trainings in pairs, resumed run by run, and the table of differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes import study
+
+
+def test_main_trains_pairs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.csv"
+    options = ["--epochs", "2", "--train-size", "64", "--test-size", "32", "--seeds", "0", "--csv", str(path)]
+    assert study.main([*options, "--policies", "None", "StochBackward2bit"]) == 0
+    written = path.read_text()
+    assert study.main([*options, "--policies", "None", "StochBackward2bit"]) == 0
+    assert path.read_text() == written and len(written.splitlines()) == 3
+    assert "`StochBackward2bit`  1 pairs" in capsys.readouterr().out
+
+
+def test_comparisons_pair_runs_of_a_seed():
+    kind = {"dataset": "digits", "recipe": "qat", "epochs": "4", "train_size": "", "settings": ""}
+    rows = [
+        {**kind, "policy": policy, "seed": seed, "train_loss": loss, "test_accuracy": "0.5"}
+        | {"plain_bytes": "80", "saved_bytes": "8" if policy == "DEFAULT" else "80"}
+        for policy, seed, loss in (
+            *(("None", "0", "1.0"), ("None", "1", "2.0"), ("DEFAULT", "0", "1.1")),
+            *(("DEFAULT", "1", "2.2"), ("DEFAULT", "2", "9.0")),
+        )
+    ]
+    (found,) = study.comparisons(rows)
+    assert (found.pairs, found.less, found.accuracy.mean) == (2, 10, 0)
+    assert found.loss.mean == pytest.approx(0.15)
+
+
+def test_a_file_of_other_columns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows.csv").write_text("name,ms\na,1\n")
+    assert study.main(["--csv", str(tmp_path / "rows.csv")]) == 1
+    assert "has the columns name, ms" in capsys.readouterr().err
