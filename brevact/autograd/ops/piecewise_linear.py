@@ -2,6 +2,13 @@
 
 The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as in PyTorch's own
 backward kernels. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
+
+Rectifiers that need more than one mask and one number: PReLU, randomized ReLU, the absolute value.
+
+PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) saved
+packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training saves its slopes packed:
+unbiased, too; on a channels_last CPU tensor torch saves them in another order than it used them, and its gradient is
+wrong there. The absolute value saves the sign in two bits: exact; for complex numbers their directions, packed.
 """
 
 from __future__ import annotations
@@ -14,15 +21,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, save
-from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
+from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_complex, is_inplace, load, save
+from brevact.autograd.ops.convolution import to_autocast
+from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.store import keep_mask
+from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import lay_out
+from brevact.private_names.of_torch import has_kernel_for_key
+from brevact.quantizers import is_traced
 
 aten = torch.ops.aten
 _SIXTH = float(torch.tensor(1 / 6))  #: of float32, which torch's kernels have for float64, too
@@ -98,6 +108,11 @@ def _between(low: float, high: float) -> float:
     return high - max(1.0, abs(high)) if math.isfinite(high) else 0.0
 
 
+def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function of an input: where ATen's backward kernel passes a gradient of ones."""
+    return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
+
+
 def _itself(x: Tensor) -> Tensor:
     return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
 
@@ -109,9 +124,7 @@ def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
     min_val, max_val = as_number(min_val), as_number(max_val)
 
-    def mask(x: Tensor) -> Tensor:
-        return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
-
+    mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
     stands = _between(min_val, max_val), math.inf
     return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
 
@@ -137,23 +150,17 @@ def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     threshold, value = as_number(threshold), as_number(value)
 
-    def mask(x: Tensor) -> Tensor:
-        return aten.threshold_backward(expanded_one(x), x, threshold).bool()
-
+    mask = _passed_by(aten.threshold_backward, threshold)
     return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    def mask(x: Tensor) -> Tensor:
-        return aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
-
+    mask = _passed_by(aten.softshrink_backward, lambd)
     return _Pieces(mask, value=None, stands=(math.inf, 0.0), saved_first=False)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    def mask(x: Tensor) -> Tensor:
-        return aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
-
+    mask = _passed_by(aten.hardshrink_backward, lambd)
     return _Pieces(mask, stands=(math.inf, 0.0), saved_first=False)
 
 
@@ -241,7 +248,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
     return handle
 
 
-#: Randomized ReLU in evaluation: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
+#: Randomized ReLU in evaluation: a leaky ReLU with the mean slope.
 frozen_rrelu = _handler(_frozen_rrelu)
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     _relu: everywhere("relu"),
@@ -258,4 +265,151 @@ _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     _clamp_max: everywhere("clamp_max"),
 }
 _STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
-OPS = (*(Op(funcs, _handler(rule), _STORED, _twice(rule)) for rule, funcs in _RULES.items()),)
+
+
+def _along_channels(weight: Tensor, x: Tensor) -> Tensor:
+    sizes = [-1 if dim == min(1, x.dim() - 1) else 1 for dim in range(x.dim())]
+    return weight.view(sizes if weight.numel() > 1 else [1] * x.dim())
+
+
+def _below(x: Tensor, mask: Tensor) -> Tensor:
+    return (-x).masked_fill_(mask, 0.0)
+
+
+def _leaky(x: Tensor, mask: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(mask, x, slope * x)
+
+
+def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    return x * (above.to(x.dtype) - below.to(x.dtype))
+
+
+class _PReLU(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
+        x, w, device = input, weight, input.device.type
+        if torch.amp.is_autocast_available(device) and has_kernel_for_key("aten::prelu", f"Autocast{device.upper()}"):
+            x, w = to_autocast(input, weight)
+        needs_input, needs_weight = ctx.needs_input_grad[2:]
+        mask, source, out = keep_mask(x > 0), region.find_known(input), func(x, w)
+        below = None
+        if needs_weight:
+            derived = None if source is None else function_of(_below, (source, mask), x)
+            below = region.keep((-x).relu_(), share=False) if derived is None else reported(derived)
+        if source is not None:
+            derive(region, out, _leaky, ((input, source), (input, mask), (_along_channels(w, x), None)))
+        save(ctx, mask if needs_input else None, below, exact=(weight,))
+        ctx.dtype, ctx.stride = x.dtype, x.stride()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, below, weight = load(ctx)
+        w = _along_channels(weight.to(ctx.dtype), grad)
+        grad_input = grad_weight = None
+        if mask is not None:
+            scaled = torch.where(mask.decode(), grad, w * grad)
+            grad_input = lay_out(scaled, grad, ctx.stride, saved_first=True)
+        if below is not None:
+            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, saved_first=True)
+            grad_weight = terms.sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
+        return None, None, grad_input, grad_weight
+
+
+def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
+    if not region.packs_layer(input, weight):
+        return NotImplemented
+    if weight.requires_grad and region.settings.is_exact:
+        return NotImplemented  # torch saves the input alone: a mask would come on top
+    if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
+        return NotImplemented  # torch raises the error
+    return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
+
+
+class _RReLU(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
+        slopes = torch.empty_like(input, memory_format=torch.contiguous_format)  # torch writes them in this order
+        run = aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise
+        out = run(input, slopes, lower, upper, True)
+        if inplace:
+            ctx.mark_dirty(input)
+        save(ctx, region.keep(slopes, share=False))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, kept.multiply(grad), None, None, None
+
+
+def _rrelu(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    inplace = inplace or func is torch.rrelu_
+    if not training:
+        return frozen_rrelu(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
+    if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
+        return NotImplemented
+    return region.apply(_RReLU, input, lower, upper, inplace)
+
+
+class _Absolute(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
+        above, below = keep_mask(input > 0), keep_mask(input < 0)
+        save(ctx, above, below)
+        source, out = region.find_known(input), func(input)
+        if source is not None:
+            derive(region, out, _signed, ((input, source), (input, above), (input, below)), is_dirty=inplace)
+        if inplace:
+            ctx.mark_dirty(input)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        above, below = load(ctx)
+        sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
+        return None, None, None, lay_out(sign.mul_(grad), grad, sign.stride())
+
+
+class _Magnitude(Saving):
+    """Absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor) -> Tensor:
+        save(ctx, region.keep(torch.sgn(input), share=False))
+        return func(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (direction,) = load(ctx)
+        return None, None, grad * direction.decode()
+
+
+def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
+    if is_complex(input) and input.requires_grad and not is_inplace(func, (input,), {}) and not is_traced(input):
+        small = input.numel() < region.settings.min_numel
+        return NotImplemented if small or region.is_weight(input) else region.apply(_Magnitude, func, input)
+    if not region.packs_input(input) or not input.requires_grad:
+        return NotImplemented
+    return region.apply(_Absolute, func, is_inplace(func, (input,), {}), input)
+
+
+OPS = (
+    *(Op(funcs, _handler(rule), _STORED, _twice(rule)) for rule, funcs in _RULES.items()),
+    Op(
+        (torch.prelu, Tensor.prelu),
+        _prelu,
+        Stored("PReLU", "a mask; the negative elements, packed, where the weight trains", UNBIASED),
+    ),
+    Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
+    Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),
+    Op(everywhere("abs", "absolute"), stored=Stored("abs of complex numbers", "their directions, packed", UNBIASED)),
+)

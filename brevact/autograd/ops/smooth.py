@@ -63,7 +63,7 @@ class _Curve(NamedTuple):
         dim: the dimension of halves; None: one derivative.
     """
 
-    slopes: tuple[Callable[[Tensor], Tensor], ...]
+    slopes: tuple[Any, ...]
     value: PointFunction | None = None
     by_output: Derivative | None = None
     dim: int | None = None
@@ -174,7 +174,7 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(ByDerivative, value, curve, input, False)
 
 
-def smooth_handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
+def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Callable:
     """Make a function's handler from ``rule``, which takes the function's parameters and returns the derivative.
 
     ``is_gentle``: a rounding error of the input is a small one of the function, by a bounded slope and few turns.
