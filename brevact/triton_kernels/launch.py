@@ -39,7 +39,7 @@ TENSOR = Part(0, torch.uint8, -1)
 """An argument that is a tensor, of any type, from its first element on."""
 
 
-def parts_of(plan: UniformPlan) -> dict[str, Part]:
+def parts_of(plan: UniformPlan) -> dict[str, Any]:
     """Codes, minima and scales of a buffer, by the names that kernels have for them."""
     geometry = plan.geometry
     return {

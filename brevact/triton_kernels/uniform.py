@@ -127,6 +127,9 @@ def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Pro
     geometry = plan.geometry
     if not fits(place, geometry.numel):
         return None
-    values = {"largest": torch.finfo(dtype if place is None else torch.float32).max, "UNEVEN": plan.uneven}
+    values: dict[str, Any] = {
+        "largest": torch.finfo(dtype if place is None else torch.float32).max,
+        "UNEVEN": plan.uneven,
+    }
     values |= parts_of(plan) | values_of(place, geometry)
     return over_blocks(dequantize_kernel, geometry, dtype.itemsize, **values)

@@ -46,18 +46,19 @@ class MixingQuantizer:
     @functools.cached_property
     def low(self) -> BucketQuantizer:
         """Quantizer of most buckets."""
-        return self._of(self.mixed[0])
+        found: BucketQuantizer = self._of(self.mixed[0])
+        return found
 
     @functools.cached_property
     def high(self) -> BucketQuantizer:
         """Quantizer of the others."""
-        return self._of(self.mixed[1])
+        found: BucketQuantizer = self._of(self.mixed[1])
+        return found
 
-    def _of(self, mixed: str) -> BucketQuantizer:
+    def _of(self, mixed: str) -> Any:
         first, *rest = (field.name for field in dataclasses.fields(self.kind))
         shared = {name: getattr(self, name) for name in rest if hasattr(self, name)}
-        found: BucketQuantizer = self.kind(**{first: getattr(self, mixed)}, **shared)
-        return found
+        return self.kind(**{first: getattr(self, mixed)}, **shared)
 
     @property
     def probability(self) -> float:
