@@ -12,6 +12,44 @@ from torch import nn
 
 from brevact.nn.slot import BackwardSlot
 
+__all__ = [
+    "ELU",
+    "GELU",
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Dropout",
+    "GroupNorm",
+    "Hardsigmoid",
+    "Hardswish",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "LeakyReLU",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "Mish",
+    "RMSNorm",
+    "ReLU",
+    "ReLU6",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+]
+
 
 class BatchNorm1d(BackwardSlot, nn.BatchNorm1d):
     """``torch.nn.BatchNorm1d`` with a backward quantizer (``act_quant=``)."""

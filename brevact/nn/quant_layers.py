@@ -19,6 +19,23 @@ from torch import Tensor
 from brevact.nn.slot import BackwardSlot
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
+__all__ = [
+    "BatchNorm1dToQuantScaleBias",
+    "BatchNorm2dToQuantScaleBias",
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantEmbedding",
+    "QuantLSTM",
+    "QuantLinear",
+    "QuantMultiheadAttention",
+    "QuantRNN",
+    "QuantScaleBias",
+]
+
 
 class QuantConv1d(BackwardSlot, qnn.QuantConv1d):
     """``brevitas.nn.QuantConv1d`` with a backward quantizer (``act_quant=``)."""

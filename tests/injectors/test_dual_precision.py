@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -21,12 +19,6 @@ leaves = pytest.mark.parametrize(
 def test_leaf_resolves_to_its_quantizer(leaf, bit_width: int):
     assert leaf.quantizer == DualPrecisionQuantizer(bit_width=bit_width, block=8, rounding=Rounding.STOCHASTIC)
     assert leaf.backward_settings.save_mode is SaveMode.SAVE_QUANTIZED
-
-
-@leaves
-def test_leaf_is_public_and_importable(leaf, bit_width: int):
-    assert getattr(brevact, leaf.__name__) is leaf and leaf.__name__ in brevact.injectors.__all__
-    assert pickle.loads(pickle.dumps(leaf)) is leaf
 
 
 def test_settings_of_the_leaf_are_those_of_the_quantizer():

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from brevact import BackwardSettings, UniformQuantizer
 from brevact.injectors.saved_form import LEAVES
 from brevact.quantizers import Rounding
 
@@ -39,3 +40,12 @@ def test_docstring_says_what_is_stored(name: str):
     assert leaf.quantizer.rounding is Rounding(rounding)
     assert abs(bits - float(stated)) <= error + 0.005
     assert abs(32 / float(ratio) - bits) <= error + 32 * 0.05 / float(ratio) ** 2 + 1e-3  # rounded to a tenth
+
+
+@pytest.mark.parametrize("bit_width", range(1, 9))
+@pytest.mark.parametrize(
+    ("word", "rounding"), [("Nearest", "nearest"), ("Stoch", "stochastic"), ("Dither", "dithered")]
+)
+def test_uniform_leaves_have_the_settings_of_their_names(word: str, rounding: str, bit_width: int):
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
+    assert LEAVES[f"{word}Backward{bit_width}bit"].backward_settings == BackwardSettings(quantizer)

@@ -12,7 +12,6 @@ from brevitas.inject import ExtendedInjector
 from brevitas.quant import (
     Int8ActPerTensorFloat,
     Int8WeightPerChannelFloat,
-    Int8WeightPerTensorFloat,
     Int16Bias,
     ShiftedUint8ActPerTensorFloat,
     Uint8ActPerTensorFloat,
@@ -20,7 +19,7 @@ from brevitas.quant import (
 from torch import nn
 
 import brevact
-from brevact.injectors import StochasticRounding, StochBackward2bit
+from brevact.injectors import StochBackward2bit
 from tests.saving import by_torch_save
 
 
@@ -48,18 +47,6 @@ def test_pickle_restores_overridden_values(protocol):
 def test_pickle_restores_a_composition():
     restored = by_pickle(LargeBuckets & StochBackward2bit)
     assert restored.quantizer.bucket_size == 1024
-
-
-@pytest.mark.parametrize("injector", [StochBackward2bit, StochasticRounding, Int8ActPerTensorFloat])
-def test_pickle_keeps_an_importable_injector_by_name(injector):
-    assert by_pickle(injector) is injector
-
-
-def test_pickle_restores_an_injector_of_brevitas():
-    changed = Int8WeightPerTensorFloat.let(bit_width=4)
-    restored = by_pickle(changed)
-    assert restored.bit_width == 4
-    assert restored.quant_type == changed.quant_type
 
 
 def build_model():

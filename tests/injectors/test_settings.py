@@ -27,11 +27,6 @@ def test_backward_settings_from_injector_applies_overrides():
     )
 
 
-def test_backward_settings_from_settings_is_the_identity():
-    settings = StochBackward2bit.backward_settings
-    assert backward_settings_from(settings) is settings
-
-
 def test_backward_settings_from_settings_applies_overrides():
     settings = BackwardSettings(UniformQuantizer(bit_width=2), min_numel=7)
     changed = backward_settings_from(settings, bit_width=4, save_mode="quantize_on_backward")
