@@ -12,7 +12,6 @@ from brevact.distributed.collectives import after
 from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
 from brevact.distributed.packing import (
     AS_IT_IS,
-    DTYPES,
     check_count,
     check_feedback,
     check_quantizer,
@@ -25,6 +24,7 @@ from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import DTYPES
 
 
 def quantized_hook(

@@ -18,13 +18,11 @@ from brevact.quantizers import (
     WeibullQuantizer,
 )
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 #: Packs a tensor losslessly into its own bytes.
 AS_IT_IS = UniformQuantizer(bit_width=32)
-
-#: Gradient dtypes that quantizers accept.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _ALL_RANKS = -1
 _UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQuantizer, SignMagnitudeLevels)
@@ -64,9 +62,8 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
 
 def check_count(name: str, value: object, at_least: int | None = None) -> None:
     """Raise a TypeError unless the value is an int, and a ValueError if it is too small."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
-    if at_least is not None and value < at_least:
+    check_int(name, value)
+    if at_least is not None and value < at_least:  # type: ignore[operator]
         raise ValueError(f"{name}: got {value}; accepted is an int of at least {at_least}")
 
 

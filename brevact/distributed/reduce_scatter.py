@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, distributed
 
 from brevact.distributed.message import Agreement, check_marks, marks_of, message_of, packs_of
-from brevact.distributed.packing import DTYPES, check_count, check_quantizer, check_seed, is_unbiased, pack
+from brevact.distributed.packing import check_count, check_quantizer, check_seed, is_unbiased, pack
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import DTYPES
 
 
 def quantized_reduce_scatter(

@@ -164,7 +164,7 @@ def test_load_state_dict_refuses_another_model():
     "change, message",
     [
         (None, "state: got None"),
-        ({"step": "3"}, "'step'.*got '3'; accepted is an int"),
+        ({"step": "3"}, "'step'.*got '3' of type str; accepted is an int"),
         ({"seed": 2**64}, "seed: got 18446744073709551616"),
         ({"numbers": [3]}, r"'numbers' is \[3\]"),
         ({"numbers": {}}, "'first' has a residual and no number"),
