@@ -9,13 +9,12 @@ An input that is known losslessly, or too small to pack, is saved as by other op
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import (
-    Alignment,
     Centred,
     OutputDecoder,
     PackedOnBackward,
@@ -27,23 +26,10 @@ from brevact.autograd.norm_decoders import (
 from brevact.autograd.saved import Saved
 from brevact.autograd.transforms import is_distributed
 from brevact.quantizers import is_traced, normalize, quantize_normalized
-from brevact.quantizers.normalizing_plans import NormalizedPlan
 
-
-class Normalizer(Protocol):
-    """A norm as its decoders see it."""
-
-    @property
-    def key(self) -> Hashable | None:
-        """Equal for norms that normalize a tensor to the same values; None for those with their own statistics."""
-
-    @property
-    def packing(self) -> NormalizedPlan | None:
-        """How kernels pack its input; None if they do not."""
-
-    @property
-    def alignment(self) -> Alignment:
-        """How its statistics and weights map to the elements of its input."""
+if TYPE_CHECKING:
+    from brevact.autograd.ops.norm.formulas import Norm
+    from brevact.autograd.ops.norm.written_out import RowScale
 
 
 class NormInput(NamedTuple):
@@ -53,7 +39,7 @@ class NormInput(NamedTuple):
     saved losslessly, the input is saved without its statistics, which somebody else saves.
     """
 
-    norm: Normalizer
+    norm: Norm | RowScale
     mean: Tensor | None
     spread: Tensor
     dtype: torch.dtype
@@ -92,7 +78,9 @@ class NormInput(NamedTuple):
         return (x, *seeds, *self.statistics), decoder
 
 
-def output_of(norm: Normalizer, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
+def output_of(
+    norm: Norm | RowScale, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Saved | None:
     """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):

@@ -17,26 +17,6 @@ from brevact.autograd.ops.selection import kth_magnitude
 from brevact.private_names.of_torch import DisableTorchFunction
 
 
-class _AbsolutePercentile(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: EagerKeeper, values: tuple[Tensor], x: Tensor, rank: int, dim: int, keepdim: bool
-    ) -> Tensor:
-        if values[0].dim() == 1:
-            found, index = kth_magnitude(values[0], rank)
-        else:
-            found, index = torch.kthvalue(values[0].abs(), rank, dim=dim, keepdim=True)
-        save(ctx, exact=(index, values[0].gather(dim, index).sgn()))
-        ctx.shape, ctx.dim = x.shape, dim
-        return found if keepdim else found.squeeze(dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        index, sign = load(ctx)
-        zeros = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
-        return None, None, zeros.scatter_(ctx.dim, index, grad.reshape(sign.shape) * sign), None, None, None
-
-
 class _LargestMagnitude(Saving):
     """A weight's largest magnitudes, the only elements with gradients."""
 
@@ -93,19 +73,24 @@ def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weig
 def absolute_percentile(
     region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
-    """Percentile of an activation's magnitudes: the gradient goes to one element, whose place and sign are saved.
+    """Percentile of an activation's magnitudes: the gradient goes to one element, whose place is saved.
 
     It equals ``brevitas.core.stats.AbsPercentile``, ``q`` percent over ``dim`` of a 2-d activation, or over all of it.
     If ``x`` is the input of a ReLU whose output counts, ``values`` is that output.
     """
-    values = x.detach() if values is None else values
-    flat = x
-    if dim is None:
-        flat, values, dim = x.view(-1), values.view(-1), 0
-    rank = _rank(q, flat.shape[dim])
     storage_report.report_op(absolute_percentile)
-    with DisableTorchFunction():
-        return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)
+    with DisableTorchFunction(), region.hooks.suspended:
+        flat = x.view(-1) if dim is None else x.reshape(-1)
+        known = (x if values is None else values).detach()
+        if dim is None:
+            index = kth_magnitude(known.view(-1), _rank(q, known.numel()))[1].view(1)
+        else:
+            index = torch.kthvalue(known.abs(), _rank(q, known.shape[dim]), dim=dim, keepdim=True)[1]
+            others = torch.arange(index.numel(), device=x.device).view(index.shape)
+            index = index * x.shape[1] + others if dim in (0, -2) else others * x.shape[1] + index
+        picked = flat.index_select(0, index.view(-1)).view(() if dim is None else index.shape)
+        found = (picked if values is None else picked.relu()).abs()
+        return found if keepdim or dim is None else found.squeeze(dim)
 
 
 def magnitude_of_all(x: Tensor, q: float) -> Tensor:

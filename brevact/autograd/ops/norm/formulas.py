@@ -15,7 +15,6 @@ from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.ops.norm.alignments import OverChannels, OverGroups, OverLastDims
-from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -24,7 +23,6 @@ from brevact.private_names.of_torch import (
     is_any_autocast_enabled,
     suggest_memory_format,
 )
-from brevact.quantizers import kernel_ops
 from brevact.quantizers.backends import cpu_kernels, run_by_kernels
 from brevact.quantizers.normalizing_plans import NormalizedPlan
 
@@ -38,36 +36,6 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 _OVER_CHANNELS = OverChannels()
 
 
-def packed_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    place: Place,
-    buffer: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`batch_norm`, with its normalized values quantized as `kernel_ops.quantize_normalized` does.
-
-    No tensor is of a subclass, except parameters, or of a ``torch.func`` transform.
-    """
-    run, kernels = batch_norm.reference, cpu_kernels() if x.is_cpu else None
-    if kernels is not None:
-        arguments = x, weight, bias, running_mean, running_var, momentum, eps, plan, seed, place, buffer
-        found: tuple[Tensor, Tensor, Tensor] = kernels.packed_batch_norm(*arguments)
-        if found is not NotImplemented:
-            return found
-        run = batch_norm
-    found = run(x, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled)
-    kernel_ops.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
-    return found
-
-
 def packed_batch_norm_backward(
     packing: NormalizedPlan,
     buffer: Tensor,
@@ -77,7 +45,7 @@ def packed_batch_norm_backward(
     eps: float,
     mask: list[bool],
 ) -> Gradients:
-    """Gradients by batch statistics from :func:`packed_batch_norm`'s codes; kernels sum in another order than ATen."""
+    """Gradients by batch statistics from packed normalized values; kernels sum in another order than ATen."""
     place = packing.place
     is_taken = buffer.is_cpu and packing.layout.dtype is torch.float32 and place.row > 1 and place.run > 1
     kernels = cpu_kernels() if is_taken else None  # maps of several channels: no memory for others

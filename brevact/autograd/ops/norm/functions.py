@@ -31,8 +31,8 @@ from brevact.autograd.ops.norm.formulas import (
     Frozen,
     Gradients,
     Norm,
+    batch_norm,
     batch_norm_backward,
-    packed_batch_norm,
     packed_batch_norm_backward,
     runs_in_float32,
     sum_of_channels,
@@ -40,6 +40,8 @@ from brevact.autograd.ops.norm.formulas import (
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import is_tracked
+from brevact.quantizers import kernel_ops
+from brevact.quantizers.backends import cpu_kernels
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
@@ -124,16 +126,23 @@ def _packs_anew(region: Any, input: Tensor) -> bool:
 def _run_planned(
     region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
-    """Run a batch norm, and pack its input by the same kernel."""
+    """Run a batch norm, and pack its input by the same kernel if there is one."""
     spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
-    options = *norm.running, norm.momentum, norm.eps, norm.cudnn_enabled
-    out, mean, invstd = packed_batch_norm(input, weight, bias, *options, uniform, seed, place, buffer)
-    given = NormInput(norm, mean, invstd, input.dtype)
+    given = input, weight, bias, *norm.running, norm.momentum, norm.eps
+    kernels = cpu_kernels() if input.is_cpu else None
+    found = NotImplemented
+    if kernels is not None:
+        found = kernels.packed_batch_norm(*given, uniform, seed, place, buffer)
+    if found is NotImplemented:
+        found = (batch_norm.reference if kernels is None else batch_norm)(*given, norm.cudnn_enabled)
+        kernel_ops.quantize_normalized(input, uniform, seed, *found[1:], place, buffer)
+    out, mean, invstd = found
+    of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
-    region.share_normalized(input, given.key, *kept)
-    return out, kept, given
+    region.share_normalized(input, of_norm.key, *kept)
+    return out, kept, of_norm
 
 
 def _backward_of_recomputed(

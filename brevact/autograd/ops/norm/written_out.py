@@ -37,7 +37,6 @@ class RowScale(NamedTuple):
     """Rows along dimensions, counted from the last, with the inverse of their root mean square."""
 
     dims: tuple[int, ...]
-    packing: None = None
 
     @property
     def alignment(self) -> OverLastDims:
