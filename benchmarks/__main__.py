@@ -4,8 +4,8 @@
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
     python -m benchmarks --all                   # what the pages show, at most 25 minutes on two cores; goes on
 
-MODEL is a name or a group (small, images, domains, qat, large, trained); `--list` lists them. A policy is "plain",
-"checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it would
+MODEL is a name or a group (small, images, domains, qat, large, trained, cifar10; see `--list`). A policy is "plain"
+or "checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it would
 keep), "fit:30x" (brevact.fit), or words such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
 
 bytes: distinct storages that autograd keeps for backward, without weights and batch.

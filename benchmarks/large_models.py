@@ -146,11 +146,18 @@ def _resnet20(data: Any) -> nn.Module:
     return ResNet20(classes=data.classes, channels_in=data.channels)
 
 
-_TRAINED: dict[str, Callable[[], Step]] = {
+_IMAGES: dict[str, Callable[..., Step]] = {
     "EfficientNetV2 nano": partial(_trained, "efficientnetv2", batch_size=64, epochs=4),
     "ResNet-20": partial(_trained, "efficientnetv2", _resnet20, batch_size=64, epochs=4),
     "ViT nano": partial(_trained, "vit", batch_size=32, patch_size=4, epochs=4),
-    "GPT nano": partial(_trained, "char_gpt", train_size=60_000, epochs=2, warmup_epochs=0.25),
 }
 #: On scikit-learn's digits, GPT nano on text of Python's reference.
-TRAINED: dict[str, Model] = {f"{name}, trained": Model(("sklearn",), make) for name, make in _TRAINED.items()}
+TRAINED: dict[str, Model] = {
+    **{f"{name}, trained": Model(("sklearn",), make) for name, make in _IMAGES.items()},
+    "GPT nano, trained": Model((), partial(_trained, "char_gpt", train_size=60_000, epochs=2, warmup_epochs=0.25)),
+}
+#: On 10,000 images of CIFAR-10, which lie in the folder `data`.
+CIFAR10: dict[str, Model] = {
+    f"{name}, CIFAR-10": Model(("torchvision",), partial(make, dataset="cifar10", train_size=10_000, test_size=1_000))
+    for name, make in _IMAGES.items()
+}

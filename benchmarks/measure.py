@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -187,14 +188,15 @@ def measure_model(
 ) -> tuple[dict[str, Row], list[str]]:
     """Bytes, time and noise of a model, and lines about policies that it does not take."""
     torch.set_num_threads(1)
-    plain = with_policy(MODELS[name].build(), PLAIN)
+    origin = MODELS[name].build()
+    plain = with_policy(_copy(name, origin), PLAIN)
     plain_bytes = kept_bytes(plain, PLAIN) if "bytes" in measures else 0
     data = plain.batches(BATCHES) if "noise" in measures else []
     exact = exact_gradients(plain.model, data, plain.loss) if data else None
     found, errors = {}, []
     for policy in policies:
         try:
-            step = with_policy(MODELS[name].build(), policy)
+            step = with_policy(_copy(name, origin), policy)
             row = {}
             if "bytes" in measures:
                 kept = kept_bytes(step, policy)
@@ -207,6 +209,14 @@ def measure_model(
         except Exception as error:
             errors.append(f"{name}, {policy}: {line_of(error)}")
     return found, errors
+
+
+def _copy(name: str, origin: Step) -> Step:
+    """The step with a copy of its model; built anew where the model refuses to be copied."""
+    try:
+        return origin._replace(model=copy.deepcopy(origin.model))
+    except Exception:
+        return MODELS[name].build()
 
 
 def measure_peak(name: str, policy: str) -> tuple[Row, list[str]]:

@@ -89,7 +89,7 @@ _GPU = ("plain", "checkpoint", "DEFAULT", "RECOMPUTE", "LosslessBackward", "plai
 TABLES = {
     "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
-    "trained": Table("trained", None, ("less", "error", "noise", "bias")),
+    "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
     "small": Table("small", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error", "noise")),
     "images": Table("images", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error")),
     "domains": Table("domains", ("DEFAULT",), ("kept", "less", "step")),

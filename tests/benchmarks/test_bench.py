@@ -76,7 +76,7 @@ def test_main_refuses_options(options, message, capsys):
 
 
 def test_plan_and_groups():
-    assert {names for names, *_ in PLAN if isinstance(names, str)} == GROUPS.keys()
+    assert {names for names, *_ in PLAN if isinstance(names, str)} == GROUPS.keys() - {"cifar10"}  # needs data
     assert len(MODELS) == sum(map(len, GROUPS.values()))
 
 
