@@ -80,7 +80,7 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
 
 def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
     geometry = buckets(_N, 3, 100)
-    grid = random_grid(geometry.groups, 8, rows_by_group=True)
+    grid = random_grid(geometry.groups, 8)
     x = values_around(grid, _N, torch.float32)
     if name == "ranges":
         return [(x, geometry)]
