@@ -209,9 +209,13 @@ def batch_norm(
     """
     if type(momentum) is not float or type(eps) is not float or not eps > 0.0 or len_dispatch_stack():
         return NotImplemented
-    if _SUBNORMAL * 1.0 == 0.0 or not _is_taken(x, weight, bias, running_mean, running_var):
+    given = weight, bias, running_mean, running_var
+    if _SUBNORMAL * 1.0 == 0.0 or not is_dense_map(x) or (running_mean is None) != (running_var is None):
         return NotImplemented
-    return _run(x, weight, bias, running_mean, running_var, momentum, eps) if gives_bits_of_torch() else NotImplemented
+    for y in given:
+        if y is not None and not (y.dtype is torch.float32 and y.shape == (x.shape[1],) and y.is_contiguous()):
+            return NotImplemented
+    return _run(x, given, momentum, eps) if gives_bits_of_torch() else NotImplemented
 
 
 def is_dense_map(x: Tensor) -> bool:
@@ -225,36 +229,14 @@ def is_dense_map(x: Tensor) -> bool:
     return shape[1] > 1 and shape[0] > 0 and x.numel() > shape[0] * shape[1]
 
 
-def _is_taken(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None
-) -> bool:
-    """Whether the kernel reads these tensors."""
-    if not is_dense_map(x) or (running_mean is None) != (running_var is None):
-        return False
-    channels = x.shape[1]
-    for y in (weight, bias, running_mean, running_var):
-        if y is not None and not (y.dtype is torch.float32 and y.shape == (channels,) and y.is_contiguous()):
-            return False
-    return True
-
-
-def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel on tensors that it takes."""
+def _run(x: Tensor, given: tuple[Tensor | None, ...], momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel on tensors that it takes: x, and weight, bias, running mean and variance."""
     samples, channels, size, together = sizes_of(x.shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
     words = _WORDS(
         *(x.data_ptr(), out.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
-        *(0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(0 if running_mean is None else running_mean.data_ptr(), 0 if running_var is None else running_var.data_ptr()),
+        *(0 if y is None else y.data_ptr() for y in given),
         *(samples, channels, size, together, _bits_of(momentum), _bits_of(eps)),
     )
     blocks, elements = -(-channels // together), together * size * samples
@@ -315,7 +297,7 @@ def gives_bits_of_torch() -> bool:
             for has_affine in (True, False):
                 weights = [(y[0], y[1]) if has_affine else (None, None) for y in (given, other)]
                 weight, bias = weights[0]
-                found = _run(x, weight, bias, given[2], given[3], *numbers)
+                found = _run(x, (weight, bias, given[2], given[3]), *numbers)
                 wanted = batch_norm_impl_index(x, *weights[1], other[2], other[3], True, *numbers, False)
                 if not (torch.equal(given, other) and all(map(torch.equal, found, wanted[:3]))):
                     return False

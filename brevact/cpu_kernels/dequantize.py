@@ -26,6 +26,7 @@ from brevact.cpu_kernels.groups import (
     is_flagged,
     place_of,
     read_metadata,
+    run_of,
 )
 from brevact.cpu_kernels.masks import BLOCK as BITS
 from brevact.cpu_kernels.masks import mask_multiply, spread_bits
@@ -123,17 +124,14 @@ def _decode_segments(q, first, count, scale, minimum, limit, flagged, levels, ta
 
     The limit is the largest finite value of the result's type. Without ``flagged`` no group of one element is flagged.
     """
-    inner, groups = load(table, INNER), load(table, GROUPS)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
-        if inner == 1:
-            run = min(groups - group, count - e)
+        group, run = run_of(first + e, count - e, table)
+        if load(table, INNER) == 1:
             _decode_each(advance(q, e), run, group, scale, minimum, top, limit, flagged, table)
         else:
-            run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
             _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
         e += run

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, limit_of, limited
-from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL, is_flagged
+from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL, is_flagged, run_of
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -27,10 +27,8 @@ from brevact.geometry import Geometry, Grid
 
 
 @inlined
-def _decode_row(levels, offset, scale, group, size, entries, limit, row):
+def _decode_row(levels, m, s, size, entries, limit, row):
     """What the codes below `entries` stand for in a group; those from `size` on are as the last level."""
-    m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
-    s = load(f32_at(scale), group) if scale else np.float32(1.0)
     for k in range(size):
         store(row, k, limited(m + abs(s) * load(levels, k), limit))
     for k in range(size, entries):
@@ -40,16 +38,29 @@ def _decode_row(levels, offset, scale, group, size, entries, limit, row):
 
 
 @inlined
-def _scale_each(values, first, count, offset, scale, groups, limit):
-    """clamp(offset + scale * value) of elements first to first + count, each in another group than the one before."""
+def _scale_groups(values, first, count, offset, scale, limit, table):
+    """clamp(offset + |scale| * value) of elements first to first + count of several groups."""
     e = 0
     while e < count:
-        group = (first + e) % groups
-        run = min(groups - group, count - e)
-        m, s, y = advance(f32_at(offset), group), advance(f32_at(scale), group), advance(values, e)
-        for g in range(run):
-            store(y, g, limited(load(m, g) + load(s, g) * load(y, g), limit))
+        group, run = run_of(first + e, count - e, table)
+        ms, scales, y = advance(f32_at(offset), group), advance(f32_at(scale), group), advance(values, e)
+        if load(table, INNER) == 1:
+            for g in range(run):
+                store(y, g, limited(load(ms, g) + abs(load(scales, g)) * load(y, g), limit))
+        else:
+            m, s = load(ms, 0), abs(load(scales, 0))
+            for g in range(run):
+                store(y, g, limited(m + s * load(y, g), limit))
         e += run
+
+
+@inlined
+def _mark_missing(codes, first, count, scale, top, values, table):
+    """NaN for the last code of groups that are flagged."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    for e in range(count):
+        if load(codes, e) == top and is_flagged(load(f32_at(scale), (first + e) // inner % groups)):
+            store(values, e, np.float32(np.nan))
 
 
 @inlined
@@ -76,47 +87,17 @@ def _decode_planes(packed, columns, bit_width, row, low, high, values):
         i, start = i + 1, start + columns
 
 
-@inlined
-def _decode_segments(words, first, count, levels, offset, scale, size, rows, entries, limit, table, row, values):
-    """Values of elements first to first + count of several groups, from their codes."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    e = 0
-    while e < count:
-        group = (first + e) // inner % groups
-        run = min(inner - (first + e) % inner, count - e)
-        _decode_row(advance(levels, group * size if rows > 1 else 0), offset, scale, group, size, entries, limit, row)
-        for g in range(e, e + run):
-            store(values, g, load(row, np.int64(load(words, g))))
-        e += run
-
-
-@inlined
-def _look_up_each(words, first, count, levels, size, groups, limit, values):
-    """Levels of elements first to first + count, each on another group's row than the one before."""
-    last, group = np.int64(size - 1), first % groups
-    for e in range(count):
-        code = np.int64(load(words, e))
-        store(values, e, limited(load(levels, group * size + (code if code < last else last)), limit))
-        group = group + 1 if group + 1 < groups else np.int64(0)
-
-
 @kernel
-def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, other, target, table_at, start, stop):
-    """Decode blocks start to stop, and multiply by `other`, if its address is not 0.
+def dequantize_grid_blocks(codes, offset, scale, levels, size, flagged, other, target, table_at, start, stop):
+    """Decode blocks start to stop of codes of at most 8 bits, and multiply by `other`, if its address is not 0.
 
-    There are `rows` rows of `size` levels: 1, or one a group. `scale` is 0 where there is none, and then `offset`, too;
-    `flagged` is 1 if a scale has its sign bit set.
+    There are `size` levels. `scale` is 0 where there is none, and then `offset`, too; `flagged` is 1 if a scale has its
+    sign bit set.
     """
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    if scale == 0 and rows == 1:
-        inner, groups = numel, 1
-    limit, entries = limit_of(kind), np.int64(1) << bit_width
-    # each element is in another group than the one before; flags are read a group at a time
-    each = inner == 1 and groups > 1 and flagged == 0
-    loose = np.float32(np.inf) if each and scale else limit
-    scratch, words, row, in_row = f32_scratch(block), u32_scratch(block), f32_scratch(entries), np.int64(-1)
+    inner, limit, entries = load(table, INNER), limit_of(kind), np.int64(1) << bit_width
+    scratch, words, row, in_row = f32_scratch(block), u32_scratch(block), f32_scratch(entries), np.int64(-2)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block
@@ -125,29 +106,20 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, ot
         packed = advance(u8_at(codes), first // 8 * bit_width)
         direct = kind == FLOAT32 and other == 0 and count == 8 * columns
         values = advance(f32_at(target), first) if direct else scratch
-        shared = first % inner + count <= inner or (each and rows == 1)  # all codes stand for the same, but for scales
-        if shared:
-            group = first // inner % groups if rows > 1 or not each else np.int64(0)
-            if group != in_row:
-                own = advance(f32_at(levels), group * size if rows > 1 else 0)
-                _decode_row(own, offset, 0 if each else scale, group, size, entries, loose, row)
-                in_row = group
-        if shared and bit_width <= 8:
-            _decode_planes(packed, columns, bit_width, row, low, high, values)
-        else:
-            bytes_to_codes(packed, columns, bit_width, words)
-            if shared:
-                for e in range(count):
-                    store(values, e, load(row, np.int64(load(words, e))))
-            elif each:
-                _look_up_each(words, first, count, f32_at(levels), size, groups, loose, values)
-            else:
-                _decode_segments(
-                    words, first, count, f32_at(levels), offset, scale, size, rows, entries, limit, table, row, values
-                )
-                in_row = np.int64(-1)
-        if each and scale:
-            _scale_each(values, first, count, offset, scale, groups, limit)
+        group = np.int64(-1)  # all codes stand for the same in the block, but for scales
+        m, s, loose = np.float32(-0.0), np.float32(1.0), np.float32(np.inf) if scale else limit
+        if scale and first % inner + count <= inner:
+            group = first // inner % load(table, GROUPS)
+            m, s, loose = load(f32_at(offset), group), load(f32_at(scale), group), limit
+        if group != in_row:
+            _decode_row(f32_at(levels), m, s, size, entries, loose, row)
+            in_row = group
+        _decode_planes(packed, columns, bit_width, row, low, high, values)
+        if scale and group < 0:
+            _scale_groups(values, first, count, offset, scale, limit, table)
+            if flagged:
+                bytes_to_codes(packed, columns, bit_width, words)
+                _mark_missing(words, first, count, scale, np.uint32(entries - 1), values, table)
         if other:
             emit_product(values, other, target, kind, first, count)
         elif not direct:
@@ -155,12 +127,14 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, ot
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """See the reference."""
+    """The kernel reads one row of levels, of at most 8 bits."""
+    if grid.levels.shape[0] > 1 or geometry.bit_width > 8:
+        return NotImplemented
     levels = grid.levels.contiguous()
     affine = affine_rows(grid.offset, grid.scale)
     addresses = (0, 0) if affine is None else (affine[0].data_ptr(), affine[1].data_ptr())
     table, factor = grid_table(geometry, target.dtype, NEAREST), 0 if other is None else other.data_ptr()
     flagged = grid.scale is not None and bool(torch.signbit(grid.scale).any())
-    rows = levels.data_ptr(), levels.shape[1], levels.shape[0]
-    arguments = (codes.data_ptr(), *addresses, *rows, flagged, factor, target.data_ptr(), table.address)
+    row = levels.data_ptr(), levels.shape[1]
+    arguments = (codes.data_ptr(), *addresses, *row, flagged, factor, target.data_ptr(), table.address)
     share(dequantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())

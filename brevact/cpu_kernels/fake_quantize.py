@@ -38,9 +38,8 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u32_scratch,
 )
-from brevact.cpu_kernels.philox import column_words, halves_of
-from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
-from brevact.cpu_kernels.rounding import round_narrow, round_wide
+from brevact.cpu_kernels.philox import halves_of
+from brevact.cpu_kernels.rounding import write_codes
 from brevact.cpu_kernels.strided import gather
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import MOST_DIMS
@@ -246,8 +245,8 @@ def fake_quantize_blocks(words_at, start, stop):
     staged, made, kind = f32_scratch(BLOCK), f32_scratch(BLOCK), load(words, KIND)
     bits, wide = u8_scratch(BLOCK), as_u32(spent)
     columns = BLOCK // 8
-    low, high = u32_scratch(columns), u32_scratch(columns)
-    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    joined = u32_scratch(columns), u32_scratch(columns)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
     fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
@@ -281,15 +280,9 @@ def fake_quantize_blocks(words_at, start, stop):
                 emit(made, load(words, OUT), kind, first, count)
         if missing != np.int32(0) and load(words, MISSING):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
-        for e in range(count, 8 * columns):
-            store(numbers, e, np.float32(0.0))
-        packed = advance(u8_at(load(words, CODES)), first // 8 * bit_width)
-        if load(words, CODES) and bit_width < 8:
-            round_narrow(numbers, columns, bit_width, False, w0, w1, w2, w3, low, high)
-            words_to_bytes(low, high, columns, bit_width, packed)
-        elif load(words, CODES):
-            round_wide(numbers, columns, np.int64(255), False, w0, w1, w2, w3, wide)
-            codes_to_bytes(wide, columns, bit_width, packed)
+        if load(words, CODES):
+            codes = u8_at(load(words, CODES))
+            write_codes(numbers, first, count, bit_width, False, k, random, joined, wide, codes)
         is_quick = is_fused and width == 2 and clips and load(words, RESIDUAL)
         if load(words, MASK) or (load(words, RESIDUAL) and not is_quick):
             pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
@@ -308,16 +301,8 @@ def fake_quantize_blocks(words_at, start, stop):
                 top = np.float32(size - 1)
                 for e in range(count):
                     store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
-            for e in range(count, 8 * columns):
-                store(numbers, e, np.float32(0.0))
-            column_words(first // 8, columns, k[0], k[1], w0, w1, w2, w3)
-            packed = advance(u8_at(load(words, RESIDUAL)), first // 8 * width)
-            if width < 8:
-                round_narrow(numbers, columns, width, True, w0, w1, w2, w3, low, high)
-                words_to_bytes(low, high, columns, width, packed)
-            else:
-                round_wide(numbers, columns, size - 1, True, w0, w1, w2, w3, wide)
-                codes_to_bytes(wide, columns, width, packed)
+            residuals = u8_at(load(words, RESIDUAL))
+            write_codes(numbers, first, count, width, True, k, random, joined, wide, residuals)
 
 
 def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:

@@ -174,9 +174,15 @@ def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
 
 @inlined
 def _place_terms(words, index, count, row, one, other, kind, own):
-    """Write the terms of two sums, rows `row` and the next, or add them as is asked for."""
+    """Write the terms of two sums, rows `row` and the next, or add them as is asked for.
+
+    Where the gradient lies in memory in another order, the terms of the first sum are written as it lies, and those of
+    the second are added.
+    """
     numel = load(words, NUMEL)
-    blocks, first = (numel + BLOCK - 1) // BLOCK, index * BLOCK
+    blocks, first, is_moved = (numel + BLOCK - 1) // BLOCK, index * BLOCK, load(words, OF_GRAD) != 0
+    if is_moved:
+        scatter(one, i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, load(words, OF_GRAD))
     if load(words, PARTS):
         sums = advance(f32_at(load(words, PARTS)), (row * blocks + index) * COLUMNS)
         _add_columns(one, count, sums)
@@ -186,26 +192,18 @@ def _place_terms(words, index, count, row, one, other, kind, own):
         emit(other, load(words, TERMS), kind, (row + 1) * numel + first, count)
     elif load(words, SUMS) and count == BLOCK:
         lanes = advance(f32_at(load(words, SUMS)), (row * blocks + index) * LANES)
-        add_block(one, own, lanes)
-        add_block(other, own, advance(lanes, blocks * LANES))
+        if is_moved:
+            add_block(other, own, lanes)
+        else:
+            add_block(one, own, lanes)
+            add_block(other, own, advance(lanes, blocks * LANES))
     elif load(words, SUMS):
         rest = advance(f32_at(load(words, REST)), row * BLOCK)
         for e in range(count):
-            store(rest, e, load(one, e))
-            store(rest, BLOCK + e, load(other, e))
-
-
-@inlined
-def _place_moved(words, index, count, first_terms, second_terms, own):
-    """Write the terms of the first sum as the gradient lies in memory, and add those of the second."""
-    places, first = i64_at(load(words, PLACES)), index * BLOCK
-    scatter(first_terms, places, OF_GRAD_STRIDES, first, count, load(words, OF_GRAD))
-    if count == BLOCK:
-        add_block(second_terms, own, advance(f32_at(load(words, SUMS)), index * LANES))
-    else:
-        rest = f32_at(load(words, REST))
-        for e in range(count):
-            store(rest, e, load(second_terms, e))
+            store(rest, e, load(other, e) if is_moved else load(one, e))
+        if not is_moved:
+            for e in range(count):
+                store(rest, BLOCK + e, load(other, e))
 
 
 @kernel
@@ -225,17 +223,14 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     bits, codes, numbers, own = u8_scratch(BLOCK), u32_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
     spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(
-        0.0
-    )  # x / s + 0
+    has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(0.0)
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
     fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
-    blocks = (numel + BLOCK - 1) // BLOCK
-    is_float, learns = kind == FLOAT32, load(words, KINDS_OF_TERMS) == 4
-    is_fused = again and is_float and rounding == 0 and not learns
-    of_residuals = load(words, CODES) != 0 and load(words, RESIDUAL) != 0 and is_float and wants_terms and not learns
+    direct, learns, has_codes = kind == FLOAT32, load(words, KINDS_OF_TERMS) == 4, load(words, CODES) != 0
+    is_fused = again and direct and rounding == 0 and not learns
+    of_residuals = has_codes and load(words, RESIDUAL) != 0 and direct and wants_terms and not learns
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
@@ -243,119 +238,81 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        g, direct = staged, kind == FLOAT32
+        g, x = staged, of_values
         if load(words, PLACES):
             gather(load(words, X), i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, staged)
         else:
             g = stage(load(words, X), kind, first, count, staged)
+        if load(words, VALUES) and load(words, PLACES):
+            gather(load(words, VALUES), i64_at(load(words, PLACES)), OF_VALUES, first, count, of_values)
+        elif load(words, VALUES):
+            x = stage(load(words, VALUES), kind, first, count, of_values)
         target = advance(f32_at(load(words, OUT)), first) if direct else spent
-        x = staged
+        if has_codes and wants_terms:
+            bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
+        if load(words, RESIDUAL) and not again:
+            bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, numbers)
+            _levels_of(numbers, f32_at(load(words, LEVELS)), width, count, steps)
         if is_fused:
-            at = of_values
-            if load(words, PLACES):
-                gather(load(words, VALUES), i64_at(load(words, PLACES)), OF_VALUES, first, count, of_values)
-            else:
-                at = advance(f32_at(load(words, VALUES)), first)
             _all_of_nearest(
-                *(g, at, scales, zero_points, count, lowest, highest, rectifies, clips, target),
+                *(g, x, scales, zero_points, count, lowest, highest, rectifies, clips, target),
                 *(first_terms, second_terms),
             )
-            if load(words, OF_GRAD):
-                _place_moved(words, index, count, first_terms, second_terms, own)
-            elif wants_terms:
-                _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
-            continue
-        if of_residuals:
-            bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, numbers)
-            bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
-            _levels_of(numbers, f32_at(load(words, LEVELS)), width, count, steps)
+        elif of_residuals:
             _all_of_residuals(
                 *(g, codes, numbers, steps, scales, zero_points, count, lowest, spare, target),
                 *(first_terms, second_terms),
             )
-            if load(words, OF_GRAD):
-                _place_moved(words, index, count, first_terms, second_terms, own)
-            else:
-                _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
-            continue
-        if load(words, VALUES):
-            x = stage(load(words, VALUES), kind, first, count, of_values)
-        if again:
-            shift_values(x, spent, rectifies, count, scales, zero_points, kind, steps)
-            round_values(steps, count, rounding, rounded)
-            pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
-        elif load(words, RESIDUAL):
-            bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, codes)
-            levels = f32_at(load(words, LEVELS))
-            for e in range(count):
-                code = load(codes, e)
-                store(steps, e, load(levels, np.int64(code)))
-                store(bits, e, np.uint8(code != np.uint32(0)))
-            settle(steps, kind, count)
-        elif load(words, MASK):
-            spread_bits(load(words, MASK), first, count, bits)
-        for e in range(count):
-            through = load(g, e) * load(scales, e)
-            store(clipped, e, through if load(bits, e) else np.float32(0.0))
-        settle(clipped, kind, count)
-        for e in range(count):
-            store(target, e, load(clipped, e) / load(scales, e))
-        if not direct:
-            emit(spent, load(words, OUT), kind, first, count)
-        if not wants_terms:
-            continue
-        if load(words, CODES) == 0 and not again:
-            _terms_of_zero_point(g, scales, bits, count, kind, first_terms, second_terms)
-            _place_terms(words, index, count, 2, first_terms, second_terms, kind, own)
-            continue
-        if again:
-            for e in range(count):
-                r = load(rounded, e)
-                r = highest if r > highest else r
-                r = lowest if r < lowest else r
-                store(q, e, r - load(zero_points, e))
-            settle(q, kind, count)
         else:
-            bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
-            _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+            if again:
+                shift_values(x, spent, rectifies, count, scales, zero_points, kind, steps)
+                round_values(steps, count, rounding, rounded)
+                pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
+            elif load(words, RESIDUAL):
+                for e in range(count):
+                    store(bits, e, np.uint8(load(numbers, e) != np.uint32(0)))
+                settle(steps, kind, count)
+            elif load(words, MASK):
+                spread_bits(load(words, MASK), first, count, bits)
+            for e in range(count):
+                through = load(g, e) * load(scales, e)
+                store(clipped, e, through if load(bits, e) else np.float32(0.0))
+            settle(clipped, kind, count)
+            for e in range(count):
+                store(target, e, load(clipped, e) / load(scales, e))
+            if not direct:
+                emit(spent, load(words, OUT), kind, first, count)
+            if not wants_terms:
+                continue
+            if learns or not (has_codes or again):
+                if again and rectifies:
+                    pass_mask(x, rounded, count, lowest, highest, 0, clips, bits)
+                _terms_of_zero_point(g, scales, bits, count, kind, first_terms, second_terms)
+                _place_terms(words, index, count, 2, first_terms, second_terms, kind, own)
+            if again:
+                for e in range(count):
+                    r = load(rounded, e)
+                    r = highest if r > highest else r
+                    r = lowest if r < lowest else r
+                    store(q, e, r - load(zero_points, e))
+            elif has_codes:
+                _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+            else:
+                continue
             settle(q, kind, count)
-        if load(words, RESIDUAL):  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
-            for e in range(count):
-                store(q, e, load(q, e) * np.float32(0.0) if load(bits, e) else load(q, e))
-        elif not (again and has_zero):
-            for e in range(count):
-                store(steps, e, load(x, e) / load(scales, e))
-            settle(steps, kind, count)
-        if load(words, KINDS_OF_TERMS) == 4:
-            if again and rectifies:
-                pass_mask(x, rounded, count, lowest, highest, 0, clips, bits)
-            _terms_of_zero_point(g, scales, bits, count, kind, first_terms, second_terms)
-            _place_terms(words, index, count, 2, first_terms, second_terms, kind, own)
-        if load(words, PARTS):
+            if load(words, RESIDUAL):  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
+                for e in range(count):
+                    store(q, e, load(q, e) * np.float32(0.0) if load(bits, e) else load(q, e))
+            elif not (again and has_zero):  # where steps are x / s + 0
+                for e in range(count):
+                    store(steps, e, load(x, e) / load(scales, e))
+                settle(steps, kind, count)
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
             settle(first_terms, kind, count)
             settle(second_terms, kind, count)
-            sums = advance(f32_at(load(words, PARTS)), index * COLUMNS)
-            _add_columns(first_terms, count, sums)
-            _add_columns(second_terms, count, advance(sums, blocks * COLUMNS))
-        if load(words, TERMS) and direct:
-            one = advance(f32_at(load(words, TERMS)), first)
-            _terms(g, clipped, q, steps, scales, count, kind, one, advance(one, numel))
-        elif load(words, TERMS):
-            _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
-            emit(first_terms, load(words, TERMS), kind, first, count)
-            emit(second_terms, load(words, TERMS), kind, numel + first, count)
-        elif load(words, SUMS) == 0:
-            continue
-        elif count == BLOCK:
-            _terms(g, clipped, q, steps, scales, BLOCK, kind, first_terms, second_terms)
-            lanes = advance(f32_at(load(words, SUMS)), index * LANES)
-            add_block(first_terms, own, lanes)
-            add_block(second_terms, own, advance(lanes, blocks * LANES))
-        else:
-            rest = f32_at(load(words, REST))
-            _terms(g, clipped, q, steps, scales, count, kind, rest, advance(rest, BLOCK))
+        _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
     if load(words, TOTALS):
+        blocks = (numel + BLOCK - 1) // BLOCK
         levels = f32_scratch(LEVELS_OF_SUM * LANES)
         for row in range(0 if load(words, CODES) != 0 or again else 2, load(words, KINDS_OF_TERMS)):
             lanes_at, rest_at = load(words, SUMS) + 4 * row * blocks * LANES, load(words, REST) + 4 * row * BLOCK
@@ -426,7 +383,7 @@ def fake_quantize_backward(
         codes is not None and plan.bit_width > 8
     ):
         return NotImplemented
-    scale, zero_point, threads = numbers_of(scale), numbers_of(zero_point), torch.get_num_threads()
+    threads = torch.get_num_threads()
     blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
     rows = next((each.shape[0] for each in (sums, terms, parts) if each is not None), 0)
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
@@ -438,19 +395,8 @@ def fake_quantize_backward(
     if runs is not None:
         lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
         totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
-    levels = None if residual is None else residual_of.rows(grad.device)[0]
-    width = 0 if residual is None else residual_of.bit_width
-    words = array(
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-            *(address(levels), 0, width, 0, KINDS[grad.dtype]),
-            *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals), 0, 0),
-        ),
-    )
-    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, threads)
+    ends = address(terms), address(lanes), address(rest), address(parts), rows, address(totals), 0, 0
+    _launch(grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, ends)
     if totals is not None:
         return
     if sums is not None and runs is not None and lanes is not None and rest is not None:
@@ -501,17 +447,36 @@ def fake_quantize_backward_strided(
     if runs is None or not adds_as_torch(threads):
         return NotImplemented
     lanes, rest = grad.new_empty(1, blocks * LANES), grad.new_empty(1, BLOCK)
+    ends = 0, lanes.data_ptr(), rest.data_ptr(), 0, 2, 0, places.buffer_info()[0], of_grad.data_ptr()
+    _launch(grad, plan, scale, zero_point, residual_of, codes, None, values, residual, target, ends)
+    finish_into(sums, lanes, rest, plan.numel, runs, threads)
+    return None
+
+
+def _launch(
+    grad: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    values: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    ends: tuple[int, ...],
+) -> None:
+    """Run the kernel with the last words `ends`."""
+    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     words = array(
         "q",
         (
             *plan,
-            *(scale.data_ptr(), 1, zero_point.data_ptr(), 1),
-            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), 0, address(residual), 0),
-            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype]),
-            *(0, lanes.data_ptr(), rest.data_ptr(), 0, 2, 0, places.buffer_info()[0], of_grad.data_ptr()),
+            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
+            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype], *ends),
         ),
     )
-    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, threads)
-    finish_into(sums, lanes, rest, plan.numel, runs, threads)
-    return None
+    blocks = -(-plan.numel // BLOCK)
+    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())

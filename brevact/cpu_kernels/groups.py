@@ -235,6 +235,14 @@ def shows_errors(table):
 
 
 @inlined
+def run_of(element, count, table):
+    """The group of an element, and how many of `count` elements from it on lie in that group, or one in each group."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    group = element // inner % groups
+    return group, min(groups - group if inner == 1 else inner - element % inner, count)
+
+
+@inlined
 def place_of(element, table):
     """Where an element of the rows lies in the tensor that holds them."""
     rows, inner = load(table, ROWS), load(table, INNER)

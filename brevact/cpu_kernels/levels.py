@@ -99,23 +99,3 @@ def place(z, count, levels, steps, size, stochastic, t, scratch):
             store(scratch, e, (load(z, e) - load(levels, index)) * load(steps, index))
         for e in range(count):
             store(t, e, np.float32(load(q, e)) + _clip(load(scratch, e)))
-
-
-@inlined
-def place_each(z, count, levels, steps, size, stochastic, t, scratch):
-    """Positions of values each of which has its own of `count` rows; see `place`."""
-    q, across = as_i32(t), np.int32(size if stochastic else size - 1)
-    for e in range(count):
-        store(q, e, np.int32(np.int32(e) * across))
-    if stochastic:
-        _halve(z, count, advance(levels, 1), size - 2, q)
-        for e in range(count):
-            index = np.int64(load(q, e))
-            store(scratch, e, (load(z, e) - load(levels, index)) * load(steps, index - e))
-    else:
-        _halve(z, count, steps, size - 1, q)
-        for e in range(count):
-            store(scratch, e, np.float32(0.0))
-    for e in range(count):
-        index = np.int32(load(q, e) - np.int32(np.int32(e) * across))
-        store(t, e, np.float32(index) + _clip(load(scratch, e)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import stage
-from brevact.cpu_kernels.groups import BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL
+from brevact.cpu_kernels.groups import BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL, run_of
 from brevact.cpu_kernels.memory import advance, f32_scratch, i64_at, inlined, kernel, load, rint, store, u32_scratch
 from brevact.cpu_kernels.quantize_grid import affine
 from brevact.cpu_kernels.ranges import parts_of
@@ -73,12 +73,10 @@ def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start
                 sums = advance(i64_at(sums_at), (2 * part + side) * 3 * groups)
                 e = 0
                 while e < count:
-                    group = (first + e) // inner % groups
+                    group, run = run_of(first + e, count - e, table)
                     if inner == 1:
-                        run = min(groups - group, count - e)
                         _add_each(advance(counts, e), advance(units, e), run, group, groups, sums)
                     else:
-                        run = min(inner - (first + e) % inner, count - e)
                         _add_run(advance(counts, e), advance(units, e), run, group, groups, sums)
                     e += run
 

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 from torch import Tensor
 
+from brevact.cpu_kernels.floats import limited
 from brevact.cpu_kernels.memory import LANES, advance, f32_at, fill_lanes, i64_at, inlined, load, store
 from brevact.geometry import Place
 
@@ -60,9 +61,49 @@ def _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of):
 
 
 @inlined
-def _single_run(in_row, in_inner, count, inner, outer):
-    """Elements from a place on whose groups, of one element each, lie behind each other."""
-    return min(inner - in_inner if inner > 1 else outer - in_row, count)
+def _one(v, mean, scale, undoes):
+    return v * scale + mean if undoes else (v - mean) * scale
+
+
+@inlined
+def _map_elements(x, first, count, words_at, mean_of, scale_of, z, undoes):
+    """Normalize elements first to first + count, or undo that; `undoes` is a constant, which LLVM sees."""
+    words = i64_at(words_at)
+    means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
+    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
+    none = np.float32(-0.0) if undoes else np.float32(0.0)  # which changes nothing, zeros neither
+    e = 0
+    if 1 < run <= LANES:
+        for piece in range(0, count, PIECE):
+            size, source, target = min(PIECE, count - piece), advance(x, piece), advance(z, piece)
+            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
+            if has_mean:
+                for i in range(size):
+                    store(target, i, _one(load(source, i), load(mean_of, i), load(scale_of, i), undoes))
+            else:
+                for i in range(size):
+                    store(target, i, _one(load(source, i), none, load(scale_of, i), undoes))
+        e = count
+    base, in_row, in_inner = _start(first, words)
+    group, left = base + in_inner // run, run - in_inner % run
+    while e < count:
+        source, target, s = advance(x, e), advance(z, e), advance(scales, group)
+        if run == 1 and inner > 1:  # groups of one element each lie behind each other
+            step = min(inner - in_inner, count - e)
+            if has_mean:
+                m = advance(means, group)
+                for i in range(step):
+                    store(target, i, _one(load(source, i), load(m, i), load(s, i), undoes))
+            else:
+                for i in range(step):
+                    store(target, i, _one(load(source, i), none, load(s, i), undoes))
+        else:
+            step = min(left, count - e)
+            mean, scale = load(means, group) if has_mean else none, load(s, 0)
+            for i in range(step):
+                store(target, i, _one(load(source, i), mean, scale, undoes))
+        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
+        e, left = e + step, run
 
 
 @inlined
@@ -71,42 +112,7 @@ def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
 
     ``mean_of`` and ``scale_of`` point to scratch, of `SCRATCH` elements each.
     """
-    words = i64_at(words_at)
-    means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
-    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
-    if 1 < run <= LANES:
-        for piece in range(0, count, PIECE):
-            size, source, target = min(PIECE, count - piece), advance(x, piece), advance(z, piece)
-            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
-            if has_mean:
-                for i in range(size):
-                    store(target, i, (load(source, i) - load(mean_of, i)) * load(scale_of, i))
-            else:
-                for i in range(size):
-                    store(target, i, load(source, i) * load(scale_of, i))
-        return
-    e = 0
-    base, in_row, in_inner = _start(first, words)
-    group, left = base + in_inner // run, run - in_inner % run
-    while e < count:
-        source, target = advance(x, e), advance(z, e)
-        if run == 1 and inner > 1:
-            step = _single_run(in_row, in_inner, count - e, inner, outer)
-            s = advance(scales, group)
-            if has_mean:
-                m = advance(means, group)
-                for i in range(step):
-                    store(target, i, (load(source, i) - load(m, i)) * load(s, i))
-            else:
-                for i in range(step):
-                    store(target, i, load(source, i) * load(s, i))
-        else:
-            step = min(left, count - e)
-            mean, scale = load(means, group) if has_mean else np.float32(0.0), load(scales, group)
-            for i in range(step):
-                store(target, i, (load(source, i) - mean) * scale)
-        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
-        e, left = e + step, run
+    _map_elements(x, first, count, words_at, mean_of, scale_of, z, False)
 
 
 @inlined
@@ -115,52 +121,10 @@ def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
 
     The scratch is that of `normalize_elements`; the limit is the largest value, or infinity.
     """
-    words = i64_at(words_at)
-    means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
-    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
-    e = 0
-    if 1 < run <= LANES:
-        for piece in range(0, count, PIECE):
-            size, target = min(PIECE, count - piece), advance(z, piece)
-            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
-            if has_mean:
-                for i in range(size):
-                    store(target, i, load(target, i) * load(scale_of, i) + load(mean_of, i))
-            else:
-                for i in range(size):
-                    store(target, i, load(target, i) * load(scale_of, i))
-        e = count
-    base, in_row, in_inner = _start(first, words)
-    group, left = base + in_inner // run, run - in_inner % run
-    while e < count:
-        target = advance(z, e)
-        if run == 1 and inner > 1:
-            step = _single_run(in_row, in_inner, count - e, inner, outer)
-            s = advance(scales, group)
-            if has_mean:
-                m = advance(means, group)
-                for i in range(step):
-                    store(target, i, load(target, i) * load(s, i) + load(m, i))
-            else:
-                for i in range(step):
-                    store(target, i, load(target, i) * load(s, i))
-        elif has_mean:
-            step = min(left, count - e)
-            mean, scale = load(means, group), load(scales, group)
-            for i in range(step):
-                store(target, i, load(target, i) * scale + mean)
-        else:
-            step = min(left, count - e)
-            scale = load(scales, group)
-            for i in range(step):
-                store(target, i, load(target, i) * scale)
-        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
-        e, left = e + step, run
+    _map_elements(z, first, count, words_at, mean_of, scale_of, z, True)
     if limit < np.float32(np.inf):
         for i in range(count):
-            y = load(z, i)
-            y = limit if y > limit else y
-            store(z, i, -limit if y < -limit else y)
+            store(z, i, limited(load(z, i), limit))
 
 
 def words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:

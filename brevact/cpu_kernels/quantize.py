@@ -13,7 +13,6 @@ from brevact.cpu_kernels.groups import (
     BLOCK,
     DITHERED,
     FUSED,
-    GROUPS,
     HIGHEST_KEY,
     INNER,
     LOWEST_KEY,
@@ -34,6 +33,7 @@ from brevact.cpu_kernels.groups import (
     is_flagged,
     place_zeros,
     read_metadata,
+    run_of,
     shows_errors,
     stage_rows,
     store_shifted,
@@ -52,10 +52,9 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, normalize_elements, words_of
-from brevact.cpu_kernels.philox import column_words, halves_of, shift_of
-from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.philox import halves_of, shift_of
 from brevact.cpu_kernels.ranges import range_keys
-from brevact.cpu_kernels.rounding import is_spread, round_narrow, round_wide, shift_to_levels
+from brevact.cpu_kernels.rounding import is_spread, shift_to_levels, write_codes
 from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends
@@ -116,17 +115,14 @@ def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
 @inlined
 def _steps_of_segments(x, first, count, scale, minimum, table, steps):
     """Positions on the grid of elements first to first + count, with the stored metadata of their groups."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     levels = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
-        if inner == 1:
-            run = min(groups - group, count - e)
+        group, run = run_of(first + e, count - e, table)
+        if load(table, INNER) == 1:
             _to_steps_of_each(advance(x, e), run, group, scale, minimum, levels, table, advance(steps, e))
         else:
-            run = min(inner - (first + e) % inner, count - e)
             s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)
             _to_steps_of_group(advance(x, e), run, m, s, levels, advance(steps, e))
             if m < np.float32(0.0) and shows_errors(table):
@@ -144,18 +140,17 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
     fused, dithered = load(table, FUSED) != 0, load(table, ROUNDING) == DITHERED
     stochastic, uneven = load(table, ROUNDING) == STOCHASTIC, load(table, UNEVEN) != 0
-    k0, k1 = halves_of(seed)
+    k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
     mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
-    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    low, high = u32_scratch(columns), u32_scratch(columns)
+    random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    joined = u32_scratch(columns), u32_scratch(columns)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        columns = (count + 7) // 8
         x = stage_rows(source, first, count, steps if norm_at else scratch, table)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
             normalize_elements(x, first, count, norm_at, mean_of, scale_of, scratch)
@@ -192,7 +187,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 if dithered:
                     if not flagged and not zero and is_spread(at, run):
                         group = (first + e) // inner
-                        shift = shift_of(group, k0, k1)
+                        shift = shift_of(group, k[0], k[1])
                         shift_to_levels(at, run, shift, np.float32(top))
                         store_shifted(m, s, shift, group, minimum, table)
                     else:
@@ -200,17 +195,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 e += run
         else:
             _steps_of_segments(x, first, count, scale, minimum, table, steps)
-        for e in range(count, 8 * columns):
-            store(steps, e, np.float32(0.0))
-        if stochastic:
-            column_words(first // 8, columns, k0, k1, w0, w1, w2, w3)
-        out = advance(u8_at(codes), first // 8 * bit_width)
-        if bit_width < 8:
-            round_narrow(steps, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
-            words_to_bytes(low, high, columns, bit_width, out)
-        else:
-            round_wide(steps, columns, top, stochastic, w0, w1, w2, w3, wide)
-            codes_to_bytes(wide, columns, bit_width, out)
+        write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:

@@ -10,7 +10,6 @@ from brevact.cpu_kernels.floats import stage
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
-    GROUPS,
     INNER,
     KIND,
     NEAREST,
@@ -20,10 +19,10 @@ from brevact.cpu_kernels.groups import (
     count_missing,
     is_finite,
     is_flagged,
+    run_of,
 )
-from brevact.cpu_kernels.levels import place, place_each
+from brevact.cpu_kernels.levels import place
 from brevact.cpu_kernels.memory import (
-    advance,
     as_u32,
     f32_at,
     f32_scratch,
@@ -35,9 +34,8 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.philox import column_words, halves_of
-from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
-from brevact.cpu_kernels.rounding import round_narrow, round_wide
+from brevact.cpu_kernels.philox import halves_of
+from brevact.cpu_kernels.rounding import write_codes
 from brevact.cpu_kernels.tables import affine_rows, grid_table
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import Geometry, Grid
@@ -46,17 +44,14 @@ from brevact.geometry import Geometry, Grid
 @inlined
 def affine(x, first, count, offset, factor, table, z):
     """z = (x - offset) * |factor| of each element's group, for elements first to first + count."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    offsets, factors = f32_at(offset), f32_at(factor)
+    inner, offsets, factors = load(table, INNER), f32_at(offset), f32_at(factor)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
+        group, run = run_of(first + e, count - e, table)
         if inner == 1:
-            run = min(groups - group, count - e)
             for g in range(run):
                 store(z, e + g, (load(x, e + g) - load(offsets, group + g)) * abs(load(factors, group + g)))
         else:
-            run = min(inner - (first + e) % inner, count - e)
             m, s = load(offsets, group), abs(load(factors, group))
             for g in range(e, e + run):
                 store(z, g, (load(x, g) - m) * s)
@@ -64,41 +59,19 @@ def affine(x, first, count, offset, factor, table, z):
 
 
 @inlined
-def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, table, t, scratch):
-    """Positions on the one row of levels, or each group's own."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    e = 0
-    while e < count:
-        group, run = np.int64(0), count
-        if rows > 1:
-            group = (first + e) // inner % groups
-            run = min(groups - group, count - e) if inner == 1 else min(inner - (first + e) % inner, count - e)
-        row, row_steps = advance(levels, group * size), advance(steps, group * (size - 1))
-        if rows > 1 and inner == 1:
-            place_each(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
-        else:
-            place(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
-        e += run
-
-
-@inlined
 def _keep_below(first, count, inverse, most, table, t):
     """Positions of at most `most` in flagged groups."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    inverses = f32_at(inverse)
+    inner, inverses = load(table, INNER), f32_at(inverse)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
+        group, run = run_of(first + e, count - e, table)
         if inner == 1:
-            run = min(groups - group, count - e)
             for g in range(e, e + run):
                 limit = most if is_flagged(load(inverses, group + g - e)) else np.float32(np.inf)
                 store(t, g, min(load(t, g), limit))
-        else:
-            run = min(inner - (first + e) % inner, count - e)
-            if is_flagged(load(inverses, group)):
-                for g in range(e, e + run):
-                    store(t, g, min(load(t, g), most))
+        elif is_flagged(load(inverses, group)):
+            for g in range(e, e + run):
+                store(t, g, min(load(t, g), most))
         e += run
 
 
@@ -112,57 +85,46 @@ def _mark(x, count, top, t):
 
 
 @kernel
-def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, rows, marks, seed, table_at, start, stop):
+def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, marks, seed, table_at, start, stop):
     """Quantize blocks start to stop to codes of levels.
 
-    There are `rows` rows of `size` levels (1, or one a group), and of `steps`: bounds, or inverse gaps for stochastic
-    rounding. `inverse` is 0 where there is none, and then `offset`, too. `marks` is 1 if elements that are not finite
-    take the last code.
+    There are `size` levels, and one `steps` less: bounds, or inverse gaps for stochastic rounding. `inverse` is 0 where
+    there is none, and then `offset`, too. `marks` is 1 if elements that are not finite take the last code.
     """
     table = i64_at(table_at)
     numel, bit_width, block = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK)
     stochastic = load(table, ROUNDING) == STOCHASTIC
-    k0, k1 = halves_of(seed)
+    k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     t, fractions, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block), f32_scratch(block)
     wide = as_u32(scratch)
     columns = block // 8
-    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    low, high = u32_scratch(columns), u32_scratch(columns)
+    random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    joined = u32_scratch(columns), u32_scratch(columns)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        columns = (count + 7) // 8
         z = x = stage(source, load(table, KIND), first, count, scratch)
         if inverse:
             affine(z, first, count, offset, inverse, table, values)
             z = values
-        _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t, fractions)
+        place(z, count, f32_at(levels), f32_at(steps), size, stochastic, t, fractions)
         if marks and inverse:
             _keep_below(first, count, inverse, np.float32(size - 2), table, t)
         if marks:
             _mark(x, count, np.float32(top), t)
-        for e in range(count, 8 * columns):
-            store(t, e, np.float32(0.0))
-        if stochastic:
-            column_words(first // 8, columns, k0, k1, w0, w1, w2, w3)
-        out = advance(u8_at(codes), first // 8 * bit_width)
-        if bit_width < 8:
-            round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
-            words_to_bytes(low, high, columns, bit_width, out)
-        else:
-            round_wide(t, columns, top, stochastic, w0, w1, w2, w3, wide)
-            codes_to_bytes(wide, columns, bit_width, out)
+        write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """See the reference."""
+    """The kernel reads one row of levels."""
+    if grid.levels.shape[0] > 1:
+        return NotImplemented
     stochastic = seed is not None
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
     affine = affine_rows(grid.offset, grid.inverse)  # in a name, so that its memory lives on
     addresses = (0, 0) if affine is None else (affine[0].data_ptr(), affine[1].data_ptr())
     table = grid_table(geometry, flat.dtype, STOCHASTIC if stochastic else NEAREST)
-    rows = levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0]
-    key = 0 if seed is None else int(seed)
-    arguments = (flat.data_ptr(), codes.data_ptr(), *addresses, *rows, grid.marks, key, table.address)
+    row, key = (levels.data_ptr(), steps.data_ptr(), levels.shape[1]), 0 if seed is None else int(seed)
+    arguments = (flat.data_ptr(), codes.data_ptr(), *addresses, *row, grid.marks, key, table.address)
     share(quantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())

@@ -21,6 +21,7 @@ from brevact.cpu_kernels.groups import (
     extend_finite,
     has_zero,
     key_of,
+    run_of,
     stage_rows,
 )
 from brevact.cpu_kernels.memory import advance, as_i32, f32_scratch, i32_at, i64_at, inlined, kernel, load, store
@@ -32,19 +33,18 @@ from brevact.geometry import Geometry, ranges_of_keys
 @inlined
 def _extend(x, first, count, lows, highs, missing, finite, table):
     """Widen the key ranges of all groups by elements first to first + count; see `extend_ranges`."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
+    inner = load(table, INNER)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
+        group, run = run_of(first + e, count - e, table)
         low, high = advance(lows, group), advance(highs, group)
         if inner == 1 and not finite:
-            run = min(groups - group, count - e)
             bits = as_i32(advance(x, e))
             for g in range(run):
                 store(low, g, min(load(low, g), key_of(load(bits, g))))
                 store(high, g, max(load(high, g), key_of(load(bits, g))))
         else:
-            run = min(inner - (first + e) % inner, count - e)
+            run = 1 if inner == 1 else run
             if finite:
                 low_key, high_key = extend_finite(advance(x, e), run, load(low, 0), load(high, 0))
                 store(missing, group, np.int32(load(missing, group) + count_missing(advance(x, e), run)))
@@ -58,17 +58,14 @@ def _extend(x, first, count, lows, highs, missing, finite, table):
 @inlined
 def _mark_zeros(x, first, count, zeros, table):
     """Set the marks of the groups that elements first to first + count which are 0 belong to."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
+        group, run = run_of(first + e, count - e, table)
         zero = advance(zeros, group)
-        if inner == 1:
-            run = min(groups - group, count - e)
+        if load(table, INNER) == 1:
             for g in range(run):
                 store(zero, g, np.int32(load(zero, g) | np.int32(load(x, e + g) == np.float32(0.0))))
         else:
-            run = min(inner - (first + e) % inner, count - e)
             store(zero, 0, np.int32(load(zero, 0) | np.int32(has_zero(advance(x, e), run))))
         e += run
 

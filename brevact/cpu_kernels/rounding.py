@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from brevact.cpu_kernels.memory import advance, inlined, load, rint, store
+from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 
 _LEAST_SPREAD, _MOST_ALIKE = np.int64(8192), np.int64(6)
 
@@ -110,3 +112,23 @@ def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
                 threshold = np.int64(rint((load(plane, j) - floor) * np.float32(65536.0)))
                 code = np.int64(floor) + ((threshold + _low_half(np.uint32(load(word, j) >> shift))) >> 16)
                 store(out, j, np.uint32(min(code, top)))
+
+
+@inlined
+def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, codes):
+    """Round the positions of elements first to first + count, a block, and write the bytes of their codes.
+
+    Scratch: `random` and `joined` for a word per column each, `wide` for a word per element.
+    """
+    columns = (count + 7) // 8
+    for e in range(count, 8 * columns):
+        store(t, e, np.float32(0.0))
+    if stochastic:
+        column_words(first // 8, columns, k[0], k[1], *random)
+    out = advance(codes, first // 8 * bit_width)
+    if bit_width < 8:
+        round_narrow(t, columns, bit_width, stochastic, *random, *joined)
+        words_to_bytes(*joined, columns, bit_width, out)
+    else:
+        round_wide(t, columns, (np.int64(1) << bit_width) - 1, stochastic, *random, wide)
+        codes_to_bytes(wide, columns, bit_width, out)

@@ -68,17 +68,24 @@ def test_bits_are_those_of_torch(values: str):
         check_bits(x, arguments(x, (15, 0, 3, 12, 13, 1)[index % 6]), (0.3, 0.0, 1.0, -2.0)[index % 4])
 
 
-@needs_same_bits
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite(bad: float):
+def _with(bad: float) -> Tensor:
     x = torch.randn(4, 6, 5, 5)
     x[1, 2, 3, 3] = bad
-    check_bits(x, arguments(x, 15))
+    return x
 
 
 @needs_same_bits
-def test_strides_of_a_single_sample_do_not_matter():
-    x = torch.randn(6 * 25).as_strided((1, 6, 5, 5), (7, 25, 5, 1))
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda bad=bad: _with(bad) for bad in (torch.nan, torch.inf, -torch.inf)),
+        lambda: torch.randn(6 * 25).as_strided((1, 6, 5, 5), (7, 25, 5, 1)),
+        lambda: torch.randn(4 * 35).as_strided((4, 5, 7, 1), (35, 7, 1, 5)),
+    ],
+    ids=["nan", "inf", "-inf", "strides of a single sample", "strides of single elements"],
+)
+def test_bits_of_unusual_tensors(make):
+    x = make()
     check_bits(x, arguments(x, 15))
 
 
@@ -141,21 +148,11 @@ def test_other_parameters_are_left_to_torch(place: int):
         assert kernels.batch_norm(x, *given, 0.1, 1e-5, True) is NotImplemented
 
 
-def test_torch_runs_where_its_bits_are_others(monkeypatch):
-    monkeypatch.setattr(kernels, "gives_bits_of_torch", lambda: False)
-    assert kernels.batch_norm(torch.randn(4, 6, 5, 5), None, None, None, None, 0.1, 1e-5, True) is NotImplemented
-
-
 @pytest.mark.parametrize(
     ("momentum", "eps"), [(torch.tensor(0.1), 1e-5), (1, 1e-5), (None, 1e-5), (0.1, 0.0), (0.1, 0)]
 )
 def test_other_numbers_are_left_to_torch(momentum, eps):
     assert kernels.batch_norm(torch.randn(4, 6, 5, 5), *[None] * 4, momentum, eps, True) is NotImplemented
-
-
-@needs_same_bits
-def test_strides_of_dimensions_of_one_element():
-    check_bits(torch.randn(4 * 35).as_strided((4, 5, 7, 1), (35, 7, 1, 5)), (None,) * 4)
 
 
 def test_the_kernel_runs_where_the_sums_of_torch_are_known():
@@ -194,11 +191,7 @@ def test_subnormal_numbers_that_count_as_zero_on_one_thread_alone():
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
-def test_a_network_in_training_goes_forward_as_without_a_region(momentum, monkeypatch):
-    taken, run = [], kernels._run
-    monkeypatch.setattr(kernels, "_run", lambda *args: taken.append(args[0].shape) or run(*args))
-    kernels.gives_bits_of_torch()
-    taken.clear()
+def test_a_network_in_training_goes_forward_as_without_a_region(momentum):
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(40, momentum=momentum)
     model = nn.Sequential(nn.Conv2d(3, 40, 3), norm, nn.SiLU(), nn.Conv2d(40, 4, 1))
@@ -212,4 +205,3 @@ def test_a_network_in_training_goes_forward_as_without_a_region(momentum, monkey
         found.append((out.detach(), *(value.clone() for value in model.state_dict().values())))
     for plain, packed in zip(*found, strict=True):
         assert torch.equal(plain, packed)
-    assert taken == [(8, 40, 10, 10)] * kernels.gives_bits_of_torch()

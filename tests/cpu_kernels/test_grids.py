@@ -58,22 +58,21 @@ def _check(case: GridCase) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("bit_width", range(1, 11))
+@pytest.mark.parametrize("bit_width", range(1, 9))
 def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None, dtype: torch.dtype):
     torch.manual_seed(bit_width)
     geometry = buckets(1095, bit_width, 200)
-    for rows_by_group in (False, True):
-        for size in {2, (1 << bit_width) - 1, 1 << bit_width} - {1}:
-            grid = random_grid(geometry.groups, size, rows_by_group=rows_by_group)
-            x = values_around(grid, geometry.numel, dtype)
-            _check(GridCase(x, geometry, grid, seed, multiply=rows_by_group))
+    for size in {2, (1 << bit_width) - 1, 1 << bit_width} - {1}:
+        grid = random_grid(geometry.groups, size)
+        x = values_around(grid, geometry.numel, dtype)
+        _check(GridCase(x, geometry, grid, seed, multiply=size > 2))
 
 
 @pytest.mark.parametrize("geometry", DIVISIONS, ids=str)
 def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry):
     torch.manual_seed(geometry.numel)
-    names = ("rows_by_group", "has_bounds", "has_offset", "has_scale", "marks")
-    for flags in range(32):
+    names = ("has_bounds", "has_offset", "has_scale", "marks")
+    for flags in range(16):
         grid = random_grid(geometry.groups, 8, **{name: bool(flags >> i & 1) for i, name in enumerate(names)})
         x = values_around(grid, geometry.numel, DTYPES[flags % 4])
         for seed in (None, SEED):
@@ -83,14 +82,16 @@ def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=grid_cases(DTYPES, 6000))
 def test_quantize_grid_bytes_of_any_tensor(case: GridCase):
-    _check(case)
+    if case.grid.levels.shape[0] == 1 and case.geometry.bit_width <= 8:
+        _check(case)
+    else:  # the reference runs
+        assert launch.dequantize_grid(torch.empty(0), case.geometry, case.grid, None, case.x) is NotImplemented
 
 
-@pytest.mark.parametrize("rows_by_group", [False, True])
 @pytest.mark.parametrize("geometry", [buckets(200_001, 4, 4096), channels(50, 100, 40, 4), channels(2000, 100, 1, 4)])
-def test_quantize_grid_bytes_on_several_threads(geometry: Geometry, rows_by_group: bool):
+def test_quantize_grid_bytes_on_several_threads(geometry: Geometry):
     torch.manual_seed(0)
-    grid = random_grid(geometry.groups, 16, rows_by_group=rows_by_group)
+    grid = random_grid(geometry.groups, 16)
     x = values_around(grid, geometry.numel, torch.float32)
     _check(GridCase(x, geometry, grid, SEED, multiply=False))
 
@@ -141,13 +142,11 @@ def test_quantize_grid_blocks_far_into_a_tensor(first_block: int, bit_width: int
     steps, inverse = grid.steps(stochastic=True), grid.inverse
     codes, target = _filled(64 * bit_width, torch.uint8), _filled(512, torch.float32)
     codes_at, offset_at = codes.data_ptr() - first // 8 * bit_width, grid.offset.data_ptr() - 4 * first_block
-    levels_at = grid.levels.data_ptr() - 4 * size * first_block
-    steps_at = steps.data_ptr() - 4 * (size - 1) * first_block
     inverse_at, scale_at = inverse.data_ptr() - 4 * first_block, grid.scale.data_ptr() - 4 * first_block
-    rows, blocks = (size, first_block + 1), (table.address, first_block, first_block + 1)
+    blocks, levels_at = (table.address, first_block, first_block + 1), grid.levels.data_ptr()
     x_at, target_at = x.data_ptr() - 4 * first, target.data_ptr() - 4 * first
-    quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, 0, seed, *blocks)
-    dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, 0, target_at, *blocks)
+    quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps.data_ptr(), size, 0, seed, *blocks)
+    dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, size, 0, 0, target_at, *blocks)
     z = (x - grid.offset) * inverse
     t = kernel_ops.positions(z, grid.levels, steps, stochastic=True)
     bits = column_bits(torch.arange(first // 8, first // 8 + 64), torch.tensor(seed)).flatten()
