@@ -78,9 +78,7 @@ class NormInput(NamedTuple):
         return (x, *seeds, *self.statistics), decoder
 
 
-def output_of(
-    norm: Norm | RowScale, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Saved | None:
+def output_of(norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
     """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):

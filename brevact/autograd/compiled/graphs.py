@@ -172,8 +172,9 @@ def _is_number(value: Any) -> bool:
 def _is_marked(node: fx.Node) -> bool:
     """Whether regions track which tensors of this type are weights."""
     value = node.meta.get("example_value")
-    is_tensor = isinstance(value, Tensor)
-    return is_tensor and (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    if not isinstance(value, Tensor):
+        return False
+    return value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
 
 
 def _function_of(node: fx.Node) -> Any:

@@ -46,8 +46,11 @@ _NAMES = {"self": "input", "x": "input", "ch_axis": "axis"}
 
 def _quantized(names: tuple[str, ...], region: EagerKeeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run torch's op, whose mask the hooks save in bits, and register its integers."""
-    given = dict(zip(names, args, strict=False)) | {_NAMES.get(name, name): x for name, x in kwargs.items()}
-    input, low, high, zero_point = (given.get(name) for name in ("input", "quant_min", "quant_max", "zero_point"))
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | {
+        _NAMES.get(name, name): x for name, x in kwargs.items()
+    }
+    input: Any = given.get("input")
+    low, high, zero_point = (given.get(name) for name in ("quant_min", "quant_max", "zero_point"))
     if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
     if is_traced(input) or input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):

@@ -74,7 +74,7 @@ class _Normalization(Saving):
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
         if norm.packing is not None and _packs_anew(region, input):
             out, kept, given = _run_planned(region, norm, input, weight, bias)
-        elif is_frozen and region.settings.quantizes_forward:
+        elif isinstance(norm, Frozen) and region.settings.quantizes_forward:
             out, kept, given, mark = _run_frozen(region, norm, input, x, w, b)
         elif norm.has_mean and not is_frozen and region.settings.for_normalized is not None:
             out, kept, given = _run_levels(region, norm, input, x, w, b)
@@ -130,14 +130,15 @@ def _run_planned(
     spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
-    given = input, weight, bias, *norm.running, norm.momentum, norm.eps
+    given: tuple[Any, ...] = input, weight, bias, *norm.running, norm.momentum, norm.eps
     kernels = cpu_kernels() if input.is_cpu else None
-    found = NotImplemented
+    found: Any = NotImplemented
     if kernels is not None:
         found = kernels.packed_batch_norm(*given, uniform, seed, place, buffer)
     if found is NotImplemented:
-        found = (batch_norm.reference if kernels is None else batch_norm)(*given, norm.cudnn_enabled)
-        kernel_ops.quantize_normalized(input, uniform, seed, *found[1:], place, buffer)
+        run: Any = batch_norm.reference if kernels is None else batch_norm
+        found = run(*given, norm.cudnn_enabled)
+        kernel_ops.quantize_normalized(input, uniform, seed, found[1], found[2], place, buffer)
     out, mean, invstd = found
     of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
