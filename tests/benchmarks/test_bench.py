@@ -57,8 +57,8 @@ def test_main_appends_rows_of_fresh_processes(tmp_path: Path):
         plain, packed = csv.DictReader(file)
     assert list(plain)[2:-7] == list(FIGURES) and plain["commit"] == packed["commit"]
     assert [plain["policy"], packed["policy"]] == ["plain", "DEFAULT"]
-    for column in ("kept_mib", "peak_mib"):
-        assert 0 < float(packed[column]) < float(plain[column]) / 2
+    assert 0 < float(packed["kept_mib"]) < float(plain["kept_mib"]) / 12
+    assert 0 < float(packed["peak_mib"]) < float(plain["peak_mib"])  # gradients are part of it
 
 
 @pytest.mark.parametrize(
