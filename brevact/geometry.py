@@ -21,6 +21,9 @@ SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 """Far values of uneven buckets with codes of their own, exact; others keep 16 significant bits."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
+LANES = 16
+"""Elements that CPU kernels fill at once."""
+
 MOST_DIMS = 4
 """Maximum dimensions of a tensor that kernels read by its strides."""
 

@@ -53,7 +53,7 @@ def main(workers: str, *tasks: str) -> None:
             objects = pool.map(_object_of_task, tasks, chunksize=1)
     else:
         objects = list(map(_object_of_task, tasks))
-    out.buffer.write(pickle.dumps(objects))  # type: ignore[attr-defined]
+    out.buffer.write(pickle.dumps(objects))
     out.flush()
 
 

@@ -308,8 +308,9 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                     store(steps, e, load(x, e) / load(scales, e))
                 settle(steps, kind, count)
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
-            settle(first_terms, kind, count)
-            settle(second_terms, kind, count)
+            if load(words, PARTS):  # elsewhere they are rounded as they are written
+                settle(first_terms, kind, count)
+                settle(second_terms, kind, count)
         _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
     if load(words, TOTALS):
         blocks = (numel + BLOCK - 1) // BLOCK

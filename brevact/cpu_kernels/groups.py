@@ -238,8 +238,10 @@ def shows_errors(table):
 def run_of(element, count, table):
     """The group of an element, and how many of `count` elements from it on lie in that group, or one in each group."""
     inner, groups = load(table, INNER), load(table, GROUPS)
-    group = element // inner % groups
-    return group, min(groups - group if inner == 1 else inner - element % inner, count)
+    if inner == 1:
+        group = element % groups
+        return group, min(groups - group, count)
+    return element // inner % groups, min(inner - element % inner, count)
 
 
 @inlined

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from brevact.cpu_kernels.lanes import declared
 from brevact.cpu_kernels.lanes import lanes as lanes
 from brevact.cpu_kernels.lanes import look_up_lanes as look_up_lanes
-from brevact.cpu_kernels.memory import LANES as LANES
+from brevact.geometry import LANES
 
 F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
 I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)

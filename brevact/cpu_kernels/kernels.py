@@ -222,9 +222,16 @@ def _held(folder: Path | None) -> Iterator[None]:
 _START = """
 import sys
 sys.path[:] = sys.argv[1].splitlines()  # first of all: the current folder may have a file of a module's name
-from unittest.mock import MagicMock
-sys.modules["brevact"] = MagicMock(__path__=[sys.argv[2]], __spec__=None)  # without what its __init__ imports
-sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = MagicMock()  # launchers use it, kernels do not
+import types
+class Names(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, Names(name))
+        return vars(self)[name]
+sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
+sys.modules["brevact"].__path__ = [sys.argv[2]]
+sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = Names("torch")  # kernels do not use it
 from brevact.cpu_kernels.compiler import main
 main(*sys.argv[3:])
 """

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 from brevact.cpu_kernels.kernels import Kernel
 
-LANES = 16
-"""Elements that `intrinsics.fill_lanes` writes."""
-
 if TYPE_CHECKING:
     from brevact.cpu_kernels.intrinsics import *  # noqa: F403
 else:

@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import limited
-from brevact.cpu_kernels.memory import LANES, advance, f32_at, fill_lanes, i64_at, inlined, load, store
-from brevact.geometry import Place
+from brevact.cpu_kernels.memory import advance, f32_at, fill_lanes, i64_at, inlined, load, store
+from brevact.geometry import LANES, Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
