@@ -214,7 +214,7 @@ class OutputDecoder(Decoder):
     def decode_in_one_pass(
         self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
     ) -> Tensor | None:
-        """Return (output + addend) * mask (packed, in the output's order) in one pass, or None."""
+        """Return (output + addend) * mask (packed, in the output's order), or None; ``overwrites``: into ``addend``."""
         if self.plan is not None and (addend is None or self.plan.matches(addend)):
             shift = tensors[2] if self.has[1] else None
             return self.plan.decode_affine(tensors[0], tensors[1], shift, addend, mask, overwrites=overwrites)

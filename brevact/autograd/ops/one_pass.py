@@ -68,7 +68,8 @@ class OnePass(NamedTuple):
     ) -> Quantized | None:
         """Quantize and pack the tensors that the gradient needs; None if a NaN has no code.
 
-        ``x`` may be the input or output of a ReLU, whose output ``values`` receives. ``residual_of`` packs rounding errors.
+        ``x`` may be the input or output of a ReLU, whose output ``values`` receives. ``residual_of`` packs
+        rounding errors.
         """
         plan, layout = self.plan, self.layout
         strided = None if self._is_dense(x) or plan.bit_width > 8 else self._strided(x)
