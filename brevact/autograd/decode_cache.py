@@ -29,7 +29,7 @@ Decode = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class Cache(threading.local):
-    """This thread's decoded tensors, each held while its owner is; at most ``most`` elements, or one tensor for 0."""
+    """This thread's decoded tensors, held while its owner lives; at most ``most`` elements, or one tensor if 0."""
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0

@@ -102,7 +102,7 @@ class _Expressions:
 
 
 def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
-    """Return the ids of packed tensors that a saved form reads; a recomputed layer is one without ``enters_layers``."""
+    """Return ids of packed tensors that a saved form reads; not ``enters_layers``: a recomputed layer is one."""
     tensors, decoder = kept
     if decoder.quality.is_exact:
         return set()

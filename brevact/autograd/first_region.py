@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def when_imported(module: str, name: str, function: Callable[[], None]) -> None:
-    """Run a function once, before the first region that packs after ``module``, with its attribute ``name``, exists."""
+    """Run a function once, before the first packing region after ``module`` is imported and has attribute ``name``."""
     waiting_for[module] = name, function
 
 

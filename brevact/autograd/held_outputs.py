@@ -38,7 +38,7 @@ class _Output:
         self.task, self.lingers = task, lingers
 
     def find(self) -> Tensor | None:
-        """Return the output if it is unmodified, of this stream and backward pass: one that raised leaves others."""
+        """Return the output if it is unmodified, of this stream and backward pass: one that raised leaves its own."""
         is_same = self.task == current_graph_task() and self.values._version == self.version
         return self.values if is_same and self.stream == _stream_of(self.values) else None
 

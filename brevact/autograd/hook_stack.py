@@ -34,7 +34,7 @@ def checkpoints_around() -> tuple[Callable, ...]:
 
 
 class _Suspended(AbstractContextManager[None]):
-    """Suspends a region's hooks, for tensors of our Functions, and for ops with a gradient singular in theirs."""
+    """Suspends a region's hooks, for tensors of our Functions, and ops whose gradient is singular in theirs."""
 
     def __init__(self, pair: tuple[Callable, Callable]) -> None:
         self._pair = pair

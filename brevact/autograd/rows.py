@@ -152,7 +152,7 @@ def row_of(func: Callable) -> Op:
 
 @functools.lru_cache(maxsize=1024)
 def _row_of_operator(func: Callable) -> Op:
-    """Return a ``torch.ops`` operator's row: that of the function with its name; other libraries' save unpacked."""
+    """Return an operator's row (``torch.ops``): of the function with its name; others save unpacked without a rule."""
     namespace, plain = str(func).split(".")[:2]
     if namespace != "aten":
         name = operator_name(func)

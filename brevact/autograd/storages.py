@@ -30,7 +30,7 @@ _RECORD, _MADE = "_brevact_record", "_brevact_made"
 
 
 class Record:
-    """What is known of the values in a storage, which carries it: a reused address is never taken for the old storage.
+    """Facts on the values in a storage, which carries them: a reused address is never taken for the old storage.
 
     Attributes:
         known: the saved form of the tensor that fills the storage (``known_values``).

@@ -292,10 +292,9 @@ def _report_statistics(kept: Saved) -> None:
 
 
 def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return the packed form of ``x`` that an earlier op, outside checkpoints, saved; None if there is none.
+    """Return the packed form of ``x`` that an op outside checkpoints saved, if it is good enough for these settings.
 
-    It may be packed for other settings, if that is as good for a reader with these. ``root`` is the number of the root
-    region that reads ``x``, 0 for any.
+    ``root``: number of the root region that reads ``x``, 0 for any.
     """
     if x.layout is not torch.strided or x.is_nested:
         return None

@@ -135,7 +135,7 @@ InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class _Blank(Decoder):
-    """Decoder of a tensor of which gradients read the sizes alone: uninitialized memory, for which nothing is saved."""
+    """Decoder of a tensor whose sizes alone are read: uninitialized memory, for which nothing is saved."""
 
     shape: torch.Size
     stride: tuple[int, ...]

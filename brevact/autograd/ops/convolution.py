@@ -92,7 +92,10 @@ class _Convolution(Saving):
 def _sample_by_sample(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of weight and bias first: only they need the input. ATen copies the samples of a call."""
+    """Compute the gradients of weight and bias first: only they need the decoded input.
+
+    Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
+    """
     shape, _, dtype = ctx.input_like
     step = samples_of_call(shape)
     if weight.numel() > step * math.prod(shape[1:]):

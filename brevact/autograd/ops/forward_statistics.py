@@ -71,7 +71,7 @@ def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weig
 def absolute_percentile(
     region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
-    """Percentile of magnitudes, as ``AbsPercentile``; ``values``: the output of a ReLU on ``x``, if that counts."""
+    """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient. ``values``: ReLU of ``x``."""
     storage_report.report_op(absolute_percentile)
     with DisableTorchFunction(), region.hooks.suspended:
         flat = x.view(-1) if dim is None else x.reshape(-1)

@@ -50,7 +50,7 @@ def stores_nothing(func: Callable, args: tuple) -> bool:
 
 
 def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
-    """Forget values in memory that a function exposes; not for torch and this package, which count versions."""
+    """Forget values in memory that a function exposes, except to torch and this package, which count versions."""
     is_address = func in _ADDRESSES
     if is_address and caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "brevact"):
         return
