@@ -32,7 +32,6 @@ running = _Running()
 
 
 def is_alive(frame: FrameType | None) -> bool:
-    """Return whether the last forward that entered a region still runs below ``frame``."""
     if not running.forwards:
         return True
     last = running.forwards[-1][2]

@@ -45,10 +45,7 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
 
 
 class BoundCall(NamedTuple):
-    """A call with its constants, as a function of the tensors at the leaves ``Tensor``.
-
-    ``spec`` is the structure of the leaves, or the names of the last ones, if all are arguments.
-    """
+    """A call with its constants; ``spec``: the structure of leaves, or the last ones' names if all are arguments."""
 
     function: Callable[..., Tensor]
     leaves: tuple[Any, ...]
@@ -114,7 +111,6 @@ _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 @functools.cache
 def _operands_of(func: Callable) -> tuple[str, ...]:
-    """Return the names of a torch function's leading operands."""
     overrides = get_testing_overrides()
     known = overrides.get(func)
     if known is None:  # in-place variants, except Python functions
@@ -126,11 +122,7 @@ def _operands_of(func: Callable) -> tuple[str, ...]:
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a torch function's arguments with its operands moved from keywords to their positions.
-
-    Counterparts and rules read operands by position. Deprecated overloads, which have a number before or between
-    operands, are unchanged.
-    """
+    """Move a torch function's operands from keywords to positions, except in deprecated overloads."""
     names = _operands_of(func)
     if not names or not all(isinstance(x, Tensor) for x in args):
         return args, kwargs

@@ -88,12 +88,7 @@ def keep_ends(
 ) -> Tensor:
     """Save the first bits of packed codes until another op saves the codes; return the token for autograd to save.
 
-    Args:
-        codes: packed codes of the quantizer's output, (n * bit_width / 8,) uint8, which ops that save it save.
-        bit_width: one of ``BIT_WIDTHS``.
-        nbytes: bytes of that output.
-        outer: the saved-tensor hooks in force, or None.
-        floor: lowest code, 0-d: of elements that a preceding ReLU zeroed; None for 0.
+    ``nbytes``: of the quantizer's output. ``floor``: lowest code, 0-d, of elements that a ReLU zeroed; None for 0.
     """
     stored, decoder = SavedByHook(), _Codes(bit_width, nbytes, floor)
     kept = ((first_bits if floor is None else bits_of_last)(codes, bit_width),), decoder

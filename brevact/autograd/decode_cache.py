@@ -29,10 +29,7 @@ Decode = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class Cache(threading.local):
-    """Tensors that this thread has decoded, each held as long as its owner: its codes' storage, or its decoder.
-
-    All are dropped if another would exceed ``most`` elements between two clearances; with 0, one tensor is held.
-    """
+    """This thread's decoded tensors, held while its owner lives; at most ``most`` elements, or one tensor if 0."""
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0

@@ -133,10 +133,7 @@ def _bytes_of(layout: Layout) -> int:
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if its strides leave gaps, so that decoding allocates only its elements.
-
-    Expanded dimensions stay expanded: only distinct elements are stored.
-    """
+    """Return ``x``, or a copy if its strides leave gaps; expanded dimensions stay expanded."""
     if x.is_contiguous():
         return x
     expected = 1
@@ -165,15 +162,12 @@ def pairs_of(x: Tensor) -> Tensor:
 
 
 def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
-    """Invert :func:`pairs_of`."""
     x = torch.view_as_complex(pairs)
     return x.conj() if is_conjugate else x
 
 
 @dataclass(frozen=True, slots=True)
 class _Places(Decoder):
-    """Decodes integers from a smaller dtype, and expands their dimensions again."""
-
     dtype: torch.dtype
     shape: torch.Size
     lasts = allows_double_backward = True
@@ -187,8 +181,6 @@ class _Places(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class Mapped(PassesOn):
-    """Decodes another decoder's tensor, and views or reorders it."""
-
     function: PointFunction
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -211,15 +203,11 @@ decoder_of_places = one_object_each(_Places)
 
 
 class SavedByHook:
-    """Result of a pack hook: handles of the saved tensors, and their decoder.
-
-    For an unpacked tensor, without hooks around the region, the pack hook returns the tensor and its version instead.
-    """
+    """Result of a pack hook; without hooks around the region, (tensor, version) replaces it for unpacked tensors."""
 
     __slots__ = ("__weakref__", "decoder", "handles", "unpack", "versions")
 
     def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
-        """Store a saved form, through the hooks around the region if there are any."""
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None

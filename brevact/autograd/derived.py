@@ -53,17 +53,13 @@ MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression under construction, with each source once.
-
-    Operands overlap if they read the same packed tensor, with ``enters_layers`` also through recomputed layers.
-    """
+    """Operands of an expression; those that read one packed tensor overlap (``enters_layers``: also through layers)."""
 
     def __init__(self, enters_layers: bool) -> None:
         self._enters_layers = enters_layers
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self.quality = EXACT
-        #: Whether two operands read the same packed tensor.
         self.overlap = False
         self._roots: set[int] = set()  # ids of packed tensors
         self.packed: set[int] = set()  # a recomputed layer counts by its token, not by its sources
@@ -73,7 +69,6 @@ class _Expressions:
         self.are_scaled = True
 
     def add(self, kept: Saved) -> Call | int:
-        """Add an operand and return its expression."""
         tensors, decoder = kept
         if isinstance(decoder, View) and decoder.decoder.input_of(tensors) is None:
             whole = self.add((tensors, decoder.decoder))
@@ -107,10 +102,7 @@ class _Expressions:
 
 
 def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
-    """Return the ids of the packed tensors that a saved form is computed from.
-
-    Without ``enters_layers`` a recomputed layer's output counts as one: it is held for its readers.
-    """
+    """Return ids of packed tensors that a saved form reads; not ``enters_layers``: a recomputed layer is one."""
     tensors, decoder = kept
     if decoder.quality.is_exact:
         return set()
@@ -135,7 +127,6 @@ class Derivation(NamedTuple):
     small: tuple[int, ...]
 
     def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return the result's saved form for the operands' tensors."""
         return tuple([tensors[place] for place in self.picks]), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
@@ -244,15 +235,11 @@ def _derive_anew(
 
 
 def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
-    """Whether each expression is pointwise in one source."""
     return all(isinstance(x, int) or x.only >= 0 for x in expressions)
 
 
 def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tensor, **properties: bool) -> Saved | None:
-    """Return the saved form of a function of saved tensors; None if it depends on too many.
-
-    The result has the sizes, strides and dtype of ``like``. ``properties`` are those of :class:`DerivationRule`.
-    """
+    """Return the saved form of a function of saved tensors, laid out like ``like``; None if it depends on too many."""
     tensors, found = derivation(DerivationRule(function, **properties), operands, like)
     return None if found is None else found.bind(tensors)
 
@@ -260,7 +247,6 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 def derive_output(
     region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Record that a norm's output derives from its input, if that is packed or recomputed."""
     if kept is None or not region.settings.derives:
         return
     known = output_of(input.norm, kept, out, weight, bias)
@@ -350,10 +336,7 @@ class Kind(Enum):
 
 
 def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
-    """Return a tracked call's arguments with their saved forms; None if a large argument has none.
-
-    Call it before the function, which may overwrite its arguments.
-    """
+    """Return a call's arguments with their saved forms, before it overwrites them; None if a large one has none."""
     if not tensors or not region.settings.derives:
         return None
     largest = max([x.numel() for x in tensors])
@@ -367,10 +350,7 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Record the result of an op that moves elements of tensors that are all known losslessly, whatever the settings.
-
-    A view of an argument is known already.
-    """
+    """Record the result of an op that moves elements of tensors, all known losslessly, whatever the settings."""
     if type(result) is not Tensor or known_values.find(result) is not None:
         return
     operands = []

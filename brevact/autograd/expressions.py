@@ -31,12 +31,10 @@ class TensorFunction(Protocol):
 
 
 class Call(NamedTuple):
-    """An expression: a function of other expressions, or of sources by number.
+    """A function of other expressions, or of sources by number.
 
-    Args:
-        function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source's saved form.
-        operands: its arguments.
-        only: the source, if the expression is pointwise in a single source; -1 otherwise.
+    ``function`` returns a new tensor or a view; :class:`ByMask` takes a source's saved form. ``only``: the source, if
+    the expression is pointwise in a single source; -1 otherwise.
     """
 
     function: TensorFunction | ByMask
@@ -49,7 +47,6 @@ class Call(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether the expression contains a sum, as of residual blocks."""
         return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
     @property
@@ -58,13 +55,11 @@ class Call(NamedTuple):
         return [n for o in self.operands for n in (o.reads if isinstance(o, Call) else (o,))]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Evaluate a pointwise expression of one source, x."""
         assert not isinstance(self.function, ByMask)  # it is not a function of one element
         return self.function(*[operand(x) if isinstance(operand, Call) else x for operand in self.operands])
 
     @property
     def as_function(self) -> TensorFunction:
-        """A pointwise expression of one source as a function of one tensor."""
         is_plain = len(self.operands) == 1 and isinstance(self.operands[0], int)
         return self.function if is_plain and not isinstance(self.function, ByMask) else self
 
@@ -93,14 +88,8 @@ class ByMask(NamedTuple):
 class Derived(Decoder):
     """Decoder of a derived tensor; its tensors are the concatenation of its sources' tensors.
 
-    Args:
-        expression: computes the tensor; an integer for the source itself.
-        sources: each source's decoder and number of tensors.
-        shape: the tensor's shape.
-        stride: its strides; None for an expanded tensor, whose distinct elements may have any layout.
-        dtype: its dtype.
-        quality: its quality.
-        lasts: whether the next training step derives the tensor by the same object.
+    ``sources``: decoders and numbers of tensors. ``stride``: None for an expanded tensor, whose distinct elements may
+    have any layout. ``lasts``: whether the next training step derives the tensor by the same object.
     """
 
     expression: Call
@@ -116,7 +105,6 @@ class Derived(Decoder):
     #: Sources that the expression reads more than once, and those that recompute layers.
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
-    #: Whether the expression contains a sum, as of residual blocks.
     adds: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,7 +136,6 @@ class Derived(Decoder):
         return (min if self.adds else max)(counts, default=0)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
-        """Return each source's saved form."""
         parts, start = [], 0
         for decoder, count in self.sources:
             parts.append((tensors[start : start + count], decoder))
@@ -195,7 +182,6 @@ class _Reading(NamedTuple):
     early: frozenset[int]
 
     def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
-        """Decode a source, through a function if one is given."""
         if number in self.early:
             with not_held():
                 return self._replace(early=frozenset()).decode(number, function)
@@ -241,10 +227,7 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
 
 
 def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
-    """Decode a norm's output, its sum with another source, or either times a mask, in one pass.
-
-    None for other expressions, or if that takes more than one pass. Adds the source decoded on the way to ``decoded``.
-    """
+    """Decode a norm's output, plus a source (then ``decoded``), or either times a mask; None if not in one pass."""
     if isinstance(expression, int):
         return None
     total: Any = expression

@@ -27,18 +27,11 @@ def prepare() -> None:
 
 
 def when_imported(module: str, name: str, function: Callable[[], None]) -> None:
-    """Run a function once in this process, before the first region that packs after a module's import.
-
-    Args:
-        module: its path; it is not imported for this.
-        name: attribute that the module must have by then, so that it is not half imported, or of another release.
-        function: takes no arguments.
-    """
+    """Run a function once, before the first packing region after ``module`` is imported and has attribute ``name``."""
     waiting_for[module] = name, function
 
 
 def prepare_libraries() -> None:
-    """Run the waiting functions whose modules are imported."""
     with _lock:
         for module, (name, function) in list(waiting_for.items()):
             if hasattr(sys.modules.get(module), name):

@@ -38,10 +38,7 @@ class _Output:
         self.task, self.lingers = task, lingers
 
     def find(self) -> Tensor | None:
-        """Return the output if it is unmodified and the caller runs in the same backward pass, on the same stream.
-
-        A backward pass that raised leaves its outputs behind.
-        """
+        """Return the output if it is unmodified, of this stream and backward pass: one that raised leaves its own."""
         is_same = self.task == current_graph_task() and self.values._version == self.version
         return self.values if is_same and self.stream == _stream_of(self.values) else None
 
@@ -87,7 +84,6 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers:
 
 
 def _let_go(tokens: list[WeakStorage], start: int = 0, *, lingering: bool = True) -> None:
-    """Free the outputs of the tokens from ``start`` on."""
     for reference in tokens[start:]:
         storage = reference()
         held: _Output | None = None if storage is None else storage.__dict__.get(_HELD)
@@ -140,14 +136,9 @@ def held_meanwhile() -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class HeldOutput(Decoder):
-    """Decoder of an output that is held for its readers; its tensors are a token, those of its sources, and others.
+    """Decoder of an output held for its readers; its tensors are a token, those of its sources, and others.
 
-    Args:
-        sources: each source's decoder, and the number of tensors that are saved for it.
-        shape: of the output.
-        stride: of the output.
-        dtype: of the output, in which it was computed.
-        cost: multiplications and additions per element.
+    ``sources``: decoders and numbers of tensors. ``cost``: multiplications and additions per element.
     """
 
     sources: tuple[tuple[Decoder, int], ...]
@@ -178,7 +169,6 @@ class HeldOutput(Decoder):
         return found
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:
-        """Compute the output, and the graph for a later caller of :func:`take_graph`."""
         raise NotImplementedError
 
 
@@ -192,15 +182,11 @@ def take_graph(token: Tensor) -> Graph | None:
 
 
 def is_held(token: Tensor) -> bool:
-    """Return whether a token's output has been computed and is held."""
     return _HELD in token.untyped_storage().__dict__
 
 
 def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
-    """Decode a tensor; return it, and whether the caller may overwrite it: an output that nobody else reads.
-
-    The output is no longer held: a later reader recomputes it.
-    """
+    """Decode a tensor, no longer held; return it, and whether the caller may overwrite it: nobody else reads it."""
     found = decoder.decode(tensors)
     if not isinstance(decoder, HeldOutput):
         return found, False

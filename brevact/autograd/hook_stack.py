@@ -34,10 +34,7 @@ def checkpoints_around() -> tuple[Callable, ...]:
 
 
 class _Suspended(AbstractContextManager[None]):
-    """Context without a region's hooks: autograd saves tensors unpacked, or through hooks around the region.
-
-    For tensors that our Functions save, and for ops whose gradient is singular in their saved tensor.
-    """
+    """Suspends a region's hooks, for tensors of our Functions, and ops whose gradient is singular in theirs."""
 
     def __init__(self, pair: tuple[Callable, Callable]) -> None:
         self._pair = pair
@@ -50,10 +47,7 @@ class _Suspended(AbstractContextManager[None]):
 
 
 class HookStack:
-    """A region's pack and unpack hooks; entered inside another region's, they replace those.
-
-    ``is_empty`` in a full-precision region, which has no hooks. ``around``: that of the region around it, or None.
-    """
+    """A region's hooks, in place of those of the region ``around``; a full-precision region ``is_empty``."""
 
     def __init__(self, pair: tuple[Callable, Callable], around: HookStack | None, *, is_empty: bool) -> None:
         self.pair, self._around, self.is_empty = pair, around, is_empty

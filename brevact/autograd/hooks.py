@@ -25,12 +25,8 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Attachment:
-    """State shared by one policy's hooks on one model, by which they recognize each other's regions.
+    """State shared by one policy's hooks on one model; ``root`` is the model's own hook, None if no rule matches it."""
 
-    ``root`` is the model's own hook, or None if no rule matches the model.
-    """
-
-    #: Whether a region of the policy was ever entered.
     has_run = False
     #: Whether one was not entered because its module was in eval mode with gradients on.
     has_declined = False

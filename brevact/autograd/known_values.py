@@ -118,10 +118,7 @@ def _plan_of(
     scale_dtype: torch.dtype,
     zero_point_dtype: torch.dtype,
 ) -> tuple[IntegerPlan, tuple[int, ...] | None] | None:
-    """Return the plan of a kernel that decodes integers in one pass, and the order of scales; None if no kernel does.
-
-    Scales and zero points of another type are allowed only if torch would compute in the integers' type.
-    """
+    """Return a one-pass kernel's plan and the scales' order, if torch would compute in the integers' type."""
     layout = codes.layout
     if layout.dtype is torch.float32:
         if not scale_dtype is zero_point_dtype is torch.float32:
@@ -158,10 +155,7 @@ class NumberPlaces(NamedTuple):
 
 
 def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
-    """Return how numbers of these sizes, which broadcast to a tensor, divide its memory order.
-
-    None if several differ along unequal dimensions, or along dimensions in more than two runs of memory.
-    """
+    """Return how numbers of these sizes divide memory order; None along unequal dimensions or in more than two runs."""
     dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
     if not dims:
         return NumberPlaces(layout.numel, 1)
@@ -200,16 +194,12 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
 
 
 def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
-    """Return the dimensions of a tensor along which numbers of these sizes differ, which broadcast to it."""
     return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Recomputed(Decoder):
-    """Decoder that recomputes a fake-quantized weight from saved tensors.
-
-    Each result has its own decoder, and may have many readers: a recurrent layer at each time step.
-    """
+    """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
 
     compute: Callable[..., Tensor]
     nbytes: int
@@ -227,8 +217,6 @@ class Recomputed(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class View(PassesOn):
-    """Decoder of a view of another decoder's tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -321,16 +309,12 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
 
 
 def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
-    """Return the saved form of ``x``, a view at this offset of the tensor that ``base`` saves."""
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
 
 
 def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
-    """Register the codes of the elements that pooling has picked from a known tensor.
-
-    ``index`` has the result's shape and is flat over the input's last ``rank`` dimensions.
-    """
+    """Register the codes of picked elements; ``index`` is flat over the input's last ``rank`` dimensions."""
     known = find(input)
     found = None if known is None else _codes_of(*known)
     if known is None or found is None or len(known[0]) > 3:  # with a NaN mask, which is not picked from
@@ -347,7 +331,6 @@ def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> 
 
 
 def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, IntegerCodes] | None:
-    """Return a known tensor's codes in its shape, and their decoder; None if it has no codes."""
     if isinstance(decoder, IntegerCodes):
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder

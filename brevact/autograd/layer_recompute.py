@@ -39,19 +39,14 @@ from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Most layers recomputed one after the other before one is packed: all of them are held at once.
 MOST_NESTED = 4
-
 #: Multiplications per element (``recompute=``) from which on bytes count for more than time.
 DEEP = 4096
-
 #: Most source tensors of a longer chain before the next one begins: each reader saves all of them.
 MOST_TENSORS = 128
-
 #: Most layers of a longer chain without a sum between them: each one may amplify the packed tensor's error.
 MOST_WITHOUT_SUM = 10
-
 #: Most layers of any longer chain: decoding the last one takes ten nested Python calls per layer.
 MOST_CHAINED = 36
-
 #: Elements per ATen call of a convolution that runs over a few samples at a time.
 _NUMEL_OF_CALL = 1 << 18
 
@@ -63,10 +58,8 @@ Layer = TensorFunction
 class LayerOutput(HeldOutput):
     """Decoder of a layer output; its sources are the input and the weight, and a bias may follow.
 
-    Args:
-        layer: the layer.
-        lingers: whether the output is held for readers that come much later.
-        places: indices of the input's tensors among the distinct saved ones; None for those in order.
+    ``lingers``: held for readers that come much later. ``places``: indices of the input's tensors among the distinct
+    saved ones; None for those in order.
     """
 
     layer: Layer
@@ -101,7 +94,6 @@ class LayerOutput(HeldOutput):
         return not isinstance(self.layer, BoundCall) and is_contiguous(self.shape, self.stride)
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
-        """Return a function that computes the output rows from ``start`` to before ``stop``."""
         with torch.no_grad(), DisableAutocast():
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
@@ -144,7 +136,6 @@ class LayerOutput(HeldOutput):
 
 
 def samples_of_call(shape: Sequence[int]) -> int:
-    """Return how many samples of a tensor a convolution over a few samples at a time takes per call."""
     return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
@@ -152,7 +143,6 @@ _layer_output = one_object_each(LayerOutput)
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor with these strides is contiguous."""
     return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
@@ -162,10 +152,7 @@ def is_output(decoder: Decoder) -> bool:
 
 
 def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
-    """Return a function that computes rows, (start, stop) -> (stop - start, C), of a linear layer's output.
-
-    None for other decoders, and if the whole output has been computed already.
-    """
+    """Return a function (start, stop) -> rows of a linear layer's output; None for others, and once it is computed."""
     whole = decoder.decoder if isinstance(decoder, View) else decoder
     if not isinstance(whole, LayerOutput) or not whole.has_rows or is_held(tensors[0]):
         return None
@@ -178,20 +165,14 @@ def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int
 
 
 def serves_norms(decoder: Decoder) -> bool:
-    """Return whether norms may read a decoder's tensor in place of their own normalized values.
-
-    It is lossless, or has the relative error of a layer's input; the norm saves its exact statistics.
-    """
+    """Return whether norms may read a decoder's tensor: lossless, or with the relative error of a layer's input."""
     return decoder.quality.is_exact or is_output(decoder)
 
 
 def remember_output(
     region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
 ) -> None:
-    """Record that ``out`` is ``layer(input, weight, bias)``, so that backward can recompute it.
-
-    The region saves ``input`` if the weight trains. ``cost`` is in multiplications and additions per output element.
-    """
+    """Record that backward can recompute ``out`` at ``cost`` multiplications and additions per element."""
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
     if may_free_weights(weight):
@@ -236,26 +217,19 @@ def goes_deep(region: Keeper) -> bool:
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:
-    """Return how many layers may be computed one after the other for an output.
-
-    Outputs no larger than the input leave room for wider layers that follow: a chain should end where it is narrow.
-    """
+    """Return how many layers may be computed in turn for an output: a chain should end where it is narrow."""
     if out.numel() > input.numel():
         return MOST_NESTED
     return MOST_NESTED - 1 if out.numel() == input.numel() else 1
 
 
 def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
-    """Return whether a layer's input is large, and computed from outputs that are held meanwhile.
-
-    The layer then computes its weight's gradient first, and frees the input before it computes the input's gradient.
-    """
+    """Return whether a layer's input is large and recomputed: the weight's gradient comes first, to free the input."""
     known = region.find_known(input) if input.numel() > MOST_HELD and is_tracked(input) else None
     return known is not None and known[1].depth > 0
 
 
 def can_recompute(region: Keeper, out: Tensor) -> bool:
-    """Return whether a region recomputes layer outputs, and this one is floating-point."""
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:
         return False

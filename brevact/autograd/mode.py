@@ -128,7 +128,6 @@ class EagerMode(compiled_mode.RegionMode):
 
 
 def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
-    """Run a function by its counterpart, or by torch, whose saved tensors the hooks pack."""
     is_inside = is_in_algorithm(caller)
     operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
     if row.picks_extremes:
@@ -227,11 +226,7 @@ def _track(
     tensors: list[Tensor],
     operands: list[tuple[Tensor, Saved | None]] | None,
 ) -> None:
-    """Record the result of a call that is pointwise, moves elements or takes means, as a function of its arguments.
-
-    A view of a known argument is known already. ``tensors`` are the tensor arguments. If the call may overwrite an
-    argument, ``operands`` are the arguments' saved forms from before the call.
-    """
+    """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
     if row.is_pointwise:
         track_distinct(region, args, tensors, result)
     if type(result) is not Tensor or not (row.overwrites or any_tracked(tensors)):

@@ -48,7 +48,6 @@ class Alignment(Hashable, Protocol):
 def aligned(
     alignment: Alignment, mean: Tensor | None, spread: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor]:
-    """Return a norm's mean and inverse deviations, reshaped to broadcast over its input."""
     mean = None if mean is None else alignment.align(mean, shape)
     return mean, alignment.align(alignment.inverse(spread), shape)
 
@@ -74,10 +73,7 @@ class Unpacked(PassesOn):
 
 
 class Centred(Decoder):
-    """Decoder of a norm's input minus its means, from normalized values that are packed now or in backward.
-
-    Its last tensors are the norm's ``statistics``.
-    """
+    """Decoder of a norm's input minus its means, from normalized values; its last tensors are the ``statistics``."""
 
     __slots__ = ("_alignment", "_dtype", "statistics")
     statistics: int
@@ -85,11 +81,9 @@ class Centred(Decoder):
     _dtype: torch.dtype
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        """Return the packed normalized values."""
         raise NotImplementedError
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        """Return the strides of the decoded normalized values."""
         raise NotImplementedError
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -220,11 +214,7 @@ class OutputDecoder(Decoder):
     def decode_in_one_pass(
         self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
     ) -> Tensor | None:
-        """Return (output + addend) * mask; None if that takes more than one pass.
-
-        If it ``overwrites``, the result takes the memory of ``addend``. The packed ``mask`` is in the output's memory
-        order.
-        """
+        """Return (output + addend) * mask (packed, in the output's order), or None; ``overwrites``: into ``addend``."""
         if self.plan is not None and (addend is None or self.plan.matches(addend)):
             shift = tensors[2] if self.has[1] else None
             return self.plan.decode_affine(tensors[0], tensors[1], shift, addend, mask, overwrites=overwrites)
@@ -248,8 +238,6 @@ class OutputDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Decoder):
-    """Decoder of zeros, for which nothing is saved."""
-
     size: torch.Size
     dtype: torch.dtype
     device: torch.device

@@ -31,10 +31,7 @@ _NUMEL_IN_CACHE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _NormOutput(PassesOn):
-    """Decoder of a norm's output; its first ``count`` tensors are the input's, which ``decoder`` decodes.
-
-    ``has`` says which of the other tensors there are.
-    """
+    """Decoder of a norm's output; ``decoder`` decodes the first ``count`` tensors; ``has``: which others there are."""
 
     count: int
     alignment: Alignment
@@ -78,10 +75,7 @@ class NormOutputAgain(_NormOutput):
 
 
 class ChannelsAgain(_NormOutput):
-    """Decoder of a channel norm's output: the (N, C, ...) input times (C,) factors, plus (C,) shifts.
-
-    Its other tensors are the spread, the shifts, and the weight if there is one.
-    """
+    """Decoder of a channel norm's output; its other tensors are the spread, the shifts, and perhaps the weight."""
 
     __slots__ = ()
 
@@ -106,7 +100,6 @@ class ChannelsAgain(_NormOutput):
         return may_be_held(math.prod(self.shape), tensors[0])
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input, and its channels' factors and shifts."""
         spread, shift, *weight = tensors[self.count :]
         with torch.no_grad():
             scale = self.alignment.inverse(spread)

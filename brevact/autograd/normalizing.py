@@ -70,7 +70,6 @@ class NormInput(NamedTuple):
         return (packed.buffer, self.spread), packed_decoder(self.norm.alignment, packed.spec, self.dtype)
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
-        """Save the input in full precision, to be packed when backward starts."""
         seeds = (seed,) if isinstance(seed, Tensor) else ()
         decoder = PackedOnBackward(
             self.norm.alignment, quantizer, None if seeds else seed, self.dtype, len(self.statistics)
@@ -94,11 +93,7 @@ def output_of(norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: 
 
 
 def as_now(x: Tensor, is_weight: bool) -> Tensor:
-    """Copy a bias, since plain PyTorch allows it to change before backward.
-
-    A weight may not change, as PyTorch saves it for backward itself. It is copied in distributed training alone: where
-    processes share parameters (FSDP), their memory is freed between the passes.
-    """
+    """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
     if is_traced(x) or (is_weight and not is_distributed()):
         return x.detach()
     return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # one call less in a Function

@@ -48,11 +48,7 @@ def operator_name(func: Any) -> str | None:
 
 
 def name_of(key: Any) -> str | None:
-    """Return the name by which a region knows the code that a rule's key names; None for any other key.
-
-    It is a Function's path (``"package.module.MyFunction"``), or an operator's name (``"torchvision::roi_align"``).
-    ``MyFunction.apply`` means its Function.
-    """
+    """Return the name of a rule's key: a Function's path, also for its ``apply``, or an operator's name; else None."""
     function = as_function(key)
     if function is not None:
         if function_apply_code is None:

@@ -24,10 +24,7 @@ class Quality(NamedTuple):
         return self.quantizer is None
 
     def serves(self, settings: BackwardSettings, *, bends: bool = False) -> bool:
-        """Return whether the derived tensor is as good for a reader with these settings as a packed one.
-
-        ``bends``: whether the reader applies a nonlinear function to it.
-        """
+        """Return whether a reader, which may be nonlinear (``bends``), can use the tensor in place of a packed one."""
         if self.cost > settings.recompute:
             return False
         if self.quantizer is None:
@@ -43,7 +40,6 @@ class Quality(NamedTuple):
         return is_fine and (bool(self.quantizer.is_stochastic) or not reader.is_stochastic)
 
     def with_other(self, other: Quality) -> Quality:
-        """Return the quality of a function of two tensors."""
         is_curved, cost = self.is_curved or other.is_curved, max(self.cost, other.cost)
         if self.quantizer is None or other.quantizer is None:
             return Quality(self.quantizer or other.quantizer, is_curved, cost)

@@ -50,10 +50,7 @@ _signs = one_object_each(_Signs)
 
 
 def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
-    """Save where torch takes a rectifier's output, of this dtype, for positive: from a mask, or the output itself.
-
-    That is ~(x <= 0) for a ReLU, whose gradient passes where the output is NaN.
-    """
+    """Save where torch takes a rectifier's output for positive, ~(x <= 0): from a mask, or the output itself."""
     tensors, decoder = keep_mask(mask)  # reads a floating-point tensor that way
     return tensors, _signs(decoder, dtype)
 
@@ -125,10 +122,7 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
 
 
 def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
-    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked, by their tensors.
-
-    ``outer`` are the hooks around the region; ``why`` is the reason for reports.
-    """
+    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked; ``outer``: hooks around the region."""
     if x.is_inference() or x.layout is not torch.strided:
         return
     record = find_record(x)

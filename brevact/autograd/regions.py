@@ -72,7 +72,6 @@ class Region(Store):
         self.outer_settings = settings
         #: Settings that replace ``settings`` for some ops, by op name.
         self.by_op = {} if settings is None else settings.by_op
-        #: Whether some of them are for code that no mode sees.
         self.has_rules_for_other_code = settings is not None and settings.has_rules_for_other_code
         if settings is not None and settings.quantizer is None:
             settings = None
@@ -133,10 +132,7 @@ class Region(Store):
         self.mode.norms_only = self.norms_only or is_checkpoint_innermost()
 
     def region_for_op(self, name: str) -> Region:
-        """Return the region, not entered yet, for an op that has its own settings (``by_op``).
-
-        It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
-        """
+        """Return the region, not entered yet, for an op with own settings; it packs only where this one does."""
         norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
         return self._of_op(name, norms_only)
 
@@ -148,10 +144,7 @@ class Region(Store):
         return found
 
     def keeper_of(self, name: str) -> Region:
-        """Return the region that packs for code that no mode sees: Functions and checkpoints with a rule (``by_op``).
-
-        Nobody enters this region: its seeds and hooks are those of the active one.
-        """
+        """Return the region, never entered, that packs for code that no mode sees: Functions and checkpoints."""
         found = self._of_op(name, self.norms_only)
         found.parent, found.hooks = self, self.hooks
         found.seeds, found.state, found.mode = self.seeds, self.state, self.mode
@@ -163,10 +156,7 @@ class Region(Store):
         return is_weight(x, self.state)
 
     def are_weights(self, *tensors: Tensor, looks_up: bool = False) -> bool:
-        """Return whether tensors are weights, apart from masks, integers and constants.
-
-        Not in a lookup with integer indices: rows of a trainable table are activations, like an embedding's.
-        """
+        """Return whether tensors are weights, apart from masks, integers, constants; looked-up rows are not."""
         found = trains = indexed = False
         for x in tensors:
             node = node_of(x)
@@ -203,15 +193,11 @@ class Region(Store):
             self.state.mark_weight(result, weight=is_weight)
 
     def packs_for(self, saver: FrameType) -> bool:
-        """Return whether tensors that autograd saves below a frame are packed.
-
-        Not those of a graph that was compiled earlier, nor of a torch function that decomposes matrices.
-        """
+        """Return whether tensors saved below a frame are packed: no compiled graph's, no matrix decomposition's."""
         if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
             return False
         return not (is_in_algorithm(saver) or is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
-    #: Whether one of our Functions can pack a tensor.
     is_activation = staticmethod(is_activation)
 
     def packs_layer_input(self, x: Any) -> bool:
@@ -230,7 +216,6 @@ class Region(Store):
         return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:
-        """Apply one of our Functions, whose saved tensors are packed already."""
         pop_hooks()
         try:
             return function.record(self, *args)
@@ -238,10 +223,7 @@ class Region(Store):
             push_hooks(*self.hooks.pair)
 
     def torch_runner(self, *tensors: Tensor | None) -> SavedTensorHooks | None:
-        """Return the hooks, which can run torch's own layer that saves these tensors.
-
-        None if autocast may make it save copies of them, or for inference tensors, which torch refuses to save.
-        """
+        """Return the hooks, to run torch's own layer; None if autocast may save copies, or for inference tensors."""
         if is_any_autocast_enabled():
             return None
         for x in tensors:

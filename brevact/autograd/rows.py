@@ -83,7 +83,6 @@ _FLAGS = (
 
 
 def _joined(func: Callable, ops: list[Op], name: str | None) -> Op:
-    """Merge the op families' rows of a function."""
     found: dict[str, Any] = {}
     for field in _MERGED:
         found[field] = next((getattr(op, field) for op in reversed(ops) if getattr(op, field) is not None), None)
@@ -116,7 +115,6 @@ def _table() -> tuple[dict[Callable, Op], dict[Callable, str]]:
     return {func: _joined(func, ops, names.get(func)) for func, ops in ops_of.items()}, names
 
 
-#: Rows of the functions that op families name.
 ROWS, _NAMES = _table()
 #: Op names of the torch functions whose saved tensors a quantizer, or full precision, changes.
 OP_NAMES: dict[Callable, str] = {**_NAMES, checkpoint: CHECKPOINT}
@@ -154,10 +152,7 @@ def row_of(func: Callable) -> Op:
 
 @functools.lru_cache(maxsize=1024)
 def _row_of_operator(func: Callable) -> Op:
-    """Return the row of a ``torch.ops`` operator: torch's own saves the same tensors as the function with its name.
-
-    Tensors of another library's operator stay unpacked, unless a rule names the operator.
-    """
+    """Return an operator's row (``torch.ops``): of the function with its name; others save unpacked without a rule."""
     namespace, plain = str(func).split(".")[:2]
     if namespace != "aten":
         name = operator_name(func)
@@ -169,10 +164,7 @@ def _row_of_operator(func: Callable) -> Op:
 
 
 def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
-    """Return a function that selects the tensors of a call that an operator declares to write, or all if none.
-
-    Nobody checks the declarations, and not all kernels bump the versions of the tensors that they write.
-    """
+    """Select the tensors of a call that an operator declares to write, or all if none: kernels may bump no version."""
     found = {
         key
         for schema in schemas_of_operator(name)

@@ -37,11 +37,7 @@ NO_DOUBLE_BACKWARD = (
 
 
 class Decoder:
-    """Decodes saved tensors to the activation, or to its product with a gradient.
-
-    Base class of all decoders, with every attribute that others read. Its defaults describe a lossless decoder; others
-    override them.
-    """
+    """Decodes saved tensors to an activation. Base class, whose defaults describe a lossless decoder."""
 
     __slots__ = ()
 

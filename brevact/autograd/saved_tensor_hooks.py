@@ -48,8 +48,6 @@ _Packed = SavedByHook | tuple[Tensor, int]
 
 
 class SavedTensorHooks(HookStack):
-    """The saved-tensor hooks of one region, inside those ``around`` it."""
-
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
         is_twice = region.settings is not None and region.settings.double_backward
@@ -70,7 +68,6 @@ class SavedTensorHooks(HookStack):
         self._packer: Callable[[Tensor], _Packed] | None = None
 
     def _run(self, packer: Callable[[Tensor], _Packed], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a torch function whose saved tensors ``packer`` packs."""
         try:
             self._packer = packer
             return function(*args, **kwargs)
@@ -143,10 +140,7 @@ class SavedTensorHooks(HookStack):
         return out
 
     def _keep_waiting(self, waiting: list[tuple[SavedByHook, Tensor]], input: Tensor, norm: NormInput) -> Saved | None:
-        """Pack the tensors that torch's own norm, which has run, saves; return its input's saved form.
-
-        A packed input is decoded minus its means: those are 0 then, and are not saved.
-        """
+        """Pack the tensors that torch's own norm has saved; return its input's saved form, which needs no means."""
         kept = None
         with self.suspended:
             for stored, x in waiting:
@@ -162,10 +156,7 @@ class SavedTensorHooks(HookStack):
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that makes a weight from weights, without saving weights that can be recomputed.
-
-        The saved forms of torch's saved tensors, including the result, are known once the function has run.
-        """
+        """Run a torch function of weights; saved forms, also of its result, are known once it has run."""
         collected: list[tuple[SavedByHook, Tensor]] = []
         result = self._run(functools.partial(_put_off, collected), func, *args, **kwargs)
         remember(self._region, func, args, kwargs, result, [x for _, x in collected])
@@ -200,7 +191,6 @@ class SavedTensorHooks(HookStack):
         return hold(x, self._outer)
 
     def _pack_of_layer(self, input: Tensor, weight: Tensor, flattens: bool, x: Tensor) -> _Packed:
-        """Pack a tensor that torch's own layer saves."""
         if x is input:
             return self._hand_on(self._region.keep(x))
         if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
@@ -221,7 +211,6 @@ class SavedTensorHooks(HookStack):
         offers: bool,
         x: Tensor,
     ) -> _Packed:
-        """Pack the tensor that torch's own function saves: its input, or its output."""
         if kept is not None:
             packed = self._hand_on(kept)
             if offers and isinstance(packed, SavedByHook):
@@ -259,26 +248,19 @@ class SavedTensorHooks(HookStack):
         return _put_off(waiting, x.detach())
 
     def _pack_weight(self, x: Tensor) -> _Packed:
-        """Save the weight of torch's own layer, or a view of it: unpacked, or as its recipe."""
         is_untouched = self._outer is None and not storage_report.recorders
         if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
             return x if x.grad_fn is None else x.detach(), x._version
         return self._hand_on(self._region.keep_weight(x))
 
     def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Packed:
-        """Pack a tensor of torch's own function: its input in another memory order, or statistics, which stay unpacked.
-
-        The input is packed if the frame that runs the function may pack (:meth:`_keep`).
-        """
+        """Pack the input in another memory order if its frame may (:meth:`_keep`); statistics stay unpacked."""
         if x.shape != input.shape:
             return self._hand_on(keep_as_it_is(x))
         return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
-        """Pack a tensor that code other than a torch function saves: the region's mode is active here.
-
-        Its backward kernels may overwrite the decoded tensor, as they may overwrite a saved one.
-        """
+        """Pack a tensor of other code, whose backward kernels may overwrite the decoded tensor."""
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
             tensors, decoder = self._keep(x, region, saver, unknown)
@@ -367,10 +349,7 @@ class SavedTensorHooks(HookStack):
         return keep_as_it_is(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
-        """Return the region that packs a tensor of other code, and why the tensor stays unpacked, or "".
-
-        A rule for that code decides; without one, the region packs for known Functions (:data:`LIBRARY_FUNCTIONS`).
-        """
+        """Return the region that packs a tensor of other code, by a rule or for known Functions, and why not, or ""."""
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:
             return region, ""
@@ -402,7 +381,6 @@ def sizes_of(x: Tensor) -> tuple[int, ...]:
 
 
 def _put_off(waiting: list[tuple[SavedByHook, Tensor]], x: Tensor) -> SavedByHook:
-    """Defer a tensor's saved form until the function that saves it has run."""
     stored = SavedByHook()
     waiting.append((stored, x))
     return stored

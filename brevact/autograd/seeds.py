@@ -169,7 +169,6 @@ class SeedStream:
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
     def next(self, device: torch.device) -> int | Tensor:
-        """Return the next seed for a tensor on ``device``."""
         stream = self._streams.get(device)
         if stream is not None and device == _HOST:
             return next(stream)

@@ -53,10 +53,7 @@ DEFAULT_MIN_NUMEL = 4096
 
 
 def nominal_quantizer(quantizer: Any) -> Any:
-    """Return the quantizer that decides derivations: ``quantizer``, or the one that it substitutes.
-
-    A substitute stores at more bits, to measure the noise of other tensors; the same tensors must be stored.
-    """
+    """Return ``quantizer``, or the one that it substitutes at more bits, so that the same tensors are stored."""
     return getattr(quantizer, "nominal", quantizer)
 
 

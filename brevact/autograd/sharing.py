@@ -26,10 +26,7 @@ _SWEEP_FLOOR = 4
 
 
 class _WeakTensor:
-    """Weak reference to a saved tensor and its storage, which an alias may keep alive.
-
-    Hooks around the region may save a detached alias in place of the tensor (checkpoint does while it recomputes).
-    """
+    """Weak reference to a saved tensor and its storage: hooks, as of checkpoints, may save a detached alias instead."""
 
     __slots__ = ("_dtype", "_storage", "_tensor", "_view")
 
@@ -95,12 +92,8 @@ def find(
 ) -> tuple[tuple[Tensor, ...], Any] | None:
     """Return the packed form of ``x``, a tensor with a storage, if a node still holds it.
 
-    Args:
-        x: the tensor.
-        settings: key of the settings under which it was packed.
-        root: number, from 1 on, of the root region whose random codes of a tensor without gradient match; 0 matches
-            any.
-        also: whether a decoder is accepted whose settings differ in their key's first item; None accepts none.
+    ``root``: number of the root region whose random codes of a tensor without gradient match; 0 matches any. ``also``:
+    whether a decoder is accepted whose settings differ in their key's first item.
     """
     record = find_record(x)
     packs: _Packs | None = None if record is None else record.packs
@@ -119,10 +112,7 @@ def find(
 
 
 def add(x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0) -> None:
-    """Register the packed form of ``x``; not for inference tensors, which have no version, nor exposed storages.
-
-    ``root`` is the number of the root region that drew random codes, 0 for codes that are not random.
-    """
+    """Register a packed form, except of inference tensors and exposed storages; ``root``: 0 if codes are not random."""
     packs = None if x.is_inference() else packs_of(x)
     if packs is None:
         return
@@ -133,5 +123,4 @@ def add(x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], 
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    """Key of a tensor within its storage, with the key of the settings, and of the norm if there is one."""
     return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)

@@ -73,18 +73,15 @@ class Recorder:
         self.hooks: tuple[Callable, Callable] | None = None
 
     def report_op(self, func: Callable, why: str) -> None:
-        """Record the torch function that runs, and why it saves unreported tensors."""
         self.op = getattr(func, "__name__", str(func))
         self._why = why
         self._reported.clear()
 
     def report_code(self, label: str) -> None:
-        """Record the non-torch code that saves a tensor."""
         self.op = label
         self._reported.clear()
 
     def report_saved(self, kept: Saved, why: str = "") -> None:
-        """Record how a tensor is saved."""
         tensors, decoder = kept
         how, tensor_bytes = decoder.described(tensors)
         bit_width = bits_of(decoder.quality.quantizer)
@@ -117,13 +114,11 @@ def report_op(func: Callable, why: str = NEEDED) -> None:
 
 
 def report_code(label: str) -> None:
-    """Report to this thread's recorder, if any, which non-torch code saves a tensor."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_code(label)
 
 
 def report_saved(kept: Saved, why: str) -> None:
-    """Report to this thread's recorder, if any, how a tensor is saved."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_saved(kept, why)
 

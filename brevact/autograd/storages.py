@@ -30,7 +30,7 @@ _RECORD, _MADE = "_brevact_record", "_brevact_made"
 
 
 class Record:
-    """What is known of the values in a storage, which carries it: a reused address is never taken for the old storage.
+    """Facts on the values in a storage, which carries them: a reused address is never taken for the old storage.
 
     Attributes:
         known: the saved form of the tensor that fills the storage (``known_values``).
@@ -55,7 +55,6 @@ class Record:
 
 
 def find_record(x: Tensor) -> Record | None:
-    """Return the record of a tensor's storage, None if there is none."""
     try:
         found: Record | None = x.untyped_storage().__dict__.get(_RECORD)
     except (NotImplementedError, RuntimeError):  # no storage
@@ -73,10 +72,7 @@ def record_of(x: Tensor) -> Record | None:
 
 
 def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
-    """Forget saved forms, shared codes and masks of the storage of ``x``, which others may overwrite unseen.
-
-    They may do so now, or (``for_good``) ever after.
-    """
+    """Forget saved forms, codes and masks of a storage that others may overwrite unseen, once or ``for_good``."""
     try:
         with DisableTorchFunction():
             known = x.untyped_storage().__dict__
@@ -167,8 +163,6 @@ def referent(reference: weakref.ref[T]) -> T | None:
 
 
 class WeakStorage:
-    """Weak reference to a storage."""
-
     __slots__ = ("_reference",)
 
     def __init__(self, storage: UntypedStorage) -> None:
@@ -178,5 +172,4 @@ class WeakStorage:
         return referent(self._reference) is None
 
     def __call__(self) -> UntypedStorage | None:
-        """Return the storage, None if it has been freed."""
         return referent(self._reference)

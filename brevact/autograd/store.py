@@ -79,10 +79,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
-    """Save a small tensor, without the rest of a larger storage.
-
-    Exact settings save a view, as torch does: torch's kernels compute other last bits from a copy with other strides.
-    """
+    """Save a small tensor without its larger storage; exact settings save a view: a copy's strides change last bits."""
     return keep_as_it_is(x if settings.is_exact else compact(x), storage_report.SMALL)
 
 
@@ -118,7 +115,6 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
 
 
 def reported(kept: Saved, why: str = "") -> Saved:
-    """Report how a tensor is saved, and return its saved form."""
     if storage_report.recorders:
         storage_report.report_saved(kept, why)
     return kept
@@ -140,7 +136,6 @@ class Store:
     """Numbers of the tensors that a quantizer with statistics packs."""
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether ``x`` is a weight of the region's model."""
         raise NotImplementedError
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
@@ -214,7 +209,6 @@ class Store:
         return found if norm is None or normalizes else _beside(found, norm)
 
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
-        """Pack ``x``, or its normalized values, for which no shared codes exist."""
         quantizer = settings.quantizer
         plan = None
         if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
@@ -257,7 +251,6 @@ class Store:
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
-        """Save a weight unpacked, or a fake-quantized one as the recipe that recomputes it."""
         known = known_values.find(x)
         return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
@@ -266,7 +259,6 @@ class Store:
         return known_values.find(x, self.settings, self.hooks.scope)
 
     def find_kept(self, x: Tensor) -> Saved | None:
-        """Return the registered saved form of ``x``, or the packed one that an earlier op saved."""
         if not is_tracked(x):
             return None
         known = known_values.find(x, self.settings, self.hooks.scope)
@@ -275,16 +267,11 @@ class Store:
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Share the saved form of the normalized values of ``x`` with other ops, under a norm's key."""
         root = self.seeds.number if self.settings.is_random else 0
         sharing.add(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        """Register the saved form of ``out``, which ops that save ``out`` use.
-
-        ``is_dirty``: an in-place Function modified ``out`` and will call ``mark_dirty``, which bumps its version once
-        more. ``is_new``: ``out`` is dense, in memory of its own.
-        """
+        """Register a saved form; ``is_dirty``: ``mark_dirty`` follows; ``is_new``: dense, in its own memory."""
         known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
 
@@ -299,17 +286,15 @@ def _beside(kept: Saved, norm: NormInput | None) -> Saved:
 
 
 def _report_statistics(kept: Saved) -> None:
-    """Report which of the saved tensors are a norm's statistics."""
     tensors, decoder = kept
     for statistic in tensors[len(tensors) - decoder.statistics :]:
         keep_as_it_is(statistic)
 
 
 def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return the packed form of ``x`` that an earlier op, outside checkpoints, saved; None if there is none.
+    """Return the packed form of ``x`` that an op outside checkpoints saved, if it is good enough for these settings.
 
-    It may be packed for other settings, if that is as good for a reader with these. ``root`` is the number of the root
-    region that reads ``x``, 0 for any.
+    ``root``: number of the root region that reads ``x``, 0 for any.
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
@@ -317,10 +302,7 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
 
 
 def _copy_of(x: Tensor) -> Tensor:
-    """Return a copy without gaps, to be packed when backward starts; expanded dimensions stay expanded.
-
-    Like codes it has its own storage: other tensors derive from it, and in-place changes of ``x`` do not affect it.
-    """
+    """Return a copy without gaps in its own storage, to be packed later; expanded dimensions stay expanded."""
     return distinct_elements(x).clone().expand(x.shape)
 
 

@@ -13,18 +13,10 @@ Strides = tuple[int, ...]
 
 
 def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = False) -> Tensor:
-    """Return ``x``, an elementwise function of a gradient and a saved tensor, with the strides that torch gives it.
+    """Return ``x``, an elementwise function of ``grad`` and a saved tensor, with the strides that torch gives it.
 
-    Torch's iterator orders a result's dimensions by its first operand's strides, and by the next operand's on a tie.
-
-    Args:
-        x: the function's values, of the shape of ``grad``, with any strides.
-        grad: the output's gradient.
-        stride: strides of the tensor that torch's own op saves, of the same shape.
-        saved_first: whether that tensor is the first operand of torch's kernel; otherwise the gradient is.
-
-    Returns:
-        ``x``, or a copy of it with other strides. In a traced graph ``x``: the compiler chooses strides.
+    Torch orders a result's dimensions by its first operand's strides, and by the next one's on a tie. The first one is
+    the gradient, or (``saved_first``) the saved tensor, with strides ``stride``. In traced graphs ``x`` is unchanged.
     """
     other = grad.stride()
     if (other == stride == x.stride() and 0 not in stride) or is_traced(grad):
@@ -33,10 +25,7 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = Fal
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
-    """Return ``x`` with these strides: itself, or a dense copy.
-
-    None leaves it unchanged, as does a traced graph, whose compiler chooses strides.
-    """
+    """Return ``x`` with these strides, itself or a dense copy; unchanged for None, and in traced graphs."""
     if stride is None or x.stride() == stride or is_traced(x):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)

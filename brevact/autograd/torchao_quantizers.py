@@ -53,8 +53,6 @@ def fake_quantize_affine(
     *domain: Any,
     **named_domain: Any,
 ) -> Any:
-    """Return the integers and values that torchao's function computes."""
-
     def call(x: Tensor, scale: Tensor, zero_point: Tensor) -> Any:
         return stock(x, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, *domain, **named_domain)
 
@@ -99,7 +97,6 @@ def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[T
 
 
 def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
-    """Return the values that the forward of torchao's float8 fake quantizer, a module, computes."""
     region = packing_region()
     if region is None or not (quantizer.enabled and is_plain(x)):
         return stock(quantizer, x)

@@ -71,8 +71,6 @@ _NORMS = frozenset((torch.norm, Tensor.norm, torch.linalg.norm))
 
 
 class _Kept:
-    """Placeholder for a saved tensor in a recipe."""
-
     __slots__ = ()
 
 
@@ -113,10 +111,7 @@ class Recipe(Decoder):
 def remember(
     region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
 ):
-    """Record how a function made a weight from weights, if recomputing it is possible and saves memory.
-
-    ``saved`` are the tensors that autograd saves for it.
-    """
+    """Record how a function made a weight, if that saves memory; ``saved``: tensors that autograd saves for it."""
     if not (
         (region.is_activation(result) or is_complex(result))
         and result.numel() >= region.settings.min_numel
@@ -144,8 +139,6 @@ def _is_of_singular_values(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 class _Writer:
-    """Writes one recipe: collects the tensors that it saves and the steps that made its arguments."""
-
     def __init__(self, region: EagerKeeper, saved: list[Tensor]) -> None:
         self._least = region.settings.min_numel
         self._saved = {storage_address(x) for x in saved}
@@ -214,7 +207,6 @@ def _view_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
-    """Device type and dtype of the active autocast, or None."""
     kind = x.device.type
     if not (is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)):
         return None

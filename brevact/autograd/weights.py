@@ -39,7 +39,6 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 def is_parameter(x: Tensor | None) -> bool:
-    """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
     kind = type(x)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # this isinstance is slow
 
@@ -76,7 +75,6 @@ class ModelState:
             self._unread += module.modules() if isinstance(module, torch.fx.GraphModule) else (module,)
 
     def __contains__(self, address: int) -> bool:
-        """Return whether the storage at ``address`` is a weight's."""
         if self._stored is None:
             self._stored = {}
             self._unread += () if self._owner is None else self._owner.modules()
@@ -128,11 +126,7 @@ class ModelState:
 
 
 def node_of(x: Tensor) -> Any:
-    """Return the graph node that made ``x``; None if there is none.
-
-    Torch raises for a view that was made without gradients once its base has changed (``with torch.no_grad():
-    x[0] *= 2``): no op can differentiate such a view.
-    """
+    """Return the graph node that made ``x``; None if there is none, or for a view whose base has changed."""
     try:
         return x.grad_fn
     except RuntimeError:
@@ -162,10 +156,7 @@ def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorag
 
 
 class _Watchers:
-    """The states that watch their thread's modules, and the global module hook that notifies them.
-
-    The hook exists while some state watches, always under one key: compiled code is guarded by the keys of such hooks.
-    """
+    """The states that watch their thread's modules by one global hook, under one key: its keys guard compiled code."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -217,10 +208,7 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
 
 
 def _mark_result_of_function(x: Tensor) -> None:
-    """Mark the result of another library's Function of weights and tensors without gradient, or a view of it.
-
-    The ops in its forward were seen, outside the graph: the mark that they left on its storage makes it an activation.
-    """
+    """Mark the result of a library's Function of weights; its forward's ops marked it as an activation."""
     for made in (x, x._base):
         node: Any = None if made is None else node_of(made)
         if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
@@ -228,7 +216,6 @@ def _mark_result_of_function(x: Tensor) -> None:
 
 
 def _marked_numel(node: Any, output: int) -> int | None:
-    """Return the mark of a graph node's result; None if its op was not seen."""
     marked = node.metadata.get(WEIGHT_NUMEL)
     return marked.get(output, 0) if type(marked) is dict else marked
 

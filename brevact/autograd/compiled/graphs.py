@@ -41,10 +41,7 @@ _NUMBERS = int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size
 
 @functools.cache
 def show_losses() -> None:
-    """Let Dynamo pass ``F.cross_entropy`` to modes, for an `nn.CrossEntropyLoss` that traced code makes in a region.
-
-    By itself Dynamo puts the function straight into the graph, where no region would pack its logits.
-    """
+    """Let Dynamo pass ``F.cross_entropy`` to modes: by itself it puts the function straight into the graph."""
     unseen = ClassInGraph._call_cross_entropy_loss
 
     def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +56,6 @@ def show_losses() -> None:
 
 
 def _traces_region(translator: Any) -> bool:
-    """Whether Dynamo traces code inside a region."""
     if getattr(translator.output.compiler_fn, "is_brevact", False):
         return True
     modes = translator.symbolic_torch_function_state.mode_stack
@@ -76,8 +72,6 @@ def watch_graph() -> None:
 
 
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiler, so that its graphs mark their results in the region that they run in."""
-
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         results = _results_of(graph)
@@ -91,7 +85,6 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_region(run: Callable[..., Any], results: dict[int, frozenset[int]]) -> Callable[..., Any]:
-    """Wrap a compiled graph to mark its results as weights or activations in the region that it runs in."""
     is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
 
     def run_in_region(*inputs: Any) -> Any:
@@ -111,10 +104,7 @@ def _in_region(run: Callable[..., Any], results: dict[int, frozenset[int]]) -> C
 
 
 def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -> Any:
-    """Run a graph without the mode and hooks of the region around it: the graph packs its tensors itself.
-
-    If an op in the graph enters a region, that is an outermost one.
-    """
+    """Run a graph, which packs its tensors, without the mode and hooks around; regions inside are outermost ones."""
     depth = len_function_stack()
     if not depth or function_stack_at(depth - 1) is not region.mode:  # another mode is above
         return run(*inputs)
@@ -178,7 +168,6 @@ def _is_marked(node: fx.Node) -> bool:
 
 
 def _function_of(node: fx.Node) -> Any:
-    """Return a call node's function; None if torch lacks it."""
     if node.target is call_in_graph:
         return function_of(cast(str, node.args[0]))
     if node.op == "call_method":

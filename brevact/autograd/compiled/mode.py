@@ -99,10 +99,7 @@ class RegionMode(TorchFunctionMode):
 
 
 class TracingMode(RegionMode):
-    """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
-
-    ``text``: its settings. ``owner``: the module, None for a ``with`` block. ``norms_only``: as in ``regions.Region``.
-    """
+    """Region of a module (``owner``) that Dynamo inlines, or of a ``with`` block; ``norms_only``: see ``Region``."""
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
@@ -129,7 +126,6 @@ def _changes_forward(text: str | None) -> bool:
 
 
 def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that a mode intercepted, by its counterpart if it has one."""
     for kind in types:
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor runs its own rule; the mode sees the ops inside
             with mode:
@@ -183,10 +179,7 @@ _inside = _Inside()
 
 
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
-    """Enter the region of a module whose forward Dynamo inlines, unless the region around has the same settings.
-
-    A module without its own rule (``inherits``) runs in any region around it.
-    """
+    """Enter a module's region, unless the one around has the same settings, or it ``inherits`` any around it."""
     around, text = _innermost(), text_of(settings)
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):
@@ -222,7 +215,6 @@ def is_covered(module: nn.Module) -> bool:
 
 
 def leave(module: nn.Module | None) -> None:
-    """Leave the region that :func:`enter` entered for the module, if any."""
     around = _innermost()
     if _belongs_to(around, module):
         around.__exit__(None, None, None)
@@ -233,7 +225,6 @@ def _belongs_to(mode: Any, module: nn.Module | None) -> bool:
 
 
 def _innermost() -> Any:
-    """Return the innermost region's mode, or None."""
     for depth in reversed(range(len_function_stack())):
         mode = function_stack_at(depth)
         if isinstance(mode, RegionMode):

@@ -60,7 +60,6 @@ _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
 def function_of(name: str) -> Callable:
-    """Return the torch function for a name in :func:`call_in_graph`."""
     return _FUNCTIONS[name]
 
 
@@ -118,7 +117,6 @@ def _call_in(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _run(region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function's counterpart, or the function itself."""
     if func in NAMES:
         row = row_of(func)
         is_of_weight = row.is_norm and region.are_weights(*tensors_of_call(args, kwargs))
@@ -166,8 +164,6 @@ class _OfSizes(Saving):
 
 
 class _InnerMode(TorchFunctionMode):
-    """Runs functions that a handler calls by their counterparts, too."""
-
     def __init__(self, region: _TracedRegion) -> None:
         super().__init__()
         self._region = region
@@ -291,10 +287,7 @@ class _TracedRegion:
         return keep_as_it_is(x)
 
     def _sized(self, x: Tensor) -> Any:
-        """Return the quantizer with its size drawn, once for all runs of the graph.
-
-        The seed combines that of torch's generator, the rank, and the tensor's size and position in the graph.
-        """
+        """Draw the quantizer's size once for all runs, by torch's seed, rank, and the tensor's size and position."""
         numel = int(Layout.of(x).numel)
         seed = (torch.default_generator.initial_seed() ^ rank_seed()) + numel * _PLACES + _next_place()
         return self.settings.quantizer.with_drawn_size(numel, seed % 2**63)

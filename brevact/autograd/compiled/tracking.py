@@ -45,10 +45,7 @@ _OF_VIEWS = frozenset((*_VIEWS, *_RESHAPES))
 def run_tracked(
     region: Keeper, run: Callable[[tuple, dict[str, Any]], Any], func: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``run(args, kwargs)``, and record the result as ``func`` of the arguments' saved forms.
-
-    ``run`` may run a counterpart of ``func``, which may have recorded the result itself.
-    """
+    """Call ``run(args, kwargs)``, and record the result as ``func`` of the saved forms, unless ``run`` did so."""
     row = row_of(func)
     if row.kind is None and func not in _OF_VIEWS:
         return run(args, kwargs)

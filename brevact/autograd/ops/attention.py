@@ -123,10 +123,7 @@ _LOWEST = -60.0
 
 
 def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
-    """Pack a mask that a layer made, once for all layers that read it; None if it is traced or small.
-
-    Values that a row's softmax turns to 0, -100 or -inf, would take up the others' range: they are packed as -inf.
-    """
+    """Pack a layer's mask once for all readers, with -inf where a softmax gives 0; None if it is traced or small."""
     if is_traced(mask) or mask.numel() < region.settings.min_numel:
         return None
     if (mask.is_leaf and mask.requires_grad) or region.is_weight(mask):
@@ -151,7 +148,6 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
 def _differentiated(
     ctx: Any, out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and mask, where needed."""
     wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if x is not None and need]
     found = iter(torch.autograd.grad(out, wanted, grad))
     return tuple(next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
@@ -159,10 +155,7 @@ def _differentiated(
 
 @dataclass(eq=False, slots=True)
 class _AttentionOutput(HeldOutput):
-    """Decoder of attention's output; its sources are query, key and value, and a mask may follow.
-
-    ``needs``: which of the three need a gradient.
-    """
+    """Decoder of the output; sources: query, key, value (``needs``: which need a gradient), and perhaps a mask."""
 
     options: _Options
     needs: tuple[bool, ...]
@@ -193,10 +186,7 @@ def _remember(
     options: _Options,
     needs: tuple[bool, ...],
 ) -> Saved | None:
-    """Register the output for recomputation, which takes two multiplications per key and element.
-
-    Returns a token's saved form, by which the gradient finds the output's graph instead of attending again, or None.
-    """
+    """Register the output for recomputation; return a token's saved form, by which backward finds its graph."""
     sources = [source for source in kept if source is not None]
     depth = max(decoder.depth for _, decoder in sources)
     if not 2 * keys <= region.recompute or len(sources) < 3 or depth >= MOST_NESTED:
@@ -259,7 +249,6 @@ def _by_math(
 def _by_stored_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options, passed: Tensor
 ) -> Tensor:
-    """Attend with the forward's dropout."""
     exact = _by_math(query, key, value[..., :0], mask, options._replace(dropout_p=0.0))[1]
     if options.enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -285,7 +274,6 @@ def _generator_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Replay the forward's random numbers, then restore the generator."""
     if state is None:
         yield
         return

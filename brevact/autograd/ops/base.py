@@ -27,8 +27,6 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class SavedValue(NamedTuple):
-    """A saved tensor in backward, decoded on demand."""
-
     tensors: tuple[Tensor, ...]
     decoder: Any
 
@@ -40,7 +38,6 @@ class SavedValue(NamedTuple):
         return self.decoder.multiply(self.tensors, grad)
 
     def with_statistics(self) -> WithStatistics:
-        """Return a norm's input, or the input less its means, and the matching statistics."""
         return self.decoder.with_statistics(self.tensors)
 
 
@@ -69,10 +66,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return the arguments of :func:`save`: a :class:`SavedValue` per saved item, exact tensors, and None for None.
-
-    Raises RuntimeError under double backward, which would treat the gradient as a constant.
-    """
+    """Return the arguments of :func:`save`, items as :class:`SavedValue`; raise RuntimeError under double backward."""
     if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     tensors = ctx.saved_tensors
@@ -107,10 +101,7 @@ class Saving(torch.autograd.Function):
 
 
 def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Detach views of hidden tensors from a forward's result, such as ``linear``'s view of a matrix product.
-
-    Torch refuses in-place changes of views that a Function made.
-    """
+    """Detach views of hidden tensors from a forward's result: torch refuses in-place changes of a Function's views."""
 
     @functools.wraps(forward)
     def wrapped(ctx: Any, *args: Any) -> Any:
@@ -139,13 +130,12 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-#: Sizes, strides and dtype of a tensor.
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class _Blank(Decoder):
-    """Decoder of a tensor of which gradients read the sizes alone: uninitialized memory, for which nothing is saved."""
+    """Decoder of a tensor whose sizes alone are read: uninitialized memory, for which nothing is saved."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -195,7 +185,6 @@ def is_complex(x: Any) -> bool:
 
 
 def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a torch function overwrites its first argument."""
     if _out_of_place_name(func) is not None:
         return True
     position = _inplace_position(func)
@@ -250,10 +239,7 @@ def _inplace_position(func: Callable) -> int | None:
 
 
 def run_inside(function: Callable) -> Callable:
-    """Make the handler of a Python function of torch that runs its code under the region's mode.
-
-    The code skips its check for overrides, which would dispatch the function again.
-    """
+    """Make the handler of a Python function of torch: its code runs under the mode, without its check for overrides."""
     checks = dict.fromkeys(
         (f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")), lambda *tensors: False
     )
@@ -269,7 +255,6 @@ def run_inside(function: Callable) -> Callable:
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Return whether any of the tensors requires a gradient."""
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
             return True

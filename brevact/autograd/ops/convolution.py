@@ -32,10 +32,7 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
-
-    Casting here keeps autocast from caching a weight copy that was made without gradients.
-    """
+    """Cast as autocast does, never float64; casting here keeps it from caching a weight copy without gradients."""
     if not is_any_autocast_enabled():
         return tensors
     first = tensors[0]
@@ -95,7 +92,7 @@ class _Convolution(Saving):
 def _sample_by_sample(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of weight and bias first, then the input's: only the former need the decoded input.
+    """Compute the gradients of weight and bias first: only they need the decoded input.
 
     Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
     """

@@ -44,8 +44,6 @@ def _alpha_factor(p: float) -> float:
 
 
 class _Noise(NamedTuple):
-    """Shape of the noise, one number per channel or per element, and whether it is for alpha dropout."""
-
     of_channels: bool = False
     alpha: bool = False
 
@@ -54,8 +52,6 @@ _OF_ELEMENTS = _Noise()
 
 
 class _Dropout(Saving):
-    """The random numbers and roundings are those of torch's own dropout."""
-
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
         source, shift = region.find_kept(input), None

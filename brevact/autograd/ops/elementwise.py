@@ -67,10 +67,7 @@ class _Multiply(Saving):
 
 
 def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
-    """Save a factor: by the rows along ``dims`` that the other one scales, or unpacked, if it scales the other's rows.
-
-    Such a product is part of a written-out norm, with the inverse deviations of its rows.
-    """
+    """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
@@ -120,8 +117,6 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
 
 
 class _Divide(Saving):
-    """A tensor over one number per row; gradients are computed as in torch."""
-
     @staticmethod
     def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
         save(ctx, keep_by_rows(region, a, dims), exact=(b,))

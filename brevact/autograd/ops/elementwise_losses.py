@@ -38,10 +38,7 @@ _Call = Callable[..., Tensor]
 
 
 class _Loss(NamedTuple):
-    """A loss's derivative by its input, up to a factor, and whether the target's derivative is its negative.
-
-    ``slope`` takes the input, the target, and the loss's own options.
-    """
+    """A loss's derivative (``slope``, by input, target, options), up to a factor; the target's may be its negative."""
 
     slope: _Call
     factor: float = 1.0
@@ -80,7 +77,6 @@ class _ElementwiseLoss(Saving):
 
 
 def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
-    """Return derivative * factor * gradient, for a gradient per loss or of a reduced loss."""
     if grad.dim():
         product: Tensor = kept.multiply(grad)
         return product if factor == 1 else product * factor
@@ -124,7 +120,6 @@ class _BinaryCrossEntropy(Saving):
 
 
 def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
-    """Return whether a loss's derivative is packed: a large enough activation needs a gradient."""
     if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
         return False
     if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights(input, target):
@@ -133,7 +128,6 @@ def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
 
 
 def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
-    """Return a reduction's divisor; None if torch refuses the reduction."""
     divisors = {"none": 1, "sum": 1, "mean": x.numel()}
     if func is F.kl_div:
         divisors["batchmean"] = x.shape[0] if x.dim() else 1
@@ -210,7 +204,6 @@ _STORED = Stored(
     "the derivative, packed; with weights of positives the probability and the target, packed",
     UNBIASED,
 )
-#: The derivatives of losses, up to a factor.
 _LOSSES: dict[Callable, _Loss] = {
     F.mse_loss: _Loss(torch.sub, factor=2.0),
     F.smooth_l1_loss: _Loss(lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1)),

@@ -67,10 +67,7 @@ class Integers:
         return shifted, rounded, self.clamp(rounded)
 
     def blocked(self, rounded: Tensor, rectified: Tensor | None = None) -> Tensor | None:
-        """Return the mask of clipped elements, which have no gradient (NaN is not clipped), or None without any.
-
-        Elements that a ReLU zeroed, by its output ``rectified``, have no gradient either.
-        """
+        """Mask of clipped elements (not NaN), and of those zeroed by a ReLU with output ``rectified``, or None."""
         found = None
         if self.clips_gradients:
             found = (rounded > self.maximum).logical_or_(rounded < self.minimum)
@@ -115,10 +112,7 @@ class Rectifier(NamedTuple):
 
 
 class _FakeQuantization(Saving):
-    """Fake-quantize an activation, or the output of a ReLU in front, and save its integer codes.
-
-    If the values are saved in place of rounding errors, backward recomputes integers and clipped elements from them.
-    """
+    """If values are saved in place of rounding errors, backward recomputes integers and clipped elements from them."""
 
     @staticmethod
     def forward(
@@ -343,8 +337,6 @@ def _gradients(
 
 
 class _WeightFakeQuantization(Saving):
-    """Fake-quantize a weight; backward recomputes integers and clipped elements from it."""
-
     is_brevact = False  # its result is a weight
 
     @staticmethod
@@ -414,7 +406,6 @@ def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> boo
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
-    """Return whether a Function quantizes ``x``: it is large enough, and all of ``given`` broadcast to its shape."""
     if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
     device = x.device

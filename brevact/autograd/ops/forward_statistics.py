@@ -18,8 +18,6 @@ from brevact.private_names.of_torch import DisableTorchFunction
 
 
 class _LargestMagnitude(Saving):
-    """A weight's largest magnitudes, the only elements with gradients."""
-
     is_brevact = False  # its result is computed from weights
 
     @staticmethod
@@ -73,11 +71,7 @@ def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weig
 def absolute_percentile(
     region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
-    """Percentile of an activation's magnitudes: the gradient goes to one element, whose place is saved.
-
-    It equals ``brevitas.core.stats.AbsPercentile``, ``q`` percent over ``dim`` of a 2-d activation, or over all of it.
-    If ``x`` is the input of a ReLU whose output counts, ``values`` is that output.
-    """
+    """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient. ``values``: ReLU of ``x``."""
     storage_report.report_op(absolute_percentile)
     with DisableTorchFunction(), region.hooks.suspended:
         flat = x.view(-1) if dim is None else x.reshape(-1)

@@ -32,10 +32,7 @@ class _LearnedScale(Saving):
 
 
 def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
-    """Return scales of a parameter; the tensors that autograd saves are as small as the scales, and stay unpacked.
-
-    ``threshold``: positive number without a gradient, of no dimensions. ``least``: smallest magnitude, None for none.
-    """
+    """Return scales of a parameter; ``threshold``: positive, 0-d; ``least``: smallest magnitude, None for none."""
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
         return value.abs() / threshold  # its gradient in C++ is the same
     found: Tensor = _LearnedScale.record(value, threshold, least)
@@ -59,9 +56,6 @@ class _ScaleOfMagnitudes(Saving):
 
 
 def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
-    """Return scales of nonnegative statistics, whose bound ``least`` passes gradients straight through. NaN stays NaN.
-
-    ``threshold``: positive number of the same dtype without a gradient, of no dimensions.
-    """
+    """Return scales of nonnegative statistics, NaN for NaN; ``threshold``: positive, 0-d, of the same dtype."""
     found: Tensor = _ScaleOfMagnitudes.record(magnitudes, threshold, least)
     return found

@@ -114,17 +114,13 @@ class _Places(NamedTuple):
         return x.index_select(self.dim, index) if self.is_by_row else x.gather(self.dim, index)
 
     def add(self, x: Tensor, index: Tensor, source: Tensor) -> Tensor:
-        """Return ``x`` with the source's elements added."""
         return (x.index_add if self.is_by_row else x.scatter_add)(self.dim, index, source)
 
     def clear(self, x: Tensor, index: Tensor) -> Tensor:
-        """Return ``x`` with 0 at the index."""
         return (x.index_fill if self.is_by_row else x.scatter)(self.dim, index, 0)
 
 
 class _Reduction(Saving):
-    """``scatter_reduce`` or ``index_reduce``."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -184,8 +180,6 @@ def _can_store(region: Keeper, input: Any, dim: Any, index: Any, source: Any) ->
 
 
 def _reducing(is_by_row: bool) -> Callable:
-    """Make the handler of ``index_reduce`` or ``scatter_reduce``."""
-
     def handle(
         region: Keeper,
         func: Callable,

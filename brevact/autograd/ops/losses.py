@@ -38,7 +38,6 @@ from brevact.autograd.store import keep_as_it_is, keep_places, reported
 from brevact.quantizers.tracing import is_traced
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
-#: A loss of input, target and weight.
 _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -134,7 +133,6 @@ _ALIGNED_ROWS = 16
 
 
 def _rows_of_chunk(input: Tensor) -> int:
-    """Rows per chunk of (N, C) logits; chunks have similar sizes."""
     chunks = min(max(1, input.numel() // _CHUNK), _MOST_CHUNKS)
     rows = -(-len(input) // chunks)
     return max(1, -(-rows // _ALIGNED_ROWS)) * _ALIGNED_ROWS
@@ -186,7 +184,6 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
-    """Save the logits' probabilities: packed, or as a function of the logits if these are recomputed."""
     known = _known_logits(region, input)
     if known is not None:
         return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))
@@ -230,7 +227,6 @@ def _of_indices(
 
 
 def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
-    """dL/dx for class-probability targets, of the shape of p (N, C, d1, ..)."""
     dim, s = options.class_dim, options.label_smoothing
     w = _stretched(weight, p, options)
     q = target.to(p.dtype)
@@ -242,7 +238,6 @@ def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | 
 
 
 def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
-    """Reshape class weights (C,) to broadcast with p (N, C, d1, ..)."""
     if weight is None:
         return None
     return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
@@ -266,10 +261,7 @@ def _of_samples(
 def _goes_by_rows(
     settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
 ) -> bool:
-    """Return whether logits are computed in chunks of rows: if there are several chunks, and no weights.
-
-    Each chunk has at least the fewest elements that are packed; quantizers with statistics need all rows at once.
-    """
+    """Return whether logits take several chunks, each large enough to be packed, without weights or statistics."""
     if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
         return False
     if weight is not None or options.label_smoothing or settings.observes or not input.is_contiguous():
@@ -280,8 +272,6 @@ def _goes_by_rows(
 
 
 def _handler(function: type[Saving]) -> Callable:
-    """Make the handler of a loss with class targets."""
-
     def handle(
         region: Keeper,
         func: Callable,

@@ -50,10 +50,7 @@ def stores_nothing(func: Callable, args: tuple) -> bool:
 
 
 def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
-    """Forget known values of a tensor whose memory a function of :data:`OPS` exposes to the calling frame.
-
-    Torch and this package take addresses to compare tensors, and to launch kernels that count versions.
-    """
+    """Forget values in memory that a function exposes, except to torch and this package, which count versions."""
     is_address = func in _ADDRESSES
     if is_address and caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "brevact"):
         return

@@ -33,8 +33,6 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind(NamedTuple):
-    """Description of the integers: see ``IntegerPlan``."""
-
     bit_width: int
     lowest: int
     highest: int
@@ -70,14 +68,8 @@ class OnePass(NamedTuple):
     ) -> Quantized | None:
         """Quantize and pack the tensors that the gradient needs; None if a NaN has no code.
 
-        Args:
-            x: tensor to quantize, or the input or output of the ReLU in front.
-            scale: of any shape that the plan was made for.
-            zero_point: likewise.
-            keeps_mask: whether to pack the mask of elements with a gradient.
-            residual_of: quantizer of rounding errors; None to save none.
-            seed: of this packing.
-            values: receives the ReLU's output, unless it is None.
+        ``x`` may be the input or output of a ReLU, whose output ``values`` receives. ``residual_of`` packs
+        rounding errors.
         """
         plan, layout = self.plan, self.layout
         strided = None if self._is_dense(x) or plan.bit_width > 8 else self._strided(x)
@@ -237,8 +229,6 @@ class OnePass(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The result, its codes, and the mask and the residuals (None if not requested)."""
-
     out: Tensor
     codes: tuple[tuple[Tensor, ...], IntegerCodes]
     mask: Saved | None
@@ -248,7 +238,6 @@ class Quantized(NamedTuple):
 def one_pass_for(
     kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
 ) -> OnePass | None:
-    """Return how kernels quantize a tensor, or None if they cannot."""
     if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:

@@ -58,13 +58,7 @@ class Saves(enum.Enum):
 
 
 class Stored(NamedTuple):
-    """A row of the table in docs/stored.md.
-
-    Args:
-        op: names of the ops; rows with the same texts are merged.
-        kept: the tensors that are saved for backward.
-        gradient: exact, unbiased, or how large its bias is.
-    """
+    """A row of the table in docs/stored.md; rows with equal texts are merged. ``kept``: tensors saved for backward."""
 
     op: str
     kept: str

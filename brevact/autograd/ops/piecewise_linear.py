@@ -100,7 +100,6 @@ class _Bounded(NamedTuple):
 
 
 def _between(low: float, high: float) -> float:
-    """Return a number between two, which may be infinite."""
     if math.isfinite(low) and math.isfinite(high):
         return (low + high) / 2
     if math.isfinite(low):

@@ -38,8 +38,6 @@ class _Starts(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """Windows of a pooling op over the spatial dimensions: input sizes, first elements, dilation, extent."""
-
     input: tuple[int, ...]
     starts: tuple[_Starts, ...]
     dilation: tuple[int, ...]
@@ -91,8 +89,6 @@ class _Windows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Positions(Decoder):
-    """Decoder of flat indices of maxima (.., *outputs), saved as positions in their windows."""
-
     windows: _Windows
     shape: torch.Size
 

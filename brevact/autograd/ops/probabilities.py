@@ -117,7 +117,6 @@ def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, Backward
 
 
 def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> type[Saving]:
-    """Return the Function of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
         return _Softmax
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)

@@ -32,8 +32,6 @@ from brevact.quantizers import is_traced
 
 
 class _Matmul(NamedTuple):
-    """Gradients of ``torch.matmul``, and of products that are summed over the batch."""
-
     first: torch.Size
     second: torch.Size
     #: Whether the first and the second factor are matrices in column-major order.
@@ -68,7 +66,6 @@ class _Matmul(NamedTuple):
         )
 
     def _matrices(self, grad: Tensor) -> Tensor:
-        """Add the dimensions that vectors lack to the gradient."""
         grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
         return grad.unsqueeze(-2) if len(self.first) == 1 else grad
 
@@ -78,8 +75,6 @@ def _lies_by_columns(x: Tensor) -> bool:
 
 
 class _Einsum(NamedTuple):
-    """Gradients of an ``einsum`` of two operands, by their dimension labels."""
-
     first: str
     second: str
     out: str
@@ -140,7 +135,6 @@ class _Product(Saving):
 
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
-    """Return whether a Function saves the factors: one is an activation, and one needs a gradient."""
     tensors = (a, b) if added is None else (a, b, added)
     if not all(map(region.is_activation, tensors)) and not (
         all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1 and not any(map(is_traced, tensors))
@@ -178,7 +172,6 @@ _MATMUL = _WithWeight()
 
 
 def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Record that the product of an activation and a weight matrix can be recomputed."""
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
         remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
 
@@ -201,7 +194,6 @@ def _multiply_add(
     alpha: float = 1,
     **kwargs: Any,
 ) -> Any:
-    """Handle ``beta * input + alpha * first @ second``."""
     if kwargs or isinstance(alpha, complex) or isinstance(beta, complex):
         return NotImplemented
     if not isinstance(input, Tensor) or not _can_pack(region, first, second, input):

@@ -30,7 +30,6 @@ def outside_regions(device: torch.device) -> Iterator[None]:
 def gradients_of(
     compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of a function's arguments, or None for those that need none."""
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
     with outside_regions(grad.device):
         found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
@@ -76,19 +75,12 @@ class _OfQuotient(Saving):
 
 
 def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute a function of a weight; backward reruns ``compute``, which has no random numbers and no state.
-
-    The first tensor is the weight: a parameter, a view of one, or a tensor computed from weights alone.
-    """
+    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
 def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute a function of x / scale and save only the quotient, in full precision; its gradient recomputes it.
-
-    An op that reads the result also saves the quotient. ``compute`` takes the quotient and the scale, and uses no
-    random numbers and no state of its own; the scale broadcasts to the shape of ``x``.
-    """
+    """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)

@@ -64,11 +64,7 @@ class _Kind(enum.Enum):
 
 
 class _Either(Saving):
-    """The larger or smaller of two elements.
-
-    Two masks record whether the first and the second were chosen: both if equal, none if one is NaN. One mask suffices
-    if the second is chosen whenever the first is not.
-    """
+    """Masks record whether the first and the second of two elements were chosen: both if equal, none if one is NaN."""
 
     @staticmethod
     def forward(
@@ -115,8 +111,6 @@ class _Rule(NamedTuple):
 
 
 def _of_dims(kind: _Kind) -> Callable:
-    """Make the handler of a reduction along some dimensions."""
-
     def handle(
         region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
     ) -> Any:
@@ -144,7 +138,6 @@ def _either(rule: _Rule) -> Callable:
 
 
 def _whole_or_either(rule: _Rule) -> Callable:
-    """Make the handler of ``max`` or ``min``: of a tensor, of two, or along one dimension."""
     of_two = _either(rule)
 
     def handle(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:

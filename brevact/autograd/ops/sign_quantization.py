@@ -42,8 +42,6 @@ class Signs:
 
 
 class _SignQuantization(Saving):
-    """Quantize an activation to signs."""
-
     @staticmethod
     def forward(ctx: Any, region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Tensor:
         q = signs.of(x, scale)
@@ -73,10 +71,7 @@ class _SignQuantization(Saving):
 
 
 def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
-    """Fake-quantize an activation or weight to -1 and 1, or -1, 0 and 1, times a scale that broadcasts to it.
-
-    Returns ``NotImplemented`` where stock ops must run.
-    """
+    """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented
     storage_report.report_op(quantize_signs)

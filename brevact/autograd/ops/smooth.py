@@ -40,8 +40,6 @@ _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804
 
 
 class Slope(NamedTuple):
-    """The derivative of a smooth function, as a function of one number."""
-
     derivative: Derivative
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,13 +52,11 @@ def _hardswish_slope(x: Tensor, inside: Tensor) -> Tensor:
 
 
 class _Curve(NamedTuple):
-    """What is known of a smooth function.
+    """A smooth function.
 
-    Args:
-        slopes: derivatives by the input, or by each of its halves along ``dim``.
-        value: recomputes the function from its input; None: it may turn a small error into a large one.
-        by_output: the derivative as a function of the output.
-        dim: the dimension of halves; None: one derivative.
+    ``slopes``: derivatives by the input, or by each of its halves along ``dim`` (None: one derivative). ``value``:
+    recomputes the function from its input; None: it may turn a small error into a large one. ``by_output``: the
+    derivative as a function of the output.
     """
 
     slopes: tuple[Any, ...]
@@ -70,8 +66,6 @@ class _Curve(NamedTuple):
 
 
 class ByDerivative(Saving):
-    """A smooth function: its derivatives are saved, or what they derive from."""
-
     @staticmethod
     def forward(
         ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool
@@ -103,7 +97,6 @@ class ByDerivative(Saving):
 
 
 def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Tensor, dim: int | None) -> Saved:
-    """Save a derivative: as a function of the source if there is one, else packed."""
     kept = None
     if source is not None and isinstance(slope, Slope) and slope.derivative is aten.hardswish_backward.default:
         inside = keep_mask((input > -3) & (input < 3))
@@ -216,10 +209,7 @@ def _packs_output(region: Keeper, input: Tensor) -> bool:
 
 
 def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, which reads its decoded input: for few elements this is faster than a Function.
-
-    Autocast is off, and the input is no inference tensor. None where a Function must run.
-    """
+    """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
     if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
     source = keep_source(region, input)
@@ -231,10 +221,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 
 
 def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
-    """Run torch's own function, whose gradient reads its output: packed, or a function of a known input.
-
-    Autocast is off, and the input is no inference tensor. None where a Function must run.
-    """
+    """Run torch's own function, which reads its output; None where a Function must run. Autocast is off."""
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
     if _packs_output(region, input):
@@ -249,8 +236,6 @@ def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Ten
 
 
 def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Callable:
-    """Make the double-backward handler of a function, which torch differentiates from its decoded input or output."""
-
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         if is_inplace(func, args, kwargs) or not (args or "input" in kwargs):
             return NotImplemented

@@ -28,7 +28,6 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
 
 
 def _register_integers(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
-    """Register the integers of a result: ops that save the result save these."""
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
     q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
     decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)

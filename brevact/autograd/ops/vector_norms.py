@@ -63,8 +63,6 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
 
 
 class _Norm(Saving):
-    """The 2-norm of a - b + eps, or of a alone."""
-
     @staticmethod
     def forward(
         ctx: Any, region: Keeper, call: Callable[..., Tensor], group: _Group, eps: float, a: Tensor, b: Tensor | None
@@ -85,8 +83,6 @@ class _Norm(Saving):
 
 
 class _Deviation(Saving):
-    """The standard deviation or its square, alone or with the mean."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -217,7 +213,6 @@ def _matrix_norm(
 
 
 def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
-    """Handle the 2-norm of a difference, with broadcasting."""
     if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
         return NotImplemented
     if a.dtype != b.dtype or region.are_weights(a, b) or 0 in (a.dim(), b.dim()):

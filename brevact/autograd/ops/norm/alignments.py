@@ -18,10 +18,7 @@ def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class OverChannels(NamedTuple):
-    """One mean and one deviation per channel, or per channel and sample; likewise for weights.
-
-    A norm that saves variances adds ``eps`` to them; it is None for one that saves inverse deviations.
-    """
+    """One mean and deviation per channel (and sample); ``eps`` is added to saved variances, None for deviations."""
 
     eps: float | None = None
 

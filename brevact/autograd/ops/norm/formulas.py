@@ -114,12 +114,10 @@ class Norm:
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        """Return the gradients of input, weight and bias that ``mask`` selects, by ATen's formula."""
         raise NotImplementedError
 
     @property
     def alignment(self) -> Alignment:
-        """Return how the statistics of :meth:`forward` and the weights map to the input's elements."""
         return _OVER_CHANNELS
 
     @property
@@ -263,8 +261,6 @@ class Frozen(Norm):
 
 @dataclass(eq=False)
 class _OfLastDims(Norm):
-    """A norm over the last dimensions; weight and bias have one number per element of those."""
-
     normalized_shape: tuple[int, ...]
     eps: float | None
 
@@ -297,8 +293,6 @@ class LayerNorm(_OfLastDims):
 
 @dataclass(eq=False)
 class GroupNorm(Norm):
-    """Group norm: statistics per group of a sample's channels."""
-
     groups: int
     eps: float
     name = "group_norm"

@@ -51,7 +51,6 @@ def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | Non
 
 
 def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Run a norm that a region :func:`reacts` to."""
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
         return region.apply(_Normalization, norm, input, weight, bias)
