@@ -10,7 +10,6 @@ Regions nest: the innermost one decides. ``region(None)`` saves full precision i
 
 from __future__ import annotations
 
-import itertools
 import sys
 from types import FrameType
 from typing import Any
@@ -83,7 +82,6 @@ class Region(Store):
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
-        self.places = itertools.count()
         self.op: str | None = None
         self._of_ops: dict[tuple[str, bool], Region] = {}
 

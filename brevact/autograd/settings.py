@@ -127,9 +127,6 @@ class BackwardSettings:
     quantizes_forward: bool = field(init=False, repr=False, compare=False)
     """Whether norms continue with the stored values, in eval mode and without gradients too."""
 
-    observes: bool = field(init=False, repr=False, compare=False)
-    """Whether the quantizer collects statistics of each tensor in the forward pass (``with_statistics_of``)."""
-
     is_random: bool = field(init=False, repr=False, compare=False)
     """Whether packing a tensor again may give other codes."""
 
@@ -204,11 +201,10 @@ class BackwardSettings:
         object.__setattr__(self, "quantizes_forward", bool(rounds))
         self._check_double_backward()
         object.__setattr__(self, "leaves_ops_to_torch", self.is_exact or self.double_backward)
-        object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
         is_stochastic = bool(getattr(self.quantizer, "is_stochastic", False))
-        object.__setattr__(self, "is_random", is_stochastic or self.draws_size or self.observes)
+        object.__setattr__(self, "is_random", is_stochastic or self.draws_size)
         is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "has_uniform_codes", False)
-        object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size and not self.observes))
+        object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size))
         if isinstance(self.quantizer, nn.Module):  # it has tensors, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
             fields = self._fields[1:-3]

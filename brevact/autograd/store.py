@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +132,6 @@ class Store:
     is_counted: bool
     """Whether a selective checkpoint's mode counts ops. It must not count those of packing: a tensor may be packed
     already in forward, and not in recomputation."""
-    places: Iterator[int]
-    """Numbers of the tensors that a quantizer with statistics packs."""
 
     def is_weight(self, x: Tensor) -> bool:
         raise NotImplementedError
@@ -172,7 +170,6 @@ class Store:
             return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
-        place = next(self.places) if settings.observes else 0
         normalizes = norm is not None and not settings.is_lossless
         is_small = x.numel() < settings.min_numel
         if is_small and self.recompute < DEEP:
@@ -199,7 +196,7 @@ class Store:
             key = None if of_norm is None else (settings.key, repeats, of_norm)
         found = sharing.find(x, key, self.seeds.number) if may_be_known and key is not None else None
         if found is None:
-            found = self._pack(x, settings, repeats, place, norm if normalizes else None)
+            found = self._pack(x, settings, repeats, norm if normalizes else None)
             if share and key is not None:
                 sharing.add(x, key, *found, self.seeds.number if settings.is_random else 0)
         if storage_report.recorders:
@@ -208,7 +205,7 @@ class Store:
             _report_statistics(found)
         return found if norm is None or normalizes else _beside(found, norm)
 
-    def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
+    def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Saved:
         quantizer = settings.quantizer
         plan = None
         if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
@@ -222,7 +219,7 @@ class Store:
             return (buffer,), decoder
         if top_hooks(True) == self.hooks.pair:
             with self.hooks.suspended:  # a quantizer may use autograd, too
-                return self._pack(x, settings, repeats, place, norm)
+                return self._pack(x, settings, repeats, norm)
         if settings.draws_size:
             numel = Layout.of(x).numel
             quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
@@ -230,8 +227,6 @@ class Store:
             x = _copy_of(x.detach() if norm is not None else without_gaps(x.detach()))
         elif _is_grad_enabled():
             x = x.detach()
-        if settings.observes:
-            quantizer = quantizer.with_statistics_of(x if norm is None else norm.normalize(x), place)
         seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
         return pack(x, quantizer, settings.save_mode, seed, norm)
 

@@ -9,8 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import BackwardSettings, SaveMode, region
-from brevact.quantizers import UniformQuantizer
+from brevact.autograd import SaveMode, region
 from tests.autograd.exactness import assert_same_error
 from tests.autograd.measuring import (
     EXACT_VALUES,
@@ -179,20 +178,6 @@ def test_chunks_of_rows_are_packed_where_the_whole_is():
         F.cross_entropy(x * 1, target)
     kept = [x for x in saved.tensors if x.dtype is not torch.int64]
     assert kept and all(x.dtype is torch.uint8 for x in kept)
-
-
-def test_quantizers_take_statistics_of_all_rows():
-    numels: list[int] = []
-
-    class Observing(UniformQuantizer):
-        def with_statistics_of(self, x: Tensor, place: int) -> UniformQuantizer:
-            numels.append(x.numel())
-            return self
-
-    x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (ROWS,))
-    with region(BackwardSettings(Observing())):
-        F.cross_entropy(x * 1, target)
-    assert numels == [ROWS * CLASSES]
 
 
 def test_graphs_serve_losses_of_any_number_of_rows():

@@ -261,10 +261,10 @@ def _of_samples(
 def _goes_by_rows(
     settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
 ) -> bool:
-    """Return whether logits take several chunks, each large enough to be packed, without weights or statistics."""
+    """Return whether logits take several chunks, each large enough to be packed, without weights."""
     if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
         return False
-    if weight is not None or options.label_smoothing or settings.observes or not input.is_contiguous():
+    if weight is not None or options.label_smoothing or not input.is_contiguous():
         return False
     rows, step = len(input), _rows_of_chunk(input)
     last = (rows - 1) % step + 1

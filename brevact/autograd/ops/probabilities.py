@@ -123,7 +123,7 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> typ
     if classes in _FEW:
         return _SoftmaxOfFew
     attends = is_last and len(shape) > 2 and classes > _MOST_CLASSES_OF_SCORES
-    packs_at_random = settings.quantizer.is_stochastic and not (settings.is_lossless or settings.observes)
+    packs_at_random = settings.quantizer.is_stochastic and not settings.is_lossless
     return _Softmax if classes < 2 or attends or not packs_at_random else _SoftmaxOfClasses
 
 
