@@ -7,6 +7,7 @@ Brevitas' injectors resolve every attribute as a dependency and raise ``Dependen
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -59,6 +60,14 @@ class InjectorType(BrevitasInjectorType):
             names = [] if name.startswith("_") else sorted(cls._setting_names() & {*cls.__dependencies__})
             hint = f"; {did_you_mean(name, names)}Settings: {', '.join(names)}" if names else ""
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}{hint}", name=name, obj=cls)
+        built = (
+            cls.__dependencies__["quantizer"][1] if name in STRUCTURE and "quantizer" in cls.__dependencies__ else None
+        )
+        if inspect.isclass(built) and built.__module__.startswith("brevact."):  # its defaults would be silent
+            for field in dataclasses.fields(built):
+                if field.init and field.name not in cls.__dependencies__:
+                    missing = f"{cls.__name__!r} can not resolve attribute {field.name!r} while building 'quantizer'"
+                    raise InjectorAttributeError(missing)
         return _stock.__getattr__(cls, name)
 
     def __bool__(cls) -> bool:

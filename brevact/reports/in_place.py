@@ -133,6 +133,8 @@ class ModelBefore:
                 pending.append((vars(value), 0))
             elif depth < _DEEPEST and _is_ours(type(value)) and hasattr(value, "__dict__"):
                 pending.append((vars(value), depth + 1))
+            else:
+                del seen[id(value)]  # it may lie less deep elsewhere
 
     def hide_gradients(self) -> None:
         """Remove gradients, so that nothing accumulates into them, and gradient hooks."""
@@ -193,9 +195,7 @@ class _TensorBefore:
             storage = self._alias.untyped_storage()
             if storage.nbytes() != self._values.nbytes():  # observers of torch.ao resize theirs
                 storage.resize_(self._values.nbytes())
-            storage.copy_(
-                self._values
-            )  # leaves the version: graphs that saved the tensor find the values that they saw
+            storage.copy_(self._values)  # leaves the version: graphs that saved the tensor find its old values
         if x.is_leaf and x.requires_grad is not self._trains:
             x.requires_grad_(self._trains)
         if x.grad is not self._grad:

@@ -51,7 +51,7 @@ def test_main_resumes_an_interrupted_run_to_the_same_result(tmp_path):
         (["--patch-size", "5"], "--patch-size 5 is not possible: images of digits have 32 pixels a side"),
         (["--patch-size", "0"], "--patch-size 0 is not possible: use at least 1"),
         (["--act-quant", "StochBackward2bt"], "nearest: StochBackward2bit"),
-        (["--dataset", "cifar10", "--data-dir", "nowhere"], "expected nowhere/cifar-10-batches-py"),
+        (["--dataset", "cifar10", "--data-dir", "nowhere"], "CIFAR-10 was not found in nowhere"),
     ],
 )
 def test_main_says_what_to_do_and_exits_with_2(tmp_path, monkeypatch, capsys, arguments, message):

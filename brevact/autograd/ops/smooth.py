@@ -160,7 +160,7 @@ class _GLUSlope(NamedTuple):
 
 
 def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
-    if not region.packs_input(input) or not input.requires_grad:
+    if not region.packs_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
         return NotImplemented
     value = value_of(func, (dim,), {})
     curve = _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim)
