@@ -71,7 +71,7 @@ def quantize_grid_kernel(
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
         if limit > 0:
             planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
             words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
