@@ -54,7 +54,6 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, print; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

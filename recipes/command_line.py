@@ -33,15 +33,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
 
 
 def run(recipe: Recipe, command: Command) -> None:
-    """Trains what the command asks for, prints the outcome and says where the files are.
-
-    Args:
-        recipe: whose run or comparison it is.
-        command: the parsed command line.
-
-    Raises:
-        RecipeError: something that the user can put right.
-    """
+    """Trains what the command asks for, prints the outcome and says where the files are."""
     resume = command.resume is not None
     settings, quantizers = resumed(recipe, command) if resume else (recipe.settings(**command.given), command.compare)
     folder = command.resume or command.out_dir or default_folder(recipe, settings, quantizers)
@@ -65,15 +57,7 @@ def run(recipe: Recipe, command: Command) -> None:
 
 
 def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...] | None]:
-    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares.
-
-    Args:
-        recipe: that the run or comparison is of.
-        command: with a folder to resume.
-
-    Raises:
-        RecipeError: the command line contradicts what is in the folder, or there is nothing that can be resumed.
-    """
+    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares."""
     folder, names = command.resume, command.compare
     if not (folder / COMPARISON).exists():
         if names is not None:

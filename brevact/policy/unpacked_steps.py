@@ -39,7 +39,6 @@ class _Watch:
         self.handles: dict[int, RemovableHandle] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Watch a module's own parameters; a lazy module's after its first forward."""
         for parameter in module.parameters(recurse=False):
             if is_lazy(parameter):
                 self.handles[id(module)] = module.register_forward_pre_hook(_Initialized(self))

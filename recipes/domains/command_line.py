@@ -46,11 +46,7 @@ def run(domain: Domain, options: argparse.Namespace) -> None:
 
 
 def variant_of(words: str) -> str:
-    """Reads a variant; for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither plain nor checkpoint nor a policy.
-    """
+    """Reads a variant; for argparse."""
     if is_packed(words):
         named_policy(policy_words(words))
     return words

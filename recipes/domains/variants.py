@@ -33,7 +33,6 @@ def prepare(task: Task, variant: str) -> Region:
 
 
 def policy_words(variant: str) -> str:
-    """The policy of a variant that has one."""
     return variant.removeprefix(_BOTH)
 
 

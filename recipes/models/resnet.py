@@ -34,12 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """Stem, three stages of which the last two halve the map, mean over the map, classifier.
-
-    Args:
-        classes: outputs.
-        channels_in: channels of the images.
-    """
+    """Stem, three stages of which the last two halve the map, mean over the map, classifier."""
 
     def __init__(self, *, classes: int, channels_in: int = 3) -> None:
         super().__init__()
