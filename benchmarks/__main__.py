@@ -122,7 +122,7 @@ def _measure_all(cases: Sequence[tuple[str, tuple[str, ...], str]], options: arg
 
 
 def _rows_of(name: str, policies: Sequence[str], measures: str, rounds: int, draws: int) -> tuple[list[Row], list[str]]:
-    """The rows of a model, and lines about what could not be measured."""
+    """The rows of a model, and lines about failed measurements."""
     if missing := MODELS[name].missing():
         return [], [f"{name}: left out, needs {', '.join(missing)}"]
     wanted, rows, errors = measures.split(","), [], []

@@ -1,4 +1,4 @@
-"""Every backward quantizer on four kinds of data: what it stores, how far off it is, and how long it takes.
+"""Every backward quantizer on four kinds of data: its bits, error and time.
 
     python -m benchmarks.formats --csv docs/formats.csv
 

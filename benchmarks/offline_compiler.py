@@ -1,4 +1,4 @@
-"""Triton launches compiled for a GPU that is not there, and what the machine code needs."""
+"""Triton launches compiled for an absent GPU, and the resources of their machine code."""
 
 from __future__ import annotations
 

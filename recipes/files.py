@@ -60,7 +60,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> object:
-    """Reads what `write_json` wrote."""
+    """Reads a file of `write_json`."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -32,7 +32,7 @@ class _Warned:
 
 
 class _Watch:
-    """Gradient hook of a model's parameters, of which one remains after the first gradient."""
+    """Gradient hook of a model's parameters; one remains after the first gradient."""
 
     def __init__(self, kind: str, attachment: Attachment) -> None:
         self._kind, self._attachment = kind, attachment

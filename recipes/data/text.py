@@ -96,7 +96,7 @@ def different_paragraphs(text: str) -> list[str]:
 
 
 def split_paragraphs(paragraphs: Sequence[str]) -> tuple[str, str]:
-    """Two texts, of which the second has the last `HELD_OUT` of all characters, or up to a paragraph less."""
+    """Two texts; the second has the last `HELD_OUT` of all characters, or up to a paragraph less."""
     total, count, first = sum(map(len, paragraphs)), 0, len(paragraphs)
     while first and count + len(paragraphs[first - 1]) <= HELD_OUT * total:
         first -= 1

@@ -1,4 +1,4 @@
-"""What tells the recipe of one field from that of another."""
+"""The task, metric and description that each recipe of a field provides."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a training keeps for its backward pass: everything, inputs of checkpoints, or what a policy says."""
+"""Tensors kept for backward: all, inputs of checkpoints, or those of a policy."""
 
 from contextlib import nullcontext
 
