@@ -54,7 +54,6 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, print; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +122,7 @@ def _measure_all(cases: Sequence[tuple[str, tuple[str, ...], str]], options: arg
 
 
 def _rows_of(name: str, policies: Sequence[str], measures: str, rounds: int, draws: int) -> tuple[list[Row], list[str]]:
-    """The rows of a model, and lines about what could not be measured."""
+    """The rows of a model, and lines about failed measurements."""
     if missing := MODELS[name].missing():
         return [], [f"{name}: left out, needs {', '.join(missing)}"]
     wanted, rows, errors = measures.split(","), [], []

@@ -64,15 +64,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Variant:
-    """One line of the table.
-
-    Args:
-        target: Key of TARGETS.
-        operation: One of OPERATIONS.
-        dtype: Key of DTYPES.
-        bit_width: Bits a code.
-        bucket: One of BUCKETS.
-    """
+    """One line of the table."""
 
     target: str
     operation: str
@@ -87,7 +79,6 @@ class Variant:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile all variants, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", choices=TARGETS, nargs="+", default=list(TARGETS))
     parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
@@ -120,7 +111,6 @@ def _in_processes(variants: list[Variant], jobs: int) -> Iterator[list[Row]]:
 
 
 def _rows(variant: Variant) -> list[Row]:
-    """What the kernels of a variant need."""
     target, rows = TARGETS[variant.target], []
     for launch, loads, stores in _launches(variant):
         needs = resources(compile_launch(launch, target), target)

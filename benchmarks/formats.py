@@ -1,4 +1,4 @@
-"""Every backward quantizer on four kinds of data: what it stores, how far off it is, and how long it takes.
+"""Every backward quantizer on four kinds of data: its bits, error and time.
 
     python -m benchmarks.formats --csv docs/formats.csv
 
@@ -41,7 +41,6 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantizers", nargs="+", metavar="NAME", help="leaf quantizers of brevact (default: all)")
     parser.add_argument("--draws", type=int, default=8, help="seeds of stochastic quantizers (default: %(default)s)")
@@ -144,16 +143,7 @@ def kept_activations(epochs: int = 2) -> list[Tensor]:
 
 
 def errors(quantizer: Any, parts: Sequence[Tensor], draws: int) -> dict[str, float]:
-    """Measured bits an element, relative error, bias and variance.
-
-    Args:
-        quantizer: activation quantizer.
-        parts: tensors, counted together.
-        draws: seeds.
-
-    Returns:
-        Values by the names of their columns.
-    """
+    """Measured bits per element, relative error, bias and variance."""
     nbytes = numel = 0.0
     size = error = offset = spread = uncertainty = 0.0
     for index, x in enumerate(parts):

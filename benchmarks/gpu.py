@@ -39,7 +39,6 @@ CAPTURED = "+captured"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, measure, print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="POLICY")

@@ -20,10 +20,6 @@ class UNet3D(nn.Module):
     """Two halvings of a volume and back, each level of two convolutions and a skip connection.
 
     Source: Cicek et al., 3D U-Net, arXiv:1606.06650, with instance norms and leaky ReLUs as nnU-Net has them.
-
-    Args:
-        width: channels of the first level; each level doubles them.
-        classes: outputs.
     """
 
     def __init__(self, width: int, classes: int) -> None:

@@ -86,7 +86,6 @@ def _compiled(step: Step, budget: float) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def run(step: Step) -> None:
-    """A forward and backward pass."""
     step.loss(step.model, step.batch).backward()
     step.model.zero_grad(set_to_none=True)
 
@@ -226,5 +225,4 @@ def measure_peak(name: str, policy: str) -> tuple[Row, list[str]]:
 
 
 def line_of(error: Exception) -> str:
-    """The first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]

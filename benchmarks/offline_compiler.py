@@ -1,4 +1,4 @@
-"""Triton launches compiled for a GPU that is not there, and what the machine code needs."""
+"""Triton launches compiled for an absent GPU, and the resources of their machine code."""
 
 from __future__ import annotations
 
@@ -50,15 +50,7 @@ def collected() -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
-    """Compile a launch as Triton does when its tensors are aligned.
-
-    Args:
-        launch: Launch of tensors on any device.
-        target: GPU to compile for.
-
-    Returns:
-        The compiled kernel.
-    """
+    """Compile a launch as Triton does when its tensors are aligned."""
     signature, constants, attributes = {}, {}, {}
     values = iter(launch.arguments)
     for index, parameter in enumerate(launch.program.kernel.params):

@@ -25,7 +25,6 @@ class Layers:
         self.steps = {"collect_stats_steps": COLLECTED - 1}
 
     def conv(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Module:
-        """A convolution without bias."""
         options = {"stride": stride, "padding": kernel_size // 2, "groups": groups, "bias": False}
         if self.bit_width is None:
             return nn.Conv2d(inputs, outputs, kernel_size, **options)
@@ -33,7 +32,6 @@ class Layers:
         return qnn.QuantConv2d(inputs, outputs, kernel_size, **options)
 
     def linear(self, inputs: int, outputs: int) -> nn.Module:
-        """A fully connected layer, whose input is quantized."""
         if self.bit_width is None:
             return nn.Linear(inputs, outputs)
         return nn.Sequential(
@@ -44,7 +42,6 @@ class Layers:
         )
 
     def relu(self) -> nn.Module:
-        """A ReLU with a quantizer behind it."""
         if self.bit_width is None:
             return nn.ReLU()
         return qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=self.bit_width, **self.steps)

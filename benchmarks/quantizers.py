@@ -23,7 +23,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the tensor (default: %(default)s)")
     parser.add_argument("--bit-widths", type=int, nargs="+", default=[2, 4])

@@ -41,7 +41,6 @@ def commit() -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of equal keys, without columns that are empty."""
     names = [name for name in rows[0] if any(row[name] != "" for row in rows)]
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

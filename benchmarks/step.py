@@ -51,11 +51,9 @@ class Model(NamedTuple):
     make: Callable[[], Step]
 
     def missing(self) -> list[str]:
-        """Return the libraries that are not installed."""
         return [name for name in self.libraries if importlib.util.find_spec(name) is None]
 
     def build(self, seed: int = 0) -> Step:
-        """Build the step from a seed, in training mode."""
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             step = self.make()
@@ -99,7 +97,6 @@ def gradient(step: Step, seed: int) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, relative to the norm of the expected tensor."""
     return float((found - expected).norm() / expected.norm())
 
 

@@ -39,8 +39,6 @@ SAMPLE = "sample.txt"
 
 @dataclass(frozen=True)
 class CharGptSettings(Settings):
-    """Settings of a run of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         *Settings.LIMITS,
         ("train_size", lambda value: value >= 1, "use a number of characters of at least 1"),
@@ -71,19 +69,16 @@ class CharGptSettings(Settings):
 
 
 def load_data(settings: CharGptSettings) -> TextDataset:
-    """The text that the settings name."""
     path = None if settings.text_file is None else Path(settings.text_file)
     return load_text(path, settings.train_size, settings.test_size)
 
 
 def make_batches(settings: CharGptSettings, data: TextDataset, device: torch.device) -> tuple[TextBatches, TextBatches]:
-    """Batches for training and for testing."""
     options = {"context": settings.context, "batch_size": settings.batch_size, "device": device}
     return TextBatches(data.train, train=True, seed=settings.seed, **options), TextBatches(data.test, **options)
 
 
 def build_model(settings: CharGptSettings, data: TextDataset, layers: Layers) -> nn.Module:
-    """The model of a run, with its forward quantizers, for the characters of `data`."""
     return GPT(
         GPT_SIZES[settings.model],
         vocabulary=len(data.characters),

@@ -16,7 +16,7 @@ from recipes.settings import Command, Settings, parse
 
 
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
+    """Runs a command line and returns the exit status: 0, 2 for an error of the user, 130 when stopped."""
     try:
         prog = f"python -m recipes.{recipe.module}"
         command = parse(arguments, prog=prog, description=recipe.description, settings=recipe.settings)
@@ -33,15 +33,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
 
 
 def run(recipe: Recipe, command: Command) -> None:
-    """Trains what the command asks for, prints the outcome and says where the files are.
-
-    Args:
-        recipe: whose run or comparison it is.
-        command: the parsed command line.
-
-    Raises:
-        RecipeError: something that the user can put right.
-    """
+    """Trains the run or comparison of a command, prints the outcome and says where the files are."""
     resume = command.resume is not None
     settings, quantizers = resumed(recipe, command) if resume else (recipe.settings(**command.given), command.compare)
     folder = command.resume or command.out_dir or default_folder(recipe, settings, quantizers)
@@ -65,15 +57,7 @@ def run(recipe: Recipe, command: Command) -> None:
 
 
 def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...] | None]:
-    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares.
-
-    Args:
-        recipe: that the run or comparison is of.
-        command: with a folder to resume.
-
-    Raises:
-        RecipeError: the command line contradicts what is in the folder, or there is nothing that can be resumed.
-    """
+    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares."""
     folder, names = command.resume, command.compare
     if not (folder / COMPARISON).exists():
         if names is not None:
@@ -89,7 +73,7 @@ def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...]
 
 
 def default_folder(recipe: Recipe, settings: Settings, quantizers: Sequence[str] | None) -> Path:
-    """The folder of a run or comparison that the command line gives none for, named after what it trains."""
+    """The default folder of a run or comparison, named after its settings."""
     kind = (
         "comparison" if quantizers else settings.reference_folder if settings.is_reference else settings.backward_name
     )

@@ -14,24 +14,13 @@ from recipes.settings import Settings
 
 
 def make_cases(settings: Settings, quantizers: Sequence[str]) -> dict[str, Settings]:
-    """Settings without a backward quantizer and with each, by the name of the case's folder.
-
-    Args:
-        settings: of all cases; their overrides go to every quantizer.
-        quantizers: names of backward quantizers of brevact.
-    """
+    """Settings without a backward quantizer and with each, by the name of the case's folder."""
     reference = replace(settings, act_quant=None, act_override=(), adapt_every=None)
     return {settings.reference_folder: reference} | {name: replace(settings, act_quant=name) for name in quantizers}
 
 
 def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
-    """Removes an earlier comparison of the same cases and writes down which comparison `folder` holds from now on.
-
-    Args:
-        settings: as for `make_cases`.
-        quantizers: as for `make_cases`.
-        folder: of the comparison; made if it is missing.
-    """
+    """Removes an earlier comparison of the same cases and writes down which comparison `folder` holds from now on."""
     folder.mkdir(parents=True, exist_ok=True)
     for place in (folder, *(folder / name for name in make_cases(settings, quantizers))):
         clear_results(place)
@@ -39,15 +28,7 @@ def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
 
 
 def begun(recipe: Recipe, folder: Path) -> tuple[Settings, tuple[str, ...]]:
-    """What `begin` wrote down: the settings and the quantizers.
-
-    Args:
-        recipe: whose runs it compares.
-        folder: of the comparison.
-
-    Raises:
-        RecipeError: the file is damaged.
-    """
+    """What `begin` wrote down: the settings and the quantizers."""
     path = folder / COMPARISON
     content = files.read_json(path)
     quantizers = content.get("quantizers") if isinstance(content, dict) else None

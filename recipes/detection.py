@@ -47,8 +47,6 @@ Batch = tuple[list[Tensor], list[Target]]
 
 @dataclass(frozen=True)
 class DetectionSettings(DomainSettings):
-    """Of a training on pictures of shapes."""
-
     LIMITS = (
         *DomainSettings.LIMITS,
         ("features", lambda value: value >= 32 and value % 32 == 0, "use a multiple of 32, such as 64"),
@@ -79,8 +77,6 @@ class DetectionSettings(DomainSettings):
 
 
 class DetectionTask(Task):
-    """A detector of torchvision that learns to find shapes."""
-
     def __init__(self, settings: DetectionSettings, seed: int, device: torch.device) -> None:
         self.settings, self.seed, self.device = settings, seed, device
         self.model = make_detector(settings).to(device)
@@ -185,14 +181,7 @@ def mean_average_precision(
 
 
 def average_precision(found: Sequence[Target], targets: Sequence[Target], label: int, overlap: float) -> float:
-    """The area below precision over recall of a class; the precision at a recall is the best at that or a higher one.
-
-    Args:
-        found: as of `mean_average_precision`.
-        targets: likewise.
-        label: of the class.
-        overlap: least intersection over union.
-    """
+    """Area below precision over recall of a class; the precision at a recall is the best at that or a higher one."""
     hits: list[tuple[float, bool]] = []  # scores, and whether the detection is the first of its target
     total = 0
     for each, target in zip(found, targets, strict=True):

@@ -41,8 +41,6 @@ _KL_WEIGHT = 1e-4
 
 @dataclass(frozen=True)
 class DiffusionSettings(DomainSettings):
-    """Settings of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         *DomainSettings.LIMITS,
         ("width", lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8"),
@@ -64,8 +62,6 @@ class DiffusionSettings(DomainSettings):
 
 
 class Diffusion(Task):
-    """The training of a model of noise, or of an autoencoder; see `Task`."""
-
     def __init__(self, settings: DiffusionSettings, seed: int, device: torch.device) -> None:
         self.settings, self.seed, self.device = settings, seed, device
         self.is_autoencoder = settings.model == "autoencoder"
@@ -79,7 +75,6 @@ class Diffusion(Task):
 
     @property
     def data(self) -> ImageDataset:
-        """The images, loaded once."""
         if self._data is None:
             own = self.settings
             self._data = LOADERS[own.dataset](Path(own.data_dir), own.train_size, own.test_size)
@@ -87,7 +82,6 @@ class Diffusion(Task):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch."""
         return len(self._images(train=True))
 
     def batches(self, epoch: int) -> Iterator[dict[str, Tensor]]:
@@ -104,7 +98,6 @@ class Diffusion(Task):
             return F.mse_loss(decoded.float(), batch["images"]) + _KL_WEIGHT * codes.kl().mean()
 
     def after_step(self) -> None:
-        """Averages the weights."""
         self.average.step(self.model.parameters())
 
     @torch.no_grad()
@@ -126,11 +119,9 @@ class Diffusion(Task):
         self.model.enable_gradient_checkpointing()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights."""
         return self.average.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from averaged weights."""
         self.average.load_state_dict(state)
         self.average.to(self.device)
 
@@ -146,11 +137,7 @@ class Diffusion(Task):
         draw_grid(images.cpu(), path, title=f"{self.settings.model}, {path.stem.partition('-')[2]}")
 
     def samples(self, count: int) -> Tensor:
-        """Draws images (N x C x H x W, from -1 to 1) from fixed noise, one class after another.
-
-        Args:
-            count: how many.
-        """
+        """Draws images (N x C x H x W, from -1 to 1) from fixed noise, one class after another."""
         own, scheduler = self.settings, library("diffusers").DDIMScheduler(TIMES, beta_schedule=_SCHEDULE)
         scheduler.set_timesteps(SAMPLING_STEPS)
         shape = count, CHANNELS[own.dataset], own.image_size, own.image_size

@@ -44,8 +44,6 @@ from recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class EfficientNetV2Settings(images.ImageSettings):
-    """Settings of a run of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         ("batch_size", lambda value: value >= 2, "use at least 2, batch normalization needs them"),
         *images.ImageSettings.LIMITS,
@@ -57,7 +55,6 @@ class EfficientNetV2Settings(images.ImageSettings):
 def build_model(
     settings: EfficientNetV2Settings, data: ImageDataset, layers: Layers, ends: Layers | None = None
 ) -> nn.Module:
-    """The model of a run, with its forward quantizers, for the images of `data`."""
     return efficientnetv2(
         settings.model,
         image_size=data.image_size,

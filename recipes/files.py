@@ -16,12 +16,7 @@ from recipes.errors import RecipeError
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file under another name and renames it, so that an interruption leaves the old content in place.
-
-    Args:
-        path: the file; its folder exists.
-        write: writes the content to the binary file it is given.
-    """
+    """Writes a file under another name and renames it, so that an interruption leaves the old content in place."""
 
     def write_file(temporary: Path) -> None:
         with temporary.open("wb") as file:
@@ -33,12 +28,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def write_path_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Like `write_atomically`, for a function that takes a path; the one it is given has the suffix of `path`.
-
-    Args:
-        path: the file; its folder exists.
-        write: writes the file whose path it is given.
-    """
+    """Like `write_atomically`, for a function that takes a path; the one it is given has the suffix of `path`."""
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         write(temporary)
@@ -48,15 +38,7 @@ def write_path_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_writable(folder: Path, option: str = "--out-dir") -> None:
-    """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there.
-
-    Args:
-        folder: made for the moment if it is missing.
-        option: of the command line, which names it.
-
-    Raises:
-        RecipeError: it is a file, or nothing can be written to it.
-    """
+    """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there."""
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,17 +55,12 @@ def check_writable(folder: Path, option: str = "--out-dir") -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes `content` as indented JSON."""
     text = json.dumps(content, indent=2) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def read_json(path: Path) -> object:
-    """Reads what `write_json` wrote.
-
-    Raises:
-        RecipeError: it is damaged.
-    """
+    """Reads a file of `write_json`."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -91,8 +68,6 @@ def read_json(path: Path) -> object:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
-    """Writes a CSV file with a header."""
-
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -101,7 +76,6 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, o
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -112,17 +86,7 @@ def write_checkpoint(path: Path, content: dict[str, object]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, object]:
-    """Reads a checkpoint; it can hold no code.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its content, a dictionary, with every tensor on the CPU.
-
-    Raises:
-        RecipeError: there is none, or it is damaged.
-    """
+    """Reads a checkpoint; it can hold no code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:

@@ -41,8 +41,6 @@ _WARMUP = 0.1
 
 @dataclass(frozen=True)
 class FineTuneSettings(DomainSettings):
-    """Settings of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         *DomainSettings.LIMITS,
         ("context", lambda value: value >= 2, "use at least 2"),
@@ -71,8 +69,6 @@ class FineTuneSettings(DomainSettings):
 
 
 class FineTuning(Task):
-    """The training of a language model; see `Task`."""
-
     def __init__(self, settings: FineTuneSettings, seed: int, device: torch.device) -> None:
         self.settings, self.seed, self.device = settings, seed, device
         transformers = library("transformers")

@@ -11,17 +11,7 @@ SETTINGS = "settings.json"
 
 
 def open_folder(folder: Path, settings: Mapping[str, object], *, resume: bool) -> None:
-    """Writes down which settings the runs of a folder have, or finds out that they have these.
-
-    Args:
-        folder: of the runs; made if it is missing.
-        settings: what decides the results, as JSON has it.
-        resume: go on with the runs that are there.
-
-    Raises:
-        RecipeError: the folder cannot be written to, holds runs although none are resumed, none that could be, or runs
-            with other settings.
-    """
+    """Writes down which settings the runs of a folder have, or finds out that they have these."""
     files.check_writable(folder)
     path = folder / SETTINGS
     if not path.exists():

@@ -33,8 +33,6 @@ _TEST_SEED = 2**20  # of the clusters, which are those of no run's training
 
 @dataclass(frozen=True)
 class ForceSettings(DomainSettings):
-    """Settings of this recipe."""
-
     LIMITS = (
         *DomainSettings.LIMITS,
         ("side", lambda value: 2 <= value <= 8, "use 2 to 8, since all particles are neighbours of each other"),
@@ -61,12 +59,7 @@ class ForceSettings(DomainSettings):
 
 
 class ForceLoss(nn.Module):
-    """A potential and the loss it trains with: (F - F*)^2 / s^2 + weight (E - E*)^2 / (s^2 N), s the scale of forces.
-
-    Args:
-        potential: on its device already.
-        energy_weight: of energies beside forces.
-    """
+    """A potential and its loss: (F - F*)^2 / s^2 + weight (E - E*)^2 / (s^2 N), s the scale of forces."""
 
     def __init__(self, potential: SchNet, energy_weight: float) -> None:
         super().__init__()
@@ -81,8 +74,6 @@ class ForceLoss(nn.Module):
 
 
 class ForceTask(Task):
-    """A potential that learns from clusters."""
-
     policy_settings: ClassVar[dict[str, Any]] = {"double_backward": True}
 
     def __init__(self, settings: ForceSettings, seed: int, device: torch.device) -> None:

@@ -13,8 +13,6 @@ from recipes.settings import Settings
 
 @dataclass(frozen=True)
 class ImageSettings(Settings):
-    """Settings of a run that classifies images."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         *Settings.LIMITS,
         ("train_size", lambda value: value >= 1, "use a number of images of at least 1"),
@@ -28,12 +26,10 @@ class ImageSettings(Settings):
 
 
 def load_data(settings: ImageSettings) -> ImageDataset:
-    """The images that the settings name."""
     return LOADERS[settings.dataset](Path(settings.data_dir), settings.train_size, settings.test_size)
 
 
 def make_batches(settings: Settings, data: ImageDataset, device: torch.device) -> tuple[Batches, Batches]:
-    """Batches for training and for testing."""
     train_batches = Batches(
         data.train,
         data.normalization,

@@ -10,11 +10,7 @@ COLUMNS = ("device", "threads", "torch", "python", "time")
 
 
 def place(device: torch.device) -> dict[str, object]:
-    """Device, threads, versions and time, with the keys `COLUMNS`.
-
-    Args:
-        device: that was used.
-    """
+    """Device, threads, versions and time, with the keys `COLUMNS`."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),

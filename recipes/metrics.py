@@ -35,7 +35,6 @@ class Metric:
 
     @property
     def words(self) -> str:
-        """The name in running text."""
         return self.name.replace("_", " ")
 
 

@@ -27,27 +27,14 @@ def option(name: str) -> str:
 
 
 def add_option(parser: argparse.ArgumentParser, item: Field) -> None:
-    """Adds the option of a field that `setting` made, without its default.
-
-    Args:
-        parser: whose options it joins.
-        item: of the class of the settings.
-    """
+    """Adds the option of a field that `setting` made, without its default."""
     argument = dict(item.metadata)
     shown = "none" if item.default in (None, ()) else item.default
     parser.add_argument(option(item.name), help=f"{argument.pop('help')} (default: {shown})", **argument)
 
 
 def check_limits(settings: object, limits: Sequence[Limit]) -> None:
-    """Finds out whether all values are accepted.
-
-    Args:
-        settings: with the fields that the limits name.
-        limits: see `Limit`.
-
-    Raises:
-        RecipeError: a value is not.
-    """
+    """Finds out whether all values are accepted."""
     for name, accepted, text in limits:
         value = getattr(settings, name)
         if value is not None and not accepted(value):
@@ -55,11 +42,7 @@ def check_limits(settings: object, limits: Sequence[Limit]) -> None:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of a name; "auto" takes CUDA where there is one.
-
-    Raises:
-        RecipeError: there is no such device.
-    """
+    """The device of a name; "auto" takes CUDA where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

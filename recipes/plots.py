@@ -14,14 +14,7 @@ from recipes.metrics import Metric
 
 
 def plot_history(path: Path, label: str, metric: Metric, history: Sequence[dict[str, float]]) -> None:
-    """Draws the metric in training and test over the epochs of one run.
-
-    Args:
-        path: of the PNG file.
-        label: title of the picture.
-        metric: what is drawn.
-        history: rows with `epoch` and the metric's two columns.
-    """
+    """Draws the metric in training and test over the epochs of one run."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     epochs = [row["epoch"] for row in history]
@@ -38,15 +31,7 @@ def plot_history(path: Path, label: str, metric: Metric, history: Sequence[dict[
 def plot_comparison(
     path: Path, title: str, metric: Metric, curves: dict[str, Sequence[float]], saved_mib: dict[str, float]
 ) -> None:
-    """Draws the metric in testing over the epochs, and what a batch stores for backward, for several runs side by side.
-
-    Args:
-        path: of the PNG file.
-        title: above both panels.
-        metric: what is drawn.
-        curves: its value in each epoch, by label.
-        saved_mib: stored MiB, by label; the first one is what the others are compared with.
-    """
+    """Draws the test metric over the epochs, and MiB stored for backward per batch; the first run is the base."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -70,17 +55,7 @@ def plot_comparison(
 def curves_of(
     epochs: Iterable[Mapping[str, object]], by: str, column: str, wanted: Container[tuple[str, int]]
 ) -> dict[str, list[list[float]]]:
-    """The curves of runs with several seeds.
-
-    Args:
-        epochs: rows with `by`, `seed` and `column`, in the order of the epochs.
-        by: column of what the runs are called.
-        column: what is drawn.
-        wanted: name and seed of the runs.
-
-    Returns:
-        A list of values for each seed, by name.
-    """
+    """The curves of runs with several seeds."""
     curves: dict[str, dict[int, list[float]]] = {}
     for row in epochs:
         name, seed = str(row[by]), int(str(row["seed"]))
@@ -90,13 +65,7 @@ def curves_of(
 
 
 def plot_seeds(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], **axes_settings: str) -> None:
-    """Draws a figure over the epochs: the mean over the seeds, and each of them thinly.
-
-    Args:
-        path: of the PNG file.
-        curves: values for each seed, by label.
-        axes_settings: title and labels, for `Axes.set`.
-    """
+    """Draws a figure over the epochs: the mean over the seeds, and each of them thinly."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for label, runs in curves.items():

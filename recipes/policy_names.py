@@ -58,19 +58,11 @@ class NamedPolicy:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def apply(self, model: M) -> M:
-        """Give a model this policy, in place."""
         return model if self.source is None else brevact.quantize_backward(model, self.source, **self.settings)
 
 
 def named_policy(words: str) -> NamedPolicy:
-    """Read a policy; for argparse.
-
-    Args:
-        words: NAME[:SETTING=VALUE,...][+PART=NAME[:...]...], see the top of this file.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such name, part or setting.
-    """
+    """Read a policy; for argparse."""
     whole, *parts = words.split("+")
     source, settings = _source(whole)
     if parts:

@@ -36,8 +36,6 @@ from recipes.recipe import BatchSource
 
 @dataclass(frozen=True)
 class QatSettings(efficientnetv2.EfficientNetV2Settings):
-    """Settings of a run of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         ("weight_bit_width", lambda value: 2 <= value <= 8, "use 2 to 8"),
         ("input_bit_width", lambda value: 2 <= value <= 8, "use 2 to 8"),
@@ -58,7 +56,6 @@ class QatSettings(efficientnetv2.EfficientNetV2Settings):
 
 
 def build_model(settings: QatSettings, data: ImageDataset, layers: Layers) -> nn.Module:
-    """The model of a run for the images of `data`, its inner layers at the bit widths of the settings."""
     inner = Layers(
         layers.weight_quant.let(bit_width=settings.weight_bit_width),
         layers.input_quant.let(bit_width=settings.input_bit_width),
@@ -68,13 +65,7 @@ def build_model(settings: QatSettings, data: ImageDataset, layers: Layers) -> nn
 
 @torch.no_grad()
 def calibrate(model: nn.Module, settings: QatSettings, batches: BatchSource) -> None:
-    """Collects the scales of activations from a few training batches; training steps then learn them.
-
-    Args:
-        model: new, in training mode, on its device.
-        settings: of the run.
-        batches: training batches.
-    """
+    """Collects the scales of activations from a few training batches; training steps then learn them."""
     with calibration_mode(model):
         for images, _ in islice(batches.epoch(), settings.calibration_batches):
             model(images)

@@ -21,11 +21,7 @@ _FRAGMENTS = ("Base", "Mixin", "Solver")
 
 
 def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type | Policy | None]:
-    """The quantizers that the settings name: for weights, for the layers' inputs, and for the backward pass.
-
-    Raises:
-        RecipeError: one is not known, or a setting of the backward quantizer is not possible.
-    """
+    """The quantizers that the settings name: for weights, for the layers' inputs, and for the backward pass."""
     weight_name, input_name, act_name = settings.weight_quant, settings.input_quant, settings.act_quant
     if act_name is None and settings.act_override:
         raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
@@ -87,19 +83,7 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
 
 
 def forward_quantizer(name: str, proxy: type, option: str) -> type:
-    """The quantizer of `brevitas.quant` with this name.
-
-    Args:
-        name: such as "Int8WeightPerTensorFloat".
-        proxy: base class of the proxies that the option accepts.
-        option: the command line's name for it, for the error.
-
-    Returns:
-        The injector.
-
-    Raises:
-        RecipeError: there is none of this name.
-    """
+    """The quantizer of `brevitas.quant` with this name."""
     known = {}
     for key, value in vars(brevitas.quant).items():
         if isinstance(value, type(ExtendedInjector)) and "proxy_class" in value and not key.endswith(_FRAGMENTS):

@@ -1,4 +1,4 @@
-"""What tells one recipe from another; command line, runs and comparisons take the rest from it."""
+"""The parts in which recipes differ, for command line, runs and comparisons."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

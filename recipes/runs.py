@@ -93,7 +93,6 @@ class Result:
 
 
 def columns(metric: Metric) -> tuple[str, ...]:
-    """The columns of history.csv."""
     scores = ("train_loss", f"train_{metric.name}", "test_loss", f"test_{metric.name}")
     return ("epoch", "lr", *scores, "seconds", "saved_mib")
 
@@ -158,13 +157,7 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
 
 
 def build_objective(recipe: Recipe, settings: Settings, data: Any) -> Objective:
-    """The model of a run and its loss, with their forward and backward quantizers.
-
-    Args:
-        recipe: builds the model.
-        settings: of the run.
-        data: what the model is for.
-    """
+    """The model of a run and its loss, with their forward and backward quantizers."""
     weight_quant, input_quant, act_quant = find_quantizers(settings)
     forward_quantized = weight_quant is not None or input_quant is not None
     layers = Layers(weight_quant, input_quant) if forward_quantized else recipe.layers
@@ -207,7 +200,6 @@ def _fitted(
 
 
 def saved_settings(recipe: Recipe, folder: Path) -> Settings:
-    """The settings of the run in `folder`."""
     path = folder / CHECKPOINT
     return recipe.settings.restored(files.read_checkpoint(path).get("settings"), path)
 

@@ -8,12 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """A linear warm-up over a twentieth of the steps, then a cosine to zero.
-
-    Args:
-        optimizer: whose rate it sets.
-        steps: of the run.
-    """
+    """A linear warm-up over a twentieth of the steps, then a cosine to zero."""
     return LambdaLR(optimizer, partial(warmup_factor, warmup=steps // 20, total=steps, decay=True))
 
 
@@ -21,15 +16,6 @@ def warmup_factor(step: int, *, warmup: int, total: int, decay: bool) -> float:
     """Factor of the learning rate: linear warm-up, then constant or a cosine to zero.
 
     f(t) = (t + 1) / (warmup + 1) for t < warmup, then (1 + cos(pi (t - warmup) / (total - warmup))) / 2 or 1.
-
-    Args:
-        step: optimizer steps taken so far.
-        warmup: steps of warm-up.
-        total: steps of the run.
-        decay: whether the cosine follows.
-
-    Returns:
-        A number in 0..1.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)

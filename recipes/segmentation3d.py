@@ -45,8 +45,6 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class VolumeSettings(DomainSettings):
-    """Of a training on volumes."""
-
     LIMITS = (
         *DomainSettings.LIMITS,
         ("channels", lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8, such as 16"),
@@ -86,8 +84,6 @@ class VolumeSettings(DomainSettings):
 
 
 class VolumeTask(Task):
-    """A network of MONAI that learns to segment volumes."""
-
     def __init__(self, settings: VolumeSettings, seed: int, device: torch.device) -> None:
         self.settings, self.seed, self.device = settings, seed, device
         self.model = make_net(settings).to(device)
@@ -156,7 +152,6 @@ class VolumeTask(Task):
 
 
 def make_net(settings: VolumeSettings) -> nn.Module:
-    """A network from one channel to the classes and the background."""
     nets, channels = library("monai.networks.nets"), settings.channels
     if settings.net == "unet":
         widths = [channels * 2**level for level in range(4)]
@@ -165,16 +160,7 @@ def make_net(settings: VolumeSettings) -> nn.Module:
 
 
 def make_volumes(settings: VolumeSettings, count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Balls of three classes in noise.
-
-    Args:
-        settings: with the edge of a volume.
-        count: of volumes.
-        seed: of all.
-
-    Returns:
-        For each, "image" and "label", float32, (1, volume, volume, volume).
-    """
+    """Balls of three classes in noise."""
     make, edge = library("monai.data").create_test_image_3d, settings.volume
     random = np.random.RandomState(seed)
     volumes = []

@@ -95,7 +95,6 @@ class Settings:
 
     @property
     def label(self) -> str:
-        """How tables and plots call a run with these settings."""
         return self.REFERENCE if self.is_reference else " ".join([self.backward_name, *self.quantizer_changes])
 
     @property
@@ -129,15 +128,7 @@ class Settings:
 
     @classmethod
     def restored(cls, content: object, path: Path) -> "Settings":
-        """Settings from the dictionary that `dataclasses.asdict` made of them.
-
-        Args:
-            content: what a file holds.
-            path: of that file, for the error.
-
-        Raises:
-            RecipeError: these are no settings, or those of another version.
-        """
+        """Settings from the dictionary that `dataclasses.asdict` made of them."""
         names = {item.name for item in fields(cls)}
         if not isinstance(content, dict) or content.keys() != names:
             differing = sorted(map(str, content.keys() ^ names)) if isinstance(content, dict) else ["all"]
@@ -151,22 +142,11 @@ class Settings:
             raise RecipeError(f"{path} holds settings of a wrong type ({error}); start a new run") from error
 
     def torch_device(self) -> torch.device:
-        """The device to train on.
-
-        Raises:
-            RecipeError: there is no such device.
-        """
+        """The device to train on."""
         return torch_device(self.device)
 
     def resumed(self, given: dict[str, object]) -> "Settings":
-        """These settings of a checkpoint, with what the command line may change.
-
-        Args:
-            given: options named on the command line.
-
-        Raises:
-            RecipeError: an option contradicts the checkpoint: the result would not be that of one whole run.
-        """
+        """These settings of a checkpoint, with what the command line may change."""
         own = asdict(self)
         changed = {name: value for name, value in given.items() if own[name] != value}
         if wrong := sorted(changed.keys() - self.MAY_CHANGE_ON_RESUME):
@@ -197,17 +177,7 @@ class Command:
 def parse(
     arguments: Sequence[str] | None, *, prog: str, description: str, settings: type[Settings] = Settings
 ) -> Command:
-    """Reads a command line.
-
-    Args:
-        arguments: the words after the program's name; None for those of this process.
-        settings: whose fields are options, those that a subclass adds first.
-        prog: the program's name, for the help text.
-        description: what the program does.
-
-    Returns:
-        The command. An unknown option or choice ends the process with status 2, as argparse does.
-    """
+    """Reads a command line."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,

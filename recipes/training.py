@@ -18,12 +18,7 @@ from recipes.statistics import collected_statistics, restore_statistics
 
 
 class Objective(nn.Module):
-    """A model and the loss it trains with as one module, which a backward policy or a memory report may cover whole.
-
-    Args:
-        model: on its device already.
-        label_smoothing: share of the target spread over all classes.
-    """
+    """A model and the loss it trains with as one module, which a backward policy or a memory report may cover whole."""
 
     def __init__(self, model: nn.Module, label_smoothing: float) -> None:
         super().__init__()
@@ -67,23 +62,10 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
         return self.scheduler.get_last_lr()[0]
 
     def train_epoch(self, batches: BatchSource, epoch: int, on_step: Callable[[], object]) -> Scores:
-        """Takes one optimizer step for each batch of an epoch.
-
-        Args:
-            batches: training batches.
-            epoch: number of the epoch, from 1; it decides order and augmentation.
-            on_step: called after each step.
-
-        Returns:
-            Scores of the batches as they were trained on.
-
-        Raises:
-            RecipeError: the loss is no longer finite.
-        """
+        """Takes one optimizer step for each batch of an epoch."""
         self.objective.train()
         meter = _Meter(self.device)
         for inputs, targets in batches.epoch(epoch):
@@ -110,15 +92,7 @@ class Trainer:
         return scores
 
     def adapt(self, batch: tuple[Tensor, Tensor], every: int) -> None:
-        """From now on bits move to the layers where they matter, at the bytes that the model's policy stores.
-
-        Args:
-            batch: inputs and targets, on which bytes and sensitivities are measured first.
-            every: steps from one measurement to the next.
-
-        Raises:
-            RecipeError: no layer has a width that may change, or they store more than the policy at the least.
-        """
+        """From now on bits move to the layers where they matter, at the bytes that the model's policy stores."""
         with self.autocast():
             report = brevact.memory_report(self.objective, batch)
         ratio = report.plain_bytes / report.saved_bytes
@@ -128,15 +102,7 @@ class Trainer:
             raise RecipeError(f"--adapt-every {every}: {error}") from error
 
     def fit(self, batches: list[tuple[Tensor, Tensor]], budget: dict[str, float]) -> brevact.Policy:
-        """The policy of least gradient noise of the model and its loss within a budget.
-
-        Args:
-            batches: inputs and targets.
-            budget: an argument of `brevact.fit`.
-
-        Raises:
-            ValueError: the budget is not possible.
-        """
+        """The policy of least gradient noise of the model and its loss within a budget."""
         return brevact.fit(self.objective, batches, self._scaled_loss, **budget)
 
     def _scaled_loss(self, objective: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -227,37 +193,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 def make_optimizer(
     model: nn.Module, settings: Settings, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """AdamW over the parameters that the model has now, and the schedule of its learning rate.
-
-    Args:
-        model: whose parameters are trained.
-        settings: of the run.
-        steps_per_epoch: optimizer steps in an epoch.
-
-    Returns:
-        The optimizer, and the schedule to be stepped after it.
-
-    Raises:
-        RecipeError: the run is too short for its schedule.
-    """
+    """AdamW over the parameters that the model has now, and the schedule of its learning rate."""
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
     return optimizer, make_schedule(optimizer, settings, steps_per_epoch)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_per_epoch: int) -> LRScheduler:
-    """The learning rate of each step of a run, for `Settings.schedule`.
-
-    Args:
-        optimizer: whose rate it sets; with onecycle also the first beta.
-        settings: of the run.
-        steps_per_epoch: optimizer steps in an epoch.
-
-    Returns:
-        A schedule to be stepped after each optimizer step.
-
-    Raises:
-        RecipeError: the run is too short for onecycle.
-    """
+    """The learning rate of each step of a run, for `Settings.schedule`."""
     total = settings.epochs * steps_per_epoch
     warmup = round(settings.warmup_epochs * steps_per_epoch)
     if settings.schedule == "onecycle":

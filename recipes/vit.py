@@ -31,8 +31,6 @@ from recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class VitSettings(images.ImageSettings):
-    """Settings of a run of this recipe."""
-
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         *images.ImageSettings.LIMITS,
         ("patch_size", lambda value: value >= 1, "use at least 1"),
@@ -49,11 +47,7 @@ class VitSettings(images.ImageSettings):
 
 
 def load_data(settings: VitSettings) -> ImageDataset:
-    """The images that the settings name.
-
-    Raises:
-        RecipeError: there are none, or the patches do not cover them.
-    """
+    """The images that the settings name."""
     data = images.load_data(settings)
     if data.image_size % settings.patch_size:
         raise RecipeError(
@@ -64,7 +58,6 @@ def load_data(settings: VitSettings) -> ImageDataset:
 
 
 def build_model(settings: VitSettings, data: ImageDataset, layers: Layers) -> nn.Module:
-    """The model of a run, with its forward quantizers, for the images of `data`."""
     return ViT(
         VIT_SIZES[settings.model],
         classes=data.classes,

@@ -109,7 +109,6 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a CSV of docs/."""
     with open(DOCS / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -213,7 +212,6 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Write all pages anew."""
     found = figures()
     for page in pages():
         text = page.read_text("utf-8")

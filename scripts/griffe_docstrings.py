@@ -22,14 +22,7 @@ class Markdown(Extension):
 
 
 def as_markdown(text: str) -> str:
-    """Return a docstring as Markdown.
-
-    Args:
-        text: With roles of reStructuredText and doctests.
-
-    Returns:
-        The same with code in backticks and in fences; what stands in quotes and has an asterisk is code, too.
-    """
+    """Return a docstring as Markdown."""
     text = _ROLE.sub(lambda found: f"`{found[1]}`", text).replace("``", "`")
     parts = _EXAMPLE.split(text)
     prose = [_PATTERN.sub(lambda found: f"`{found[0]}`", part) for part in parts[::2]]

@@ -24,7 +24,6 @@ from brevact.injectors.fragments import BackwardQuantSolver as _BackwardQuantize
 
 
 def stub() -> str:
-    """Return the text of the declarations, in the order in which `brevact.quant` has the classes."""
     parts = [_HEAD.format(doc=brevact.quant.__doc__)]
     for name, leaf in LEAVES.items():
         first = leaf.__bases__[0].__name__
@@ -36,7 +35,6 @@ def stub() -> str:
 
 
 def main() -> None:
-    """Write the declarations."""
     STUB.write_text(stub(), encoding="utf-8")
 
 

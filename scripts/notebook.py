@@ -22,7 +22,6 @@ _CELL = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?
 
 
 def main() -> None:
-    """Parse the command line, run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="where cells run")
@@ -63,12 +62,7 @@ def run_cells(text: str, folder: Path, changes: Mapping[str, str] | None = None)
 
 
 def with_outputs(text: str, outputs: list[str]) -> str:
-    """The page with these outputs in place of its own.
-
-    Args:
-        text: of the page.
-        outputs: of all its cells, in order; a cell that prints nothing has no block of text.
-    """
+    """The page with these outputs in place of its own."""
     left = iter(outputs)
 
     def cell(found: re.Match[str]) -> str:

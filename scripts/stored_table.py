@@ -45,7 +45,6 @@ def stored_table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the text of the page with the table in its place."""
     return re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: stored_table(), page)
 
 

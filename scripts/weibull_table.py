@@ -203,7 +203,6 @@ def shape_bounds(count: int) -> Array:
 
 
 def main() -> None:
-    """Write the file."""
     table = nodes(shapes(layout.SHAPE_NODES), layout.END_NODES)
     values = np.concatenate([shape_bounds(layout.SHAPES), table.reshape(-1)])
     path = Path(layout.__file__).with_name(layout.FILE)

@@ -257,7 +257,6 @@ class Adaptive:
             self._widths = self._allocate()
 
     def __str__(self) -> str:
-        """Return a table of the groups of layers: widths, bytes, and expected noise."""
         rows = [
             (" ".join(group.sources), str(width), str(group.costs[width]), f"{expected_noise(sensitivity, width):.3g}")
             for group, width, sensitivity in zip(self._plan.groups, self._widths, self._sensitivities, strict=True)

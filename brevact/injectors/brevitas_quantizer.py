@@ -169,7 +169,6 @@ class BrevitasQuantizer:
         return f"{self.name}, bit_width={self.integers.bit_width}"
 
     def __repr__(self) -> str:
-        """One line: the injector's name and the code width."""
         return f"BrevitasQuantizer({self.extra_repr()})"
 
     def __eq__(self, other: object) -> bool:

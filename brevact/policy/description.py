@@ -60,7 +60,6 @@ class BackwardPolicy:
     rows: tuple[ModulePolicy, ...]
 
     def __str__(self) -> str:
-        """Return a line for the model, and one per module that differs from its parent."""
         shown: dict[str, ModulePolicy] = {}
         counts: dict[str, int] = {}
         above: dict[str, str] = {}

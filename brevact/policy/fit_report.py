@@ -87,7 +87,6 @@ class FitReport:
         return self.noise + max(0.0, self.bias)
 
     def __str__(self) -> str:
-        """Return the table of layers, and the totals."""
         rows = [
             (
                 group.source or "(model)",

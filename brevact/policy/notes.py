@@ -21,7 +21,6 @@ class StorageNote:
         self._module = weakref.ref(module)
 
     def __call__(self) -> str:
-        """Return the text in the module's brackets."""
         module = self._module()
         if module is None:
             return ""

@@ -49,10 +49,6 @@ def is_norm(name: str, module: nn.Module) -> bool:
     """Rule: batch, layer, group, instance and RMS norm, including other libraries', by the functions that they call.
 
     A norm multiplies no matrices, and contains no module with parameters.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
     """
     called = called_by(module)
     if called & _PRODUCTS or not called & _NORMS:
@@ -64,10 +60,6 @@ def is_activation_function(name: str, module: nn.Module) -> bool:
     """Rule: ReLU, GELU, SiLU, softmax and the like, including other libraries', by the functions that they call.
 
     It has no parameters but its quantizer's, no modules inside, and multiplies no matrices.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
     """
     if any(True for _ in module.parameters(recurse=False)) or not all(map(is_quant_proxy, module.children())):
         return False
@@ -76,12 +68,7 @@ def is_activation_function(name: str, module: nn.Module) -> bool:
 
 
 def computes_attention(name: str, module: nn.Module) -> bool:
-    """Rule for modules whose own forward computes attention: torch's, or a softmax and a product of matrices.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
-    """
+    """Rule for modules whose own forward computes attention: torch's, or a softmax and a product of matrices."""
     called = called_by(module)
     return bool(called & _ATTENTIONS) or bool(called & _SOFTMAXES and called & _PRODUCTS)
 
@@ -91,10 +78,6 @@ def is_rectified(name: str, module: nn.Module) -> bool:
 
     They may be modules (``nn.ReLU``) or calls (``F.relu`` in a forward). Attention and recurrent layers, which compute
     a softmax, a sigmoid or a tanh, are not piecewise linear.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
     """
     called = called_in(module)
     return bool(called & _RECTIFIERS) and not called & (_SMOOTH | _SOFTMAXES | _ATTENTIONS | _RECURRENT)
@@ -104,10 +87,6 @@ def is_separable(name: str, module: nn.Module) -> bool:
     """Rule for a model as a whole: a batch-normalized network of depthwise convolutions (MobileNets, EfficientNets).
 
     At least a quarter of its layers cost at most 128 multiplications per element, and some are depthwise.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
     """
     layers = _layers(module)
     is_depthwise = any(isinstance(each, CONVOLUTIONS) and 1 < each.groups == each.in_channels for each in layers)
@@ -119,10 +98,6 @@ def is_rectified_and_costly(name: str, module: nn.Module) -> bool:
 
     Fewer than a third of its layers cost at most 256 multiplications per element: VGG, ResNet-18 and 34, DenseNets,
     U-Nets. Lazy layers count as costly, and a model without layers that could be recomputed matches, too.
-
-    Args:
-        name: qualified name of the module, unused.
-        module: any module.
     """
     layers = _layers(module)
     return 3 * _cheap(layers, MORE) < max(1, len(layers)) and is_rectified(name, module)

@@ -120,7 +120,6 @@ class Policy:
         return Policy({**rules, **rest}, self.layers, required=required)
 
     def __str__(self) -> str:
-        """Return a table of the rules, and a fitted policy's measurements."""
         rows = []
         for key, source in self.rules.items():
             found = assignment_of(key, source)

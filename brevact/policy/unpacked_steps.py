@@ -32,14 +32,13 @@ class _Warned:
 
 
 class _Watch:
-    """Gradient hook of a model's parameters, of which one remains after the first gradient."""
+    """Gradient hook of a model's parameters; one remains after the first gradient."""
 
     def __init__(self, kind: str, attachment: Attachment) -> None:
         self._kind, self._attachment = kind, attachment
         self.handles: dict[int, RemovableHandle] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Watch a module's own parameters; a lazy module's after its first forward."""
         for parameter in module.parameters(recurse=False):
             if is_lazy(parameter):
                 self.handles[id(module)] = module.register_forward_pre_hook(_Initialized(self))

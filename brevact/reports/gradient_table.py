@@ -98,7 +98,6 @@ class GradientReport:
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
     def __str__(self) -> str:
-        """Return the table by layer, other saved bytes, and the notes."""
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
         cells = [_cells(row) for row in self.rows]
         if beside:

@@ -110,7 +110,6 @@ class MemoryReport:
         return self.plain_peak / max(self.packed_peak, 1)
 
     def __str__(self) -> str:
-        """Return the table by layer, the peak of a step, and the table by op."""
         total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
         table = text_table(
             ("layer", "kind", "plain", self._stored, "ratio"),

@@ -79,7 +79,6 @@ class StepReport:
                 rows.writerow((*pair, self.plain_peak, self.packed_peak))
 
     def __str__(self) -> str:
-        """Return the report as a table."""
         rows = [
             (name, *(f"{1e3 * value:.1f} ms" for value in _quartiles(seconds)), size_text(peak))
             for name, seconds, peak in (

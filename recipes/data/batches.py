@@ -68,16 +68,7 @@ class Batches:
 
 
 def crop_and_flip(images_BCHW: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Shifts each image by up to `padding` pixels each way, zeros moving in, and mirrors half of them.
-
-    Args:
-        images_BCHW: any dtype.
-        padding: largest shift, in pixels.
-        generator: CPU generator of the shifts and flips.
-
-    Returns:
-        A tensor of the same shape and dtype.
-    """
+    """Shifts each image by up to `padding` pixels each way, zeros moving in, and mirrors half of them."""
     batch, _, height, width = images_BCHW.shape
     device = images_BCHW.device
     top_left = torch.randint(0, 2 * padding + 1, (2, batch, 1), generator=generator).to(device)

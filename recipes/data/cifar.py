@@ -19,11 +19,7 @@ _NORMALIZATION = {
 
 
 def load_cifar10(data_dir: Path, train_size: int | None = None, test_size: int | None = None) -> ImageDataset:
-    """Loads CIFAR-10 from the folder `cifar-10-batches-py` in `data_dir`, or parts of its 50,000 and 10,000 images.
-
-    Raises:
-        RecipeError: torchvision or files are missing, or a size is larger than the set.
-    """
+    """Loads CIFAR-10 from the folder `cifar-10-batches-py` in `data_dir`, or parts of its 50,000 and 10,000 images."""
     return _load(10, data_dir, train_size, test_size)
 
 

@@ -15,17 +15,6 @@ def load_digits(data_dir: Path, train_size: int | None = None, test_size: int | 
     """Loads the digits, enlarged from 8x8 to 32x32 pixels by repeating each; a fixed fifth is the test set.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test part).
-
-    Args:
-        data_dir: not used, the images are part of scikit-learn.
-        train_size: number of training images; None for all 1437.
-        test_size: number of test images; None for all 360.
-
-    Returns:
-        One-channel images and 10 classes.
-
-    Raises:
-        RecipeError: scikit-learn is missing, or a size is larger than the set.
     """
     try:
         from sklearn import datasets

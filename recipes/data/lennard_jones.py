@@ -33,7 +33,6 @@ class Configurations(NamedTuple):
     forces: Tensor
 
     def __len__(self) -> int:
-        """The number of clusters."""
         return self.kinds.shape[0]
 
     def at(self, index: Tensor | slice) -> Configurations:
@@ -41,7 +40,6 @@ class Configurations(NamedTuple):
         return Configurations(*(each[index] for each in self))
 
     def to(self, device: torch.device) -> Configurations:
-        """The same on another device."""
         return Configurations(*(each.to(device) for each in self))
 
     def batches(self, size: int, seed: int | None = None) -> Iterator[Configurations]:
@@ -65,13 +63,7 @@ def energies_of(kinds: Tensor, positions: Tensor) -> Tensor:
 
 
 def make_configurations(count: int, side: int, seed: int) -> Configurations:
-    """Clusters of `side`**3 particles: a simple cubic lattice whose sites are moved at random, and kinds at random.
-
-    Args:
-        count: of clusters.
-        side: particles along an edge, at least 2.
-        seed: the same one gives the same clusters.
-    """
+    """Clusters of `side`**3 particles: a simple cubic lattice whose sites are moved at random, and kinds at random."""
     generator = torch.Generator().manual_seed(seed)
     lattice = _SPACING * torch.cartesian_prod(*(3 * [torch.arange(side, dtype=torch.float64)]))
     moves = torch.randn(count, side**3, 3, generator=generator, dtype=torch.float64)

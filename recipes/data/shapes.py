@@ -30,13 +30,7 @@ class Pictures:
 
 
 def make_pictures(count: int, size: int, seed: int) -> Pictures:
-    """Draws pictures with one to four shapes, of a random color each, that hardly overlap.
-
-    Args:
-        count: of pictures.
-        size: pixels along each edge.
-        seed: of all.
-    """
+    """Draws pictures with one to four shapes, of a random color each, that hardly overlap."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [_picture(size, generator) for _ in range(count)]
     return Pictures(torch.stack([image for image, _ in drawn]), [target for _, target in drawn])

@@ -39,26 +39,14 @@ class TextDataset:
     characters: str
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text of some numbers."""
         return "".join(self.characters[number] for number in numbers)
 
 
 def load_text(path: Path | None, train_size: int | None = None, test_size: int | None = None) -> TextDataset:
-    """Loads a text and splits it at a paragraph: the last tenth is held out.
+    """Loads a text (None: Python's reference), split at a paragraph: the last tenth is held out.
 
     A paragraph that has occurred before, but for its white space, is left out: Python's reference repeats whole
     sections, and text that is held out would otherwise have been trained on.
-
-    Args:
-        path: of a text in UTF-8; None for the reference of the Python language.
-        train_size: number of characters to train on, from the start; None for all of that part.
-        test_size: number of characters to test on, from the start of what is held out; None for all of it.
-
-    Returns:
-        The text.
-
-    Raises:
-        RecipeError: the text cannot be read, or is too short for its size.
     """
     name, text = ("python-docs", python_reference()) if path is None else (path.stem, read_text(path))
     train, test = split_paragraphs(different_paragraphs(text))
@@ -86,11 +74,7 @@ def python_reference() -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8.
-
-    Raises:
-        RecipeError: there is no such file, or it is not such a text.
-    """
+    """The text of a file in UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -112,11 +96,7 @@ def different_paragraphs(text: str) -> list[str]:
 
 
 def split_paragraphs(paragraphs: Sequence[str]) -> tuple[str, str]:
-    """Two texts, of which the second has the last `HELD_OUT` of all characters, or up to a paragraph less.
-
-    Args:
-        paragraphs: in their order.
-    """
+    """Two texts; the second has the last `HELD_OUT` of all characters, or up to a paragraph less."""
     total, count, first = sum(map(len, paragraphs)), 0, len(paragraphs)
     while first and count + len(paragraphs[first - 1]) <= HELD_OUT * total:
         first -= 1

@@ -18,19 +18,7 @@ _ARCHIVE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 
 
 def load_tiny_imagenet(data_dir: Path, train_size: int | None = None, test_size: int | None = None) -> ImageDataset:
-    """Loads `train/<wnid>/images/*.JPEG` and, as the test set, `val/images` with `val/val_annotations.txt`.
-
-    Args:
-        data_dir: the folder that holds `tiny-imagenet-200`, or that folder itself.
-        train_size: number of training images; None for all 100,000. Only these are decoded.
-        test_size: number of test images; None for all 10,000.
-
-    Returns:
-        Images of 3 x 64 x 64; classes are the folders of `train` in alphabetical order.
-
-    Raises:
-        RecipeError: files are missing or damaged, or a size is larger than the set.
-    """
+    """Loads `train/<wnid>/images/*.JPEG` and, as the test set, `val/images` with `val/val_annotations.txt`."""
     root = next((root for root in (data_dir / _FOLDER, data_dir) if (root / "val/val_annotations.txt").is_file()), None)
     train = [] if root is None else sorted((root / "train").glob("*/images/*.JPEG"))
     if root is None or not train:

@@ -55,15 +55,7 @@ class Tokens:
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> Any:
-    """A tokenizer of pairs of bytes (BPE), trained on a text.
-
-    Args:
-        text: to train on.
-        vocabulary: number of tokens, all bytes and the end of a text among them.
-
-    Returns:
-        A `transformers.PreTrainedTokenizerFast`.
-    """
+    """A tokenizer of pairs of bytes (BPE), trained on a text."""
     import tokenizers
     import transformers
 

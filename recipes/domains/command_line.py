@@ -17,7 +17,7 @@ from recipes.policy_names import named_policy
 
 
 def run_command_line(domain: Domain, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
+    """Runs a command line and returns the exit status: 0, 2 for an error of the user, 130 when stopped."""
     options = _parse(domain, arguments)
     try:
         run(domain, options)
@@ -46,11 +46,7 @@ def run(domain: Domain, options: argparse.Namespace) -> None:
 
 
 def variant_of(words: str) -> str:
-    """Reads a variant; for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither plain nor checkpoint nor a policy.
-    """
+    """Reads a variant; for argparse."""
     if is_packed(words):
         named_policy(policy_words(words))
     return words

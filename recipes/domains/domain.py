@@ -1,4 +1,4 @@
-"""What tells the recipe of one field from that of another."""
+"""The task, metric and description that each recipe of a field provides."""
 
 import importlib
 import importlib.util
@@ -132,14 +132,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Metric:
-    """The figure that a recipe judges its runs by.
-
-    Attributes:
-        name: in columns and files, one word.
-        words: in tables and pictures.
-        higher_is_better: whether it is.
-        spec: of its text, for `format`.
-    """
+    """The figure that a recipe judges its runs by."""
 
     name: str
     words: str
@@ -171,43 +164,24 @@ class Domain:
 
     @property
     def name(self) -> str:
-        """Of its folder and its rows."""
         return self.module.rpartition(".")[2]
 
 
 def checkpoint_each(modules: Iterable[nn.Module]) -> None:
-    """Lets modules keep their inputs alone for the backward pass, and recompute the rest; in place.
-
-    Args:
-        modules: none inside of another.
-    """
+    """Lets modules keep their inputs alone for the backward pass, and recompute the rest; in place."""
     for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def library(name: str) -> ModuleType:
-    """Imports a library, or a module of one.
-
-    Args:
-        name: such as "monai" or "monai.losses".
-
-    Raises:
-        RecipeError: it is not installed.
-    """
+    """Imports a library, or a module of one."""
     check_libraries([name.partition(".")[0]])
     declare_missing_ops()  # of torchvision, which many libraries import if it is there
     return importlib.import_module(name)
 
 
 def check_libraries(names: Iterable[str]) -> None:
-    """Finds out whether libraries are installed.
-
-    Args:
-        names: as Python has them.
-
-    Raises:
-        RecipeError: one is not.
-    """
+    """Finds out whether libraries are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         commands = dict.fromkeys(_INSTALL.get(name, "pip install '.[domains]'") for name in missing)

@@ -58,7 +58,6 @@ def _with_error(row: Row, column: str, spec: str) -> str:
 
 
 def draw(domain: Domain, epochs: Sequence[Row], folder: Path) -> None:
-    """Draws the metric over the epochs."""
     wanted = {(row["variant"], int(row["seed"])) for row in epochs}
     curves = plots.curves_of(epochs, "variant", "value", wanted)
     plots.plot_seeds(folder / CURVES, curves, title=domain.name, ylabel=domain.metric.words)

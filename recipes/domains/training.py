@@ -22,15 +22,7 @@ Row = dict[str, Any]
 
 
 class Run:
-    """The training of a task by a variant and a seed.
-
-    Args:
-        domain: whose task it is.
-        settings: of the task.
-        variant: what it keeps.
-        seed: of the task and of random rounding.
-        device: to train on.
-    """
+    """The training of a task by a variant and a seed."""
 
     def __init__(self, domain: Domain, settings: Any, variant: str, seed: int, device: torch.device) -> None:
         self.variant, self.seed = variant, seed

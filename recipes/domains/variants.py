@@ -1,4 +1,4 @@
-"""What a training keeps for its backward pass: everything, inputs of checkpoints, or what a policy says."""
+"""Tensors kept for backward: all, inputs of checkpoints, or those of a policy."""
 
 from contextlib import nullcontext
 
@@ -33,7 +33,6 @@ def prepare(task: Task, variant: str) -> Region:
 
 
 def policy_words(variant: str) -> str:
-    """The policy of a variant that has one."""
     return variant.removeprefix(_BOTH)
 
 

@@ -185,12 +185,10 @@ def efficientnetv2(name: str, *, image_size: int, **options: object) -> Efficien
 
 
 def conv_norm(layers: Layers, channels_in: int, channels_out: int, kernel: int, **options: int) -> list[nn.Module]:
-    """A convolution and its normalization."""
     return [layers.conv(channels_in, channels_out, kernel, **options), layers.norm(channels_out)]
 
 
 def conv_norm_act(layers: Layers, channels_in: int, channels_out: int, kernel: int, **options: int) -> list[nn.Module]:
-    """A convolution, its normalization and the activation function."""
     return [*conv_norm(layers, channels_in, channels_out, kernel, **options), layers.act()]
 
 

@@ -42,7 +42,6 @@ class Layers:
         )
 
     def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
-        """A linear layer."""
         return bnn.QuantLinear(
             features_in, features_out, bias=bias, weight_quant=self.weight_quant, input_quant=self.input_quant
         )
@@ -64,7 +63,6 @@ class Layers:
         return bnn.AdaptiveAvgPool2d(1)
 
     def dropout(self, probability: float) -> nn.Module:
-        """Dropout with the given probability."""
         return bnn.Dropout(probability)
 
 
@@ -85,5 +83,4 @@ class FloatLayers(Layers):
         return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=padding, groups=groups, bias=bias)
 
     def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
-        """A linear layer."""
         return nn.Linear(features_in, features_out, bias=bias)

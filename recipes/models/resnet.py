@@ -34,12 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """Stem, three stages of which the last two halve the map, mean over the map, classifier.
-
-    Args:
-        classes: outputs.
-        channels_in: channels of the images.
-    """
+    """Stem, three stages (the last two halve the map), mean over the map, classifier."""
 
     def __init__(self, *, classes: int, channels_in: int = 3) -> None:
         super().__init__()
@@ -78,7 +73,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stem, stages of blocks of which each but the first halves the map, mean over the map, classifier.
+    """Stem, stages of blocks (each but the first halves the map), mean over the map, classifier.
 
     Args:
         stages: number of blocks of each stage.

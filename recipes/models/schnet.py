@@ -21,12 +21,7 @@ class ShiftedSoftplus(nn.Module):
 
 
 class GaussianBasis(nn.Module):
-    """Distances r as exp(-(r - m)^2 / (2 d^2)), for means m from 0 to `reach` with the distance d.
-
-    Args:
-        size: number of means.
-        reach: the last one.
-    """
+    """Distances r as exp(-(r - m)^2 / (2 d^2)), for means m from 0 to `reach` with the distance d."""
 
     def __init__(self, size: int, reach: float) -> None:
         super().__init__()
@@ -39,12 +34,7 @@ class GaussianBasis(nn.Module):
 
 
 class Interaction(nn.Module):
-    """x_i + W2 ssp(W1 sum_j (W0 x_j) * filter(r_ij)): a residual block over the neighbours j of each particle i.
-
-    Args:
-        width: features of a particle.
-        basis: numbers that stand for a distance.
-    """
+    """x_i + W2 ssp(W1 sum_j (W0 x_j) * filter(r_ij)): a residual block over the neighbours j of each particle i."""
 
     def __init__(self, width: int, basis: int) -> None:
         super().__init__()

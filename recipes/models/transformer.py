@@ -20,13 +20,7 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a transformer.
-
-    Attributes:
-        depth: number of blocks.
-        heads: of the attention.
-        width: channels of a token, a multiple of `heads`.
-    """
+    """Size of a transformer."""
 
     depth: int
     heads: int
@@ -122,17 +116,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """The blocks of a transformer and the norm behind the last one.
-
-    Args:
-        layers: makes the linear layers.
-        size: number of blocks, heads and channels.
-        causal: as for `Block`.
-        norm: as for `Block`.
-        mlp: as for `Block`.
-        dropout: as for `Block`.
-        stochastic_depth: probability of leaving out a branch; that of a block grows with its place, from zero.
-    """
+    """The blocks of a transformer and the norm behind the last one."""
 
     def __init__(
         self,

@@ -78,10 +78,6 @@ def cut_into_patches(x_BCHW: Tensor, size: int) -> Tensor:
     """The patches of images, row by row, as vectors: B x T x P.
 
     A linear layer on them is a convolution whose kernel and stride are `size`, with its weight flattened.
-
-    Args:
-        x_BCHW: images whose height and width are multiples of `size`.
-        size: height and width of a patch.
     """
     rows = x_BCHW.unflatten(3, (-1, size)).unflatten(2, (-1, size))
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
