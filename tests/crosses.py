@@ -11,10 +11,7 @@ import pytest
 def taking_turns(*axes: Sequence[object]) -> list:
     """Every combination of values, for `pytest.mark.parametrize`; all but a few are marked `exhaustive`.
 
-    What stays in `make test` has each value of the longest axis once, and beside them those of the others in turn.
-
-    Args:
-        axes: Values of each argument.
+    `make test` keeps each value of the longest axis once, and beside them those of the others in turn.
     """
     chosen = {
         tuple((turn + turn // len(axis)) % len(axis) for axis in axes)

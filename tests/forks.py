@@ -52,12 +52,7 @@ class Forks:
 
 @contextmanager
 def forks(imports: str, environment: Mapping[str, str] = os.environ) -> Iterator[Forks]:
-    """Start a process, and end it.
-
-    Args:
-        imports: code that it runs first; it may start no thread.
-        environment: its variables.
-    """
+    """Start a process that runs ``imports``, which may start no thread, with these variables; and end it."""
     command = [sys.executable, "-c", _CODE, imports]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:

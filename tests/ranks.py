@@ -33,12 +33,7 @@ os._exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 def run_ranks(module: str, folder: Path) -> None:
-    """Import a module once, call ``main(RANK, FOLDER)`` of it in a fork for each rank, and wait for all of them.
-
-    Args:
-        module: its name; `main` calls `join` first.
-        folder: for what the processes leave.
-    """
+    """Import a module, run its ``main(RANK, FOLDER)`` in a fork per rank, and wait; `main` calls `join` first."""
     command = [sys.executable, "-W", "ignore", "-c", _FORKS, module, str(WORLD), str(folder)]
     root = Path(brevact.__file__).parents[1]
     process = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -51,12 +46,7 @@ def run_ranks(module: str, folder: Path) -> None:
 
 
 def join(rank: int, folder: Path) -> None:
-    """Make this process the one of a rank, with one thread.
-
-    Args:
-        rank: below `WORLD`.
-        folder: the same for all.
-    """
+    """Make this process one rank of `WORLD`, with one thread; all ranks have the same folder."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",

@@ -26,7 +26,6 @@ def _section(title: str) -> str:
 
 
 def _put(tree: Path, block: str) -> str:
-    """Put a block of code where its first line says, and return the file."""
     place = _PLACE.match(block)
     assert place is not None, block
     path, code = tree / place["file"], place["code"]
@@ -54,7 +53,6 @@ def _put(tree: Path, block: str) -> str:
 
 
 def _write(tree: Path, title: str) -> list[str]:
-    """Write the code of a section, and return the files that it changes."""
     blocks = re.findall(r"^```(?:python|markdown)\n(.*?)^```", _section(title), re.M | re.S)
     return [_put(tree, block) for block in blocks]
 

@@ -1,7 +1,7 @@
 """No circles among the modules of the package, and no imports upwards.
 
-An edge is every import of a module by name, at the top or in a function, but for those of annotations. The packages
-around an imported module, which Python runs first, are no edges: ``brevact`` itself imports all that is below it.
+Edges are all imports by name but those of annotations; packages around an imported module, which Python runs first,
+are none: ``brevact`` itself imports all that is below it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def _imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
 
 
 def _graph() -> dict[str, set[str]]:
-    """What each module imports."""
     found = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
     paths = {".".join(place.parts).removesuffix(".__init__"): path for place, path in found.items()}
     return {

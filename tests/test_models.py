@@ -78,8 +78,6 @@ def test_gradients_are_unbiased_where_the_ops_allow_it(subject):
 
 
 class Spy(UniformQuantizer):
-    """Keeps what it is given."""
-
     seen: ClassVar[list[Tensor]] = []
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:

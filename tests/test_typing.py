@@ -45,10 +45,7 @@ brevact.quantize_backward(model, StochBackward2bit).foo()  # operator
 
 @pytest.fixture(scope="module")
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str]]:
-    """File, line and code of what mypy finds in the user's file and in the mistakes.
-
-    One run does both, and what it knows of torch stays in pytest's cache.
-    """
+    """File, line and code of mypy's findings, in one run for both files; pytest's cache keeps torch's types."""
     mistakes = tmp_path_factory.mktemp("typing") / "mistakes.py"
     mistakes.write_text(MISTAKES)
     has_cache = request.config.pluginmanager.has_plugin("cacheprovider")

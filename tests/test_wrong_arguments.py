@@ -1,7 +1,4 @@
-"""Every wrong argument of every public function: the error names argument, value and what is accepted.
-
-A table has, for each argument, what it takes; each of `WRONG` that it does not take must be refused, in words.
-"""
+"""Every wrong argument of every public function: the error names argument, value and accepted values."""
 
 from __future__ import annotations
 

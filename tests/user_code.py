@@ -24,7 +24,6 @@ class MyBackward(StochBackward2bit):
 
 
 def layers() -> nn.Sequential:
-    """Layers with a slot."""
     conv = bnn.QuantConv2d(
         64,
         128,
@@ -41,7 +40,6 @@ def layers() -> nn.Sequential:
 
 
 def is_head(name: str, module: nn.Module) -> bool:
-    """A rule."""
     return name == "head"
 
 
@@ -71,8 +69,6 @@ def policies(model: nn.Sequential) -> nn.Sequential:
 
 
 def regions(net: nn.Module, x: Tensor) -> Tensor:
-    """A region, as a context manager and as a decorator."""
-
     @brevact.backward_quant(StochBackward2bit, bucket_size=128)
     def loss(x: Tensor, scale: float) -> Tensor:
         return (x * scale).square().mean()
@@ -87,8 +83,6 @@ def regions(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Path) -> float:
-    """What quantization does to gradients."""
-
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -101,7 +95,6 @@ def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Pa
 
 
 def memory(model: nn.Module, batch: Tensor, folder: Path) -> float:
-    """A report."""
     report: brevact.MemoryReport = brevact.memory_report(model, batch)
     brevact.memory_report(model, (batch,))
     brevact.memory_report(model, {"input": batch})
@@ -113,7 +106,6 @@ def memory(model: nn.Module, batch: Tensor, folder: Path) -> float:
 
 
 def tensors(x: Tensor) -> Tensor:
-    """A quantizer by itself."""
     q = brevact.quantizer(StochBackward2bit, bucket_size=256)
     packed: brevact.PackedActivation = q.quantize(x, seed=0)
     size: int = packed.nbytes
@@ -123,7 +115,6 @@ def tensors(x: Tensor) -> Tensor:
 
 
 def schedule(model: nn.Module, steps: int) -> float:
-    """A schedule of the mixture."""
     mixture = brevact.MixSchedule(model, "cosine", start=0.9, end=0.1, steps=steps)
     for _ in range(steps):
         mixture.step()
@@ -132,6 +123,5 @@ def schedule(model: nn.Module, steps: int) -> float:
 
 
 def settings() -> tuple[int, torch.dtype]:
-    """What a quantizer states."""
     chosen = brevact.BackwardSettings(UniformQuantizer(rounding=brevact.Rounding.NEAREST))
     return chosen.min_numel, UniformQuantizer(granularity=brevact.Granularity.TENSOR).scale_dtype

@@ -13,9 +13,8 @@ def _seeded() -> None:
 
 @pytest.fixture
 def sums_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of batch norms are ATen's bit for bit, on decoded inputs: the kernel adds terms in another order.
+    """Hide the kernel, which adds terms in another order: gradients of batch norms are then ATen's bit for bit.
 
-    It hides the kernel, and with it the law of `test_ways.py`, that the way of a call changes no gradient: only for a
-    test that compares with ATen's own formula.
+    Only for comparisons with ATen's formula: without the kernel, the way of a call may change a gradient.
     """
     monkeypatch.setattr(launch, "packed_batch_norm_backward", lambda *arguments: NotImplemented)

@@ -18,8 +18,6 @@ VANISHING = 1e-5
 
 
 class Outcome(NamedTuple):
-    """Outputs, and gradients of a weighted sum of those that have one."""
-
     outputs: list[Tensor]
     grads: list[Tensor | None]
     scale: float
@@ -52,7 +50,6 @@ def settings_of(quantizer: Any, is_large: bool) -> BackwardSettings:
 
 
 def are_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors are bit-equal, NaN equal to NaN."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
@@ -70,9 +67,9 @@ def finite_pairs(outcome: Outcome, plain: Outcome) -> list[tuple[Tensor, Tensor]
 
 
 def error_of(grad: Tensor, expected: Tensor, scale: float) -> float:
-    """Error relative to the norm of what is expected, or to that of what reached the op if the gradient vanishes.
+    """Error relative to the norm of ``expected``, or to ``scale``, the norm at the op, if the gradient vanishes.
 
-    A norm of two elements has no gradient but what rounding leaves of a difference; of that, 10 % is nothing.
+    A norm of two elements has only the rounding of a difference for a gradient; 10 % of that is nothing.
     """
     error, norm = float((grad - expected).norm()), float(expected.norm())
     return error / (norm if norm > VANISHING * scale else scale) if error else 0.0
@@ -93,11 +90,10 @@ def errs_on_average(call: Callable[[int], Outcome], plain: Callable[[int], Outco
 
 
 def bias_of(call: Callable[[int], Outcome], plain: Outcome, odd: list[Tensor | None]) -> float:
-    """Largest bias of the gradients, relative to their norms, that two sets of draws tell from none; NaN is infinite.
+    """Largest significant bias of the gradients, relative to their norms, from two sets of draws; NaN is infinite.
 
-    The mean product of the errors of two draws is the square of the bias, and of an unbiased gradient within some of
-    its standard errors of zero, however the errors of one draw depend on each other. Of a gradient of the tensor whose
-    elements are ``odd``, the others count.
+    The mean product of the errors of two draws is the squared bias; an unbiased gradient's lies within some of its
+    standard errors of zero, however the errors of one draw depend on each other. ``odd`` elements do not count.
     """
 
     def ordinary(outcome: Outcome) -> list[Tensor]:
@@ -129,12 +125,9 @@ def bias_of(call: Callable[[int], Outcome], plain: Outcome, odd: list[Tensor | N
 
 
 def broken_laws(call: Callable[[BackwardSettings | None, int], Outcome], is_large: bool, is_exact: bool) -> list[str]:
-    """Return the laws that a call breaks.
+    """Return the laws that a call breaks; ``call`` runs with settings, or None for no region, and a seed.
 
-    Args:
-        call: runs with settings, None for without a region, and a seed.
-        is_large: whether the settings are the default ones.
-        is_exact: whether the gradient is to be exact at 2 bits.
+    ``is_large``: the settings are the default ones. ``is_exact``: the gradient is exact at 2 bits.
     """
     broken = []
     plain = call(None, 0)

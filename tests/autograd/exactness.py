@@ -39,7 +39,6 @@ def assert_exact(function: Callable[..., Tensor], *inputs: Tensor):
 
 
 def assert_same_error(call: Callable[..., object], *leaves: Tensor) -> None:
-    """Check that a call raises the same error in a region as outside."""
     with pytest.raises(Exception) as expected:
         call(*leaves)
     with pytest.raises(type(expected.value)) as raised, region(settings()):

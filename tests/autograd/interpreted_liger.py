@@ -31,7 +31,6 @@ CASES: list[tuple[str, Any]] = [
 
 
 def gradients(name: str, policy: Any) -> list[Tensor]:
-    """Gradients of the projections to queries and keys."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES))
     if policy is not None:
@@ -43,7 +42,6 @@ def gradients(name: str, policy: Any) -> list[Tensor]:
 
 
 def errors() -> list[float]:
-    """Errors of the gradients, relative to their norms, policy by policy."""
     found, exact = [], {name: gradients(name, None) for name in dict(CASES)}
     for name, policy in CASES:
         pairs = zip(gradients(name, policy), exact[name], strict=True)
@@ -52,10 +50,7 @@ def errors() -> list[float]:
 
 
 def check_rotation() -> None:
-    """The same codes, but for those that a rounding error of the rotation has moved, have errors of the same size.
-
-    The norm of n = 4,096 independent errors varies by 1 / sqrt(2 n) of itself.
-    """
+    """Rounding moves few codes; the norm of n = 4,096 independent errors varies by 1 / sqrt(2 n) of itself."""
     plain = errors()
     only = dict.fromkeys(("rms_norm", "swiglu", "fused_linear_cross_entropy", "cross_entropy"), False)
     liger.apply_liger_kernel_to_llama(rope=True, **only)

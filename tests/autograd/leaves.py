@@ -47,5 +47,4 @@ every_noisy_leaf = pytest.mark.parametrize("leaf", LEAVES[:4], ids=lambda leaf: 
 
 
 def packs(leaf: object) -> object:
-    """Settings that pack every tensor, however small."""
     return brevact.injectors.backward_settings_from(leaf, min_numel=0)

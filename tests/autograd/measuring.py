@@ -18,7 +18,6 @@ from tests.autograd import ops
 
 
 def settings(bit_width: int = 2, rounding: Rounding = Rounding.STOCHASTIC, bucket_size: int = 64, **options: object):
-    """Settings that pack every tensor, however small."""
     quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
     return BackwardSettings(quantizer, **{"min_numel": 0, **options})
 
@@ -32,8 +31,7 @@ SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 0.
 class Mirrored:
     """Gives back x + sign * e, with the error e of stochastic rounding at 2 bits by the same seed.
 
-    The mean over both signs of what is an affine function of the decoded tensors is that of x: rounding does not bias
-    it. Of what is curved, or multiplies two of them, it is not.
+    The mean over both signs is exact for affine functions of the decoded tensors, not for curved ones or products.
     """
 
     sign: int
@@ -45,7 +43,6 @@ class Mirrored:
         return (Part("values", torch.float64, layout.numel),)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Store x + sign * e."""
         layout = Layout.of(x)
         flat = layout.flatten(x.detach())
         rounded = UniformQuantizer(bit_width=self.bit_width, bucket_size=64).quantize(flat, seed).dequantize()
@@ -53,11 +50,9 @@ class Mirrored:
         return PackedActivation(PackedSpec.of(self, layout), values.view(torch.uint8))
 
     def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
-        """Write the values."""
         flat_memory(target, spec.layout.numel).copy_(buffer.view(torch.float64))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
-        """Write the values times a factor."""
         flat_memory(target, spec.layout.numel).copy_(
             buffer.view(torch.float64).to(other.dtype) * flat_memory(other, spec.layout.numel)
         )
@@ -71,17 +66,14 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the distinct storages."""
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.tensors}.values())
 
     def holds(self, x: Tensor) -> bool:
-        """Whether the storage of `x` is among them."""
         return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in self.tensors)
 
 
 @contextmanager
 def watch_saved() -> Iterator[Saved]:
-    """Record the tensors that autograd stores."""
     saved = Saved()
 
     def pack(x: Tensor) -> Tensor:
@@ -104,7 +96,6 @@ def kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
 def assert_graph_is_kept_and_refuses_a_second_derivative(
     function: Callable[[Tensor], Tensor], x: Tensor, mode: SaveMode
 ) -> None:
-    """Check two backward passes through one forward pass, and the error of double backward."""
     with region(settings(save_mode=mode)):
         out = function(x * 1).sum()
     first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
@@ -114,7 +105,6 @@ def assert_graph_is_kept_and_refuses_a_second_derivative(
 
 
 def run_function(function, x, chosen, parameters=(), seed: int = 0):
-    """Output and gradients of a weighted sum of function(x)."""
     leaf = x.clone().requires_grad_()
     torch.manual_seed(seed)
     with region(chosen):
@@ -154,7 +144,6 @@ def assert_gradients_close(grads: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def run_op(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
-    """Output and gradients of a weighted sum of op(x), the input's gradient first."""
     leaf = x.clone().requires_grad_()
     inner = leaf.clone(memory_format=torch.preserve_format)
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
@@ -167,12 +156,10 @@ def run_op(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, see
 
 
 def decoded(x: Tensor, chosen: BackwardSettings) -> Tensor:
-    """Return what a quantizer makes of a tensor."""
     return chosen.quantizer.quantize(x).dequantize()
 
 
 def run_loss(function: Callable[[Tensor], Tensor], x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
-    """Output and gradient of a weighted sum of function(x)."""
     out, (grad,) = run_function(function, x, chosen, seed=seed)
     return out, grad
 
@@ -189,7 +176,6 @@ def assert_loss_as_torch(function: Callable[[Tensor], Tensor], x: Tensor) -> Non
 
 
 def layer_gradients(layer: nn.Module, x: Tensor, chosen, grad_out: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of a layer's input and parameters."""
     leaf = x.detach().clone().requires_grad_()
     with region(chosen):
         out = layer(leaf * 1)

@@ -1,9 +1,7 @@
 """Torch's own database of operators, as calls that run plain and inside a region.
 
-``op_db`` has an ``OpInfo`` for each op: its function, method and in-place variant, its other names, and sample inputs,
-good ones and wrong ones. Its samples are small. They are run as they are with ``min_numel=0``, which packs each tensor,
-results and statistics too, and again larger, at the default ``min_numel``, where the op still takes them: with the
-sizes that the database calls S, M and L raised, and with each tensor of the shape of the first one tiled.
+Its small samples run with ``min_numel=0``, which packs each tensor, and again larger at the default ``min_numel``
+where the op takes them: with larger sizes S, M and L, and with tensors of the first one's shape tiled.
 """
 
 from __future__ import annotations
@@ -45,23 +43,18 @@ KINDS = ("leaf", "activation", "parameter", "parameters beside an activation")
 
 
 class Variant(NamedTuple):
-    """One way to call an op."""
-
     name: str
     call: Callable[..., Any]
     is_inplace: bool = False
 
 
 class Sample(NamedTuple):
-    """Arguments of one call."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     process: Callable[[Any], Any] = lambda out: out
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Floating-point tensors among the arguments."""
         leaves = tree_flatten((self.args, self.kwargs))[0]
         return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
@@ -72,7 +65,6 @@ class Sample(NamedTuple):
 
 
 def name_of(op: Any) -> str:
-    """Name of an op of the database."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
@@ -95,8 +87,6 @@ def variants(op: Any) -> list[Variant]:
 
 
 def samples(op: Any, most: int | None = None) -> list[Sample]:
-    """Return the sample inputs of torch, the first ``most`` of them."""
-
     def make() -> list[Sample]:
         found = op.sample_inputs_func(op, "cpu", torch.float32, True)  # `sample_inputs` walks the stack for each one
         return [Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad) for x in itertools.islice(found, most)]
@@ -136,7 +126,6 @@ _OWN_LARGE: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 def larger_samples(op: Any, most: int = 4) -> list[Sample]:
-    """Return sample inputs with a tensor that is packed at the default settings."""
     if name_of(op) in _OWN_LARGE:
         return [Sample(_quietly(_OWN_LARGE[name_of(op)]), {})]
     found: list[Sample] = []
@@ -205,7 +194,6 @@ def _large(found: Iterator[Any], most: int) -> list[Sample]:
 
 
 def _tiled(sample: Sample) -> Sample | None:
-    """Return a sample with the tensors of the first one's shape repeated along their first dimension."""
     first = next((x for x in sample.tensors if x.dim() and x.numel()), None)
     if first is None or first.layout is not torch.strided:
         return None
@@ -221,7 +209,6 @@ def _tiled(sample: Sample) -> Sample | None:
 
 @contextmanager
 def _sizes(sizes: dict[str, int]) -> Iterator[None]:
-    """Give the database's sample functions other sizes."""
     names = ("linalg", "special", "signal", "fft", "_masked", "sparse", "nested")
     modules = [database, core]
     modules += [importlib.import_module(f"torch.testing._internal.opinfo.definitions.{name}") for name in names]
@@ -253,8 +240,7 @@ def run(
 ) -> Outcome:
     """Call an op inside a region, or plain, and differentiate a weighted sum of its results.
 
-    ``twice`` says to differentiate a weighted sum of its gradients, too, which stand behind them; these are taken in a
-    region if ``in_region``. ``backward`` is called as ``torch.autograd.grad``.
+    ``twice``: also of its gradients, in a region if ``in_region``. ``backward`` replaces ``torch.autograd.grad``.
     """
     leaves: list[Tensor] = []
 

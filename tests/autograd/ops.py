@@ -13,8 +13,7 @@ from torch.nn import functional as F
 class Op(NamedTuple):
     """A function of one activation, as a module that holds its weights.
 
-    `stored` says what a region keeps for it: "packed" (an approximation), "scores" (one with 8 bits for some tensors),
-    "exact" (masks, indices) or "nothing".
+    `stored`: "packed" (an approximation), "scores" (8 bits for some tensors), "exact" (masks, indices) or "nothing".
     """
 
     name: str
@@ -31,8 +30,6 @@ class Op(NamedTuple):
 
 
 class Scaled(nn.Module):
-    """Squeeze-and-excitation: the activation times a per-channel factor computed from it."""
-
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
         self.fc = nn.Conv2d(4, 4, 1)
@@ -44,8 +41,6 @@ class Scaled(nn.Module):
 
 
 class Affine(nn.Module):
-    """Scale and bias per channel."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
@@ -56,8 +51,6 @@ class Affine(nn.Module):
 
 
 class WeightProduct(nn.Module):
-    """A matrix product with a weight, as `x @ w`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(12, 5))
@@ -80,8 +73,6 @@ class Experts(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and attention over the last but one dimension, with heads before it."""
-
     def __init__(self, **options: object) -> None:
         super().__init__()
         self.projections = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
@@ -99,8 +90,6 @@ def frozen(norm: nn.Module) -> nn.Module:
 
 
 class Loss(nn.Module):
-    """A loss with fixed targets: class indices, or class probabilities."""
-
     def __init__(self, criterion: nn.Module, shape: tuple[int, ...], *, probabilities: bool = False) -> None:
         super().__init__()
         self.criterion = criterion

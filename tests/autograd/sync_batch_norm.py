@@ -13,7 +13,6 @@ class SavesStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, ...), by the mean and variance of each channel; `weight`, (C,), is ones."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         invstd = torch.rsqrt(var + 1e-5)
@@ -23,7 +22,6 @@ class SavesStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the input and, where it trains, of the weight, as `BatchNorm` does in one process."""
         x, weight, mean, invstd, _ = ctx.saved_tensors
         wanted = [True, ctx.needs_input_grad[1], False]
         gradients = torch.ops.aten.native_batch_norm_backward(

@@ -99,8 +99,6 @@ def test_modes_around_the_forward_after_an_interrupt_stay():
 
 
 class CountingMode(TorchFunctionMode):
-    """Counts calls of torch functions."""
-
     calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -65,8 +65,6 @@ def test_operators_are_called_as_functions(call, expected):
 
 
 class Block(nn.Module):
-    """A residual block, attention with a projection written out, and a loss."""
-
     def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)

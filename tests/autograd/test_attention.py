@@ -319,9 +319,6 @@ def test_wrong_arguments_get_torchs_own_error(call):
     assert_same_error(call, *leaves)
 
 
-# modules
-
-
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention_of_a_model_stores_packed_tensors(need_weights):
     model = nn.MultiheadAttention(64, 4, batch_first=True)
@@ -336,12 +333,7 @@ def test_attention_of_a_model_stores_packed_tensors(need_weights):
     assert all(p.grad is not None for p in model.parameters())
 
 
-# graphs
-
-
 class Fused(nn.Module):
-    """Attention with some keys masked."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.projections = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))

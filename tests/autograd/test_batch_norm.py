@@ -100,8 +100,6 @@ def test_statistics_of_many_channels_are_not_packed():
 
 
 class Branches(nn.Module):
-    """Two batch norms of one tensor, each followed by a layer that reads what derives from it."""
-
     def __init__(self, affine: bool = True, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)

@@ -54,8 +54,6 @@ def _fresh_dynamo():
 
 
 class Block(nn.Module):
-    """Convolutions, norms, in-place activations, squeeze-and-excitation and a residual connection."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -106,7 +104,6 @@ IMAGES, LABELS = torch.randn(6, 3, 20, 20), torch.arange(6)
 
 
 def step(model: Callable, images: Tensor = IMAGES) -> int:
-    """Run a training step; return the bytes that autograd kept."""
     with watch_saved() as saved:
         loss = F.cross_entropy(model(images).float(), LABELS[: len(images)])
     loss.backward()
@@ -334,8 +331,6 @@ def test_norms_of_normalized_formats_compile(rounds, dynamic, backend):
 
 
 class InBlock(nn.Module):
-    """A model that enters a region by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = norms()
@@ -395,8 +390,6 @@ def test_rules_hold_inside_graphs():
 
 
 class Attending(nn.Module):
-    """Attention, which is many ops, between layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -480,8 +473,6 @@ def test_regions_meet_the_compiler_in_every_way(way):
 
 
 class Broken(nn.Module):
-    """A model whose graph breaks twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = network()
@@ -683,8 +674,6 @@ def test_a_region_around_a_compiled_model_does_not_recompile():
 
 
 class Sine(nn.Module):
-    """An op without a counterpart."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.sinc(x)
 
@@ -791,7 +780,6 @@ class Deriving(nn.Module):
 def bytes_and_gradients(
     function: Callable[[Tensor], Tensor], *, dynamic: bool = False, min_numel: int = 0
 ) -> list[tuple[int, list[Tensor]]]:
-    """Return the bytes that a step keeps, and its gradients, in eager mode and compiled."""
     x, found = torch.randn(8, 64, 64), []
     for wrap in (lambda model: model, lambda model: compiled(model, dynamic=dynamic)):
         model = quantized(settings(8, Rounding.NEAREST, min_numel=min_numel), lambda: Deriving(function))

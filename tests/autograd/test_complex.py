@@ -66,8 +66,6 @@ class Rotary(nn.Module):
 
 
 class Wave(nn.Module):
-    """The exponential function of complex numbers, one of which trains."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rate = nn.Parameter(torch.tensor(0.3 + 0.7j))
@@ -77,15 +75,11 @@ class Wave(nn.Module):
 
 
 class Magnitude(nn.Module):
-    """The magnitudes of a spectrum."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.rfft(x).abs()
 
 
 class Matrices(nn.Module):
-    """Products of complex matrices."""
-
     def forward(self, x: Tensor) -> Tensor:
         z = torch.fft.fft(x)
         return (z @ z.mH).real
@@ -96,7 +90,6 @@ by_name = pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name_
 
 
 def run(module: nn.Module, x: Tensor, chosen: BackwardSettings | None, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Output, and gradients of the input and the parameters."""
     leaf = x.clone().requires_grad_()
     torch.manual_seed(seed)
     with region(chosen):

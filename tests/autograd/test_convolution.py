@@ -104,8 +104,6 @@ def test_a_small_view_of_a_parameter_as_input_is_kept_as_it_is():
 
 
 class Rows(nn.Module):
-    """A convolution of rows of a parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows, self.layer = nn.Parameter(torch.randn(100, 3, 8, 8)), nn.Conv2d(3, 8, 3)

@@ -18,8 +18,6 @@ from brevact.autograd.decode_cache import MOST_HELD, Cache, decoded, decoded_bes
 
 
 class _Decoder:
-    """Counts how often it decodes."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -63,7 +63,6 @@ def _affine(channels: int) -> tuple[Tensor, Tensor]:
 
 
 def images(requires_grad: bool = True) -> Tensor:
-    """Channels of scales that differ by a hundred."""
     scales = torch.logspace(-1, 1, 8).view(8, 1, 1)
     return (torch.randn(4, 8, 16, 16) * scales + scales).requires_grad_(requires_grad)
 
@@ -654,8 +653,6 @@ def test_products_of_two_functions_of_one_tensor_are_curved():
 
 
 class Checkpointed(nn.Module):
-    """A norm, and a block behind it that is recomputed."""
-
     def __init__(self) -> None:
         super().__init__()
         first, second = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)

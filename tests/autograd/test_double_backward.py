@@ -50,10 +50,7 @@ def first_sample(op: Any) -> tuple[Sample, str]:
 
 
 def broken_laws(op: Any, sample: Sample, kind: str) -> list[str]:
-    """Lossless gradients and second derivatives are torch's bit for bit; those at 8 bits are near.
-
-    The second graph is made in a region, too, which keeps codes and packs gradients.
-    """
+    """First and second derivatives: lossless ones bit-equal, those at 8 bits near; both graphs are in regions."""
 
     def call(settings: BackwardSettings | None, seed: int) -> Any:
         return run(variants(op)[0], sample, kind, settings, seed, twice=True, in_region=True)
@@ -96,8 +93,6 @@ def test_second_derivatives_of_all_samples(op):
 
 
 class Energy(nn.Module):
-    """A smooth function of points, with layers of most kinds."""
-
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -110,8 +105,6 @@ class Energy(nn.Module):
 
 
 class Critic(nn.Module):
-    """A convolutional critic, as those of R1 and WGAN-GP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -156,7 +149,6 @@ def test_lossless_gradient_penalties_are_torchs(case):
 
 
 def error_between(grads: list[Tensor], expected: list[Tensor]) -> float:
-    """Norm of the error of gradients, relative to that of what is expected."""
     found, exact = (torch.cat([each.flatten() for each in part]) for part in (grads, expected))
     return float((found - exact).norm() / exact.norm())
 

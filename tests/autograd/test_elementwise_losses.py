@@ -32,7 +32,6 @@ OTHERS = {
 
 
 def gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], chosen: BackwardSettings | None):
-    """Output, and gradients of those of the tensors that train."""
     inner = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
     torch.manual_seed(0)
     with region(chosen), warnings.catch_warnings():

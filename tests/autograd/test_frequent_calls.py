@@ -16,8 +16,6 @@ _KINDS = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn
 
 
 class Block(nn.Module):
-    """Layers whose calls have short ways, each behind a layer, and once in place."""
-
     def __init__(self, dims, activation, **options):
         super().__init__()
         conv, norm = _KINDS[dims]

@@ -155,7 +155,6 @@ NORMS = {
 
 
 def run_norm(norm: nn.Module, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, tuple[Tensor, ...], int]:
-    """Output, gradients, and bytes that were stored beside the weights."""
     leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
     with watch_saved() as saved, region(chosen):
         out = norm(leaf * 1)

@@ -23,7 +23,6 @@ def experts(dtype: torch.dtype = torch.float32, columns: bool = True) -> Tensor:
 
 
 def gradients(x: Tensor, weight: Tensor, chosen: BackwardSettings | None, seed: int = 0) -> tuple[Tensor, ...]:
-    """Output, and gradients of the rows and of the weight."""
     leaf = x.clone().requires_grad_()
     torch.manual_seed(seed)
     with region(chosen):

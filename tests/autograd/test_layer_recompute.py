@@ -27,7 +27,6 @@ LOSSLESS = brevact.LosslessBackward.let(min_numel=0, recompute=10_000).backward_
 
 
 def block(norm: nn.Module, act: nn.Module, *, bias: bool = False) -> nn.Sequential:
-    """An inverted residual: expansion, depthwise convolution, projection."""
     return nn.Sequential(
         nn.Conv2d(8, 8, 1, bias=bias),
         *(copy.deepcopy(norm), copy.deepcopy(act)),
@@ -38,8 +37,6 @@ def block(norm: nn.Module, act: nn.Module, *, bias: bool = False) -> nn.Sequenti
 
 
 class Gated(nn.Module):
-    """Squeeze and excitation behind a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.gate, self.out = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
@@ -50,8 +47,6 @@ class Gated(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Residual blocks of expansion, depthwise convolution, squeeze and excitation, and projection."""
-
     def __init__(self, blocks: int, channels: int = 4, width: int = 16) -> None:
         super().__init__()
         self.expand = nn.ModuleList(nn.Conv2d(channels, width, 1, bias=False) for _ in range(blocks))
@@ -108,8 +103,6 @@ class Language(nn.Module):
 
 
 class Twice(nn.Module):
-    """Layers that share a weight; one runs twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
@@ -394,7 +387,6 @@ def test_chains_of_layers_end():
 
 
 def _codes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> list[int]:
-    """Bytes of the packed tensors."""
     with watch_saved() as saved, region(used):
         loss = net(x.clone().requires_grad_()).sum()
     del loss
@@ -437,8 +429,6 @@ def test_errors_do_not_grow_through_all_layers_of_a_chain_without_sums():
 
 
 class Repeated(nn.Module):
-    """One layer, many times: a chain of few tensors."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer

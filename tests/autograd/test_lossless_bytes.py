@@ -32,8 +32,6 @@ class Transposed(nn.Module):
 
 
 class Rectified(nn.Module):
-    """The outputs of a recurrent layer, rectified."""
-
     def __init__(self, layer: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.layer = layer(64, 64, batch_first=True)

@@ -29,7 +29,6 @@ LIMITS: dict[str, tuple[set[str], str]] = {}
 
 
 def run(module: nn.Module, forward: Any, settings: BackwardSettings | None, seed: int) -> Outcome:
-    """Results, buffers and gradients of a copy of a module."""
     module = copy.deepcopy(module)
     if settings is not None:
         brevact.quantize_backward(module, settings)
@@ -57,14 +56,12 @@ def run(module: nn.Module, forward: Any, settings: BackwardSettings | None, seed
 
 
 def laws_broken_by(module: nn.Module, forward: Any) -> list[str]:
-    """Return the laws that a module breaks."""
     if isinstance(module, LazyModuleMixin):
         module(*forward.args, **forward.kwargs)  # which gives it its parameters
     return broken_laws(lambda settings, seed: run(module, forward, settings, seed), is_large=False, is_exact=False)
 
 
 def check(info: Any, is_training: bool, most: int | None) -> None:
-    """Check samples of a module: all of them, or the first ``most``."""
     torch.manual_seed(0)
     allowed: set[str] = LIMITS.get(info.name, (set(), ""))[0]
     found = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=is_training)

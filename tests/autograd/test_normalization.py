@@ -32,7 +32,6 @@ NEAREST = settings(bit_width=3, rounding=Rounding.NEAREST)
 
 
 def normalized(min_numel: int = 0, save_mode: SaveMode = SaveMode.SAVE_QUANTIZED, **options: object):
-    """Settings of a quantizer for normalized values."""
     return BackwardSettings(NormalizedQuantizer(**options), save_mode, min_numel)
 
 
@@ -47,14 +46,12 @@ class Case(NamedTuple):
     groups: int = 0
 
     def module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The norm with weights that are not trivial."""
         module = self.make().to(dtype)
         for parameter in module.parameters():
             nn.init.uniform_(parameter, 0.5, 2)
         return module
 
     def split(self, x: Tensor) -> Tensor:
-        """The tensor with a dimension for the groups."""
         return x.unflatten(1, (self.groups, -1)) if self.groups else x
 
     def statistics(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +88,6 @@ by_name = {"ids": lambda case: case.name}
 
 
 def forward(function: Callable, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, Tensor, Saved]:
-    """Returns the leaf, the output and what was stored."""
     leaf = x.detach().requires_grad_()
     with watch_saved() as saved, region(chosen):
         out = function(leaf)
@@ -103,7 +99,6 @@ def weights_like(out: Tensor) -> Tensor:
 
 
 def run(function: nn.Module, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, list[Tensor], Saved]:
-    """Returns the output, the gradients of input and parameters, and what was stored."""
     leaf, out, saved = forward(function, x, chosen)
     grads = torch.autograd.grad(out, [leaf, *function.parameters()], weights_like(out))
     return out.detach(), list(grads), saved
@@ -377,9 +372,6 @@ def test_norms_share_what_they_normalize_alike_and_no_other_op_does():
         assert len({t.data_ptr() for t in saved.tensors if t.dtype is torch.uint8}) == count
 
 
-# The affine step reads rounded values
-
-
 ROUNDED = normalized(format="L4", quantize_forward=True)
 
 
@@ -446,7 +438,6 @@ def network() -> nn.Sequential:
 
 
 def functional(model: nn.Sequential, x: Tensor) -> Tensor:
-    """The network with rounded norms, written out."""
     for layer in model:
         rounds = isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
         with region(ROUNDED if rounds else None):

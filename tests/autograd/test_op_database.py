@@ -1,8 +1,7 @@
-"""Each op of torch's own database inside a region: what is stored changes neither the results nor, much, a gradient.
+"""Each op of torch's own database in a region keeps results bit-equal, gradients near and torch's own errors.
 
-Forward bit-equal, gradients bit-equal where nothing is rounded, within 10 % at 8 bits, finite at 2 bits, exact at 2
-bits where docs/stored.md says so, and torch's own errors. ``make test`` runs one sample of each op; all samples,
-variants and kinds of inputs are in the exhaustive tier.
+Gradients are bit-equal where nothing is rounded, within 10 % at 8 bits, finite at 2 bits, and exact at 2 bits where
+docs/stored.md says so. The exhaustive tier has all samples, variants and kinds of inputs.
 """
 
 from __future__ import annotations
@@ -146,10 +145,7 @@ def gives_gradient(variant: Variant, sample: Sample, kind: str) -> bool:
 
 
 def check(op: Any, some: list[Variant], found: list[Sample], all_kinds: tuple[str, ...], is_large: bool) -> None:
-    """Check each variant with each sample, and that something was checked.
-
-    Of few samples each kind of inputs is checked; over many the kinds take turns.
-    """
+    """Check each variant with each sample, and that something ran; over many samples kinds of inputs take turns."""
     allowed: set[str] = LIMITS.get(name_of(op), (set(), ""))[0]
     broken: dict[str, list[str]] = {}
     count = 0
@@ -213,7 +209,6 @@ def wide_biases(op: Any, values: tuple[str | float, ...]) -> dict[str | float, f
 
 
 def check_wide(op: Any) -> None:
-    """Check that ops are unbiased, or biased by less than 2 %."""
     assert {each: bias for each, bias in wide_biases(op, WIDE).items() if bias > 0.02} == {}
 
 

@@ -24,8 +24,6 @@ from tests.autograd.sync_batch_norm import SavesStatistics
 
 
 class BinarySign(torch.autograd.Function):
-    """The straight-through estimator of binary nets."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -130,8 +128,6 @@ CALLS = 4
 
 
 class Net(nn.Module):
-    """An activation, and what other code makes of it."""
-
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.calls = [lambda x: call(x)]  # scripted functions cannot be copied
@@ -325,7 +321,6 @@ LOOKED_AT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def function_of(path: str) -> Any:
-    """The Function of a library that is installed."""
     pytest.importorskip(path.partition(".")[0])
     importlib.import_module(path.rpartition(".")[0])
     return find(path)

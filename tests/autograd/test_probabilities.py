@@ -79,9 +79,9 @@ def _logits(classes, bit_width):
 
 
 def _assert_unbiased(function, bit_width, rounding, classes, g=None):
-    """The mean gradient of copies of a row (C, 2) along dim 1 is that of torch, for each copy is a draw.
+    """The mean gradient of copies of a row (C, 2) along dim 1 is torch's: each copy is a draw.
 
-    g is the gradient of the output; None for that of the sum of squares, which reads the output in the region.
+    ``g``: gradient of the output; None for that of the sum of squares, which reads the output in the region.
     """
     draws, (row, step) = 40000, _logits(classes, bit_width)
     row = -row if function is F.softmin else row

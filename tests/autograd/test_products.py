@@ -17,7 +17,6 @@ from tests.autograd.measuring import EXACT_VALUES, settings, watch_saved
 
 
 def run(product, leaves, chosen, weights=None, autocast=False):
-    """Result and gradients of a product of activations."""
     with region(chosen), torch.autocast("cpu", enabled=autocast):
         out = product(*(leaf * 1 for leaf in leaves))
     weights = torch.linspace(-1, 1, out.numel()).sin().view(out.shape).to(out.dtype) if weights is None else weights

@@ -14,8 +14,6 @@ from tests.autograd.leaves import every_noisy_leaf
 
 
 class Block(nn.Module):
-    """Linear layers and dropout, recomputed by checkpoint."""
-
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.a, self.b, self.d, self.e = nn.Linear(64, 64), nn.Linear(64, 64), nn.Dropout(0.5), nn.Dropout(0.5)

@@ -62,9 +62,6 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# seeds
-
-
 def test_nearest_rounding_leaves_the_generator_alone():
     before = torch.get_rng_state()
     with region(settings(rounding=Rounding.NEAREST)):
@@ -75,11 +72,7 @@ def test_nearest_rounding_leaves_the_generator_alone():
     assert torch.equal(torch.get_rng_state(), built)
 
 
-# sharing
-
-
 def packs(saved) -> int:
-    """Number of distinct code tensors."""
     return len({t.untyped_storage().data_ptr() for t in saved.tensors if t.dtype is torch.uint8})
 
 
@@ -148,9 +141,6 @@ def test_shared_tensors_keep_one_noise(mode):
     assert torch.equal(grad_a, grad_b)
 
 
-# lifetime
-
-
 def live_bytes() -> int:
     while gc.collect():  # graphs go in several turns: node by node
         pass
@@ -198,9 +188,6 @@ def test_fallback_outputs_make_no_cycle(min_numel):
         gc.enable()
 
 
-# several passes
-
-
 def test_two_backward_passes_with_retain_graph():
     model, x = network(), images()
     with region(settings()):
@@ -243,9 +230,6 @@ def test_ops_that_store_nothing_have_a_second_derivative(op):
     assert torch.equal(penalty(settings()), penalty(None))
 
 
-# in place
-
-
 @pytest.mark.parametrize("save_mode", SaveMode)
 def test_packed_copies_are_immune_to_in_place_edits(save_mode):
     layer, x = nn.Linear(32, 32), torch.randn(40, 32)
@@ -278,9 +262,6 @@ def test_weights_changed_between_forward_and_backward_raise_as_usual():
         layer.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-# nesting and hooks
 
 
 def test_the_innermost_region_decides():
@@ -437,9 +418,6 @@ def test_a_module_that_calls_itself_without_gradients_stays_in_its_region():
     with watch_saved() as saved:
         model(torch.randn(64, 64))
     assert packs(saved) == 1 and current_region() is None
-
-
-# with the rest of PyTorch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

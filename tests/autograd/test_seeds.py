@@ -27,7 +27,6 @@ LEAF = StochBackward2bit.let(min_numel=0)
 
 
 def code_bytes(model: nn.Module, x: Tensor) -> Tensor:
-    """Run a forward pass and return all codes that it stores."""
     with watch_saved() as saved:
         model(x.clone())  # which nothing else has packed
     return torch.cat([t.flatten() for t in saved.tensors if t.dtype is torch.uint8])
@@ -217,12 +216,7 @@ def test_a_checkpoint_inside_a_region_does_not_share_its_noise():
     assert not torch.equal(of_region, codes[1])
 
 
-# modes of others
-
-
 class Ops(TorchDispatchMode):
-    """Counts the ops that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -252,8 +246,6 @@ def test_flops_are_those_of_the_plain_model():
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 
-
-# selective checkpoints
 
 SAVED = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default]
 

@@ -22,7 +22,6 @@ from tests.autograd.op_database import MISSING, OPS, Sample, name_of, samples, v
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """The same elements, the second dimension fastest."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -152,7 +151,6 @@ def test_lossless_gradients_have_the_strides_of_torch_in_all_strides(op):
 
 
 def check_database(op: Any, settings: BackwardSettings, most: int, pairs: list[tuple[str, str]]) -> None:
-    """Check the largest samples of an op of torch's database."""
     found = sorted(samples(op, most=6), key=lambda sample: -sum(x.numel() for x in sample.tensors))[:most]
     call = variants(op)[0].call
     with warnings.catch_warnings():
@@ -163,7 +161,6 @@ def check_database(op: Any, settings: BackwardSettings, most: int, pairs: list[t
 
 
 def _call(call: Callable[..., Any], sample: Sample, inputs: tuple[Tensor, ...]) -> Any:
-    """Call an op with the tensors of a sample that require gradients replaced."""
     rest = iter(inputs)
 
     def enter(x: Any) -> Any:

@@ -55,8 +55,6 @@ class Lora(nn.Linear):
 
 
 class Made(nn.Linear):
-    """A weight that a function makes of a parameter."""
-
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__(IN, OUT)
         self.make = make
@@ -131,7 +129,6 @@ def input_of(layer: nn.Module) -> Tensor:
 
 
 def run(layer: nn.Module, autocast: bool = False) -> tuple[Tensor, list[Tensor], Saved]:
-    """Output, gradients of input and parameters, and what autograd stored."""
     layer.zero_grad()
     torch.manual_seed(4)
     x = input_of(layer).clone().requires_grad_()

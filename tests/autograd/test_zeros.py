@@ -52,7 +52,6 @@ class _DensityHead(nn.Module):
         self.body = nn.Sequential(nn.Linear(21, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Weights of the samples of each ray."""
         waves = [f(positions * 2**k) for k in range(3) for f in (torch.sin, torch.cos)]
         density = F.relu(10 * self.body(torch.cat([positions, *waves], -1))[..., 0] + 2)
         alpha = 1 - torch.exp(-density * _distances(density.shape[1], len(density)))

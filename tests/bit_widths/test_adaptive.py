@@ -31,8 +31,6 @@ def images(size: int = 16, seed: int = 0, pixels: int = 8) -> Batch:
 
 
 class Residual(nn.Module):
-    """A block whose sum two layers read."""
-
     def __init__(self, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), activation())

@@ -390,8 +390,6 @@ def test_fit_refuses_what_it_cannot_measure(model, batches):
 
 
 class Potential(nn.Module):
-    """Returns energies, and forces as their negative gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(

@@ -5,12 +5,10 @@ from torch import nn
 
 
 def net() -> nn.Module:
-    """Two layers on 64 features."""
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
 
 def net_in_halves() -> nn.Module:
-    """The same in bfloat16."""
     return net().to(torch.bfloat16)
 
 

@@ -33,13 +33,11 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Forks]:
-    """A process that has imported the package."""
     with forks("import runpy, sys, brevact.command_line.main") as process:
         yield process
 
 
 def forked(process: Forks, *arguments: str) -> Done:
-    """As `launched`, in a fork of a process."""
     argv = ["brevact", "run", *arguments]
     return process.run(f"sys.argv = {argv}; runpy.run_module('brevact', run_name='__main__', alter_sys=True)")
 

@@ -10,7 +10,6 @@ from brevact.cpu_kernels.philox import column_words
 
 @kernel
 def count(target, amount, start, stop):
-    """Add an amount to the int64 words of the blocks."""
     for block in range(start, stop):
         place = advance(i64_at(target), block)
         store(place, 0, load(place, 0) + amount)

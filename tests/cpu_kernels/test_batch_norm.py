@@ -162,8 +162,6 @@ def test_the_kernel_runs_where_the_sums_of_torch_are_known():
 
 
 class Seen(TorchDispatchMode):
-    """Collects the names of the ops that run."""
-
     def __init__(self):
         super().__init__()
         self.names = set()

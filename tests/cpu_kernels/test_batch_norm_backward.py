@@ -24,8 +24,6 @@ MASK = [True] * 3
 
 
 class Given:
-    """A packed input, a gradient, a weight and inverse deviations."""
-
     def __init__(self, shape: tuple[int, ...], *, has_weight: bool = True, bad: float | None = None) -> None:
         torch.manual_seed(0)
         x, channels = torch.randn(shape), shape[1]
@@ -43,7 +41,6 @@ class Given:
 
     @property
     def x(self) -> Tensor:
-        """The decoded input less its means."""
         return self.packing.dequantize_centred(self.buffer, self.invstd)
 
     def by_kernel(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
@@ -71,9 +68,9 @@ class Given:
 
 
 def formula(x: Tensor, grad: Tensor, weight: Tensor | None, invstd: Tensor, sign: int) -> tuple[Tensor, ...]:
-    """Gradients of input, weight and bias; with a sign of +1 and absolute values, the sizes of their terms.
+    """g_x = w s (g - sum(g) / n - x s^2 sum(g x) / n), g_w = s sum(g x), g_b = sum(g); s: the inverse deviation.
 
-    g_x = w s (g - sum(g) / n - x s^2 sum(g x) / n), g_w = s sum(g x), g_b = sum(g); s: the inverse deviation.
+    With a sign of +1 and absolute values, the sizes of their terms.
     """
     dims, wide = [0, *range(2, x.dim())], [1, x.shape[1], *[1] * (x.dim() - 2)]
     n = x.numel() // x.shape[1]

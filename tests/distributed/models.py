@@ -33,7 +33,6 @@ def parallel(hook: QuantizedHook | None, dtype: torch.dtype = torch.float32, **o
 
 
 def averaged(model: nn.Module, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """What the model's parameters get for the gradients that this rank has."""
     model.zero_grad()
     model(gradients).backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]

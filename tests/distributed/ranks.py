@@ -1,7 +1,4 @@
-"""One of two processes that average packed gradients; what they measure goes to a file.
-
-`tests.ranks.run_ranks` calls `main`.
-"""
+"""One of two processes that average packed gradients; `tests.ranks.run_ranks` calls `main`, which writes a file."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def unused(rank: int) -> list[Tensor]:
 
 
 def raised(call: Callable[[], object]) -> str:
-    """What is raised, if anything is."""
     try:
         call()
     except Exception as error:
@@ -97,7 +93,6 @@ def joined(rank: int) -> list[Tensor]:
 
 
 def sharded(rank: int, source: type | None) -> list[Tensor]:
-    """Gradients of a model that FSDP2 shards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 8))
     fully_shard(model[0])

@@ -16,7 +16,6 @@ NEAREST = brevact.quantizer(brevact.NearestBackward4bit)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where the processes have left what they measured."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("tests.distributed.ranks", folder)
     return folder

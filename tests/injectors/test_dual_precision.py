@@ -41,11 +41,11 @@ def conv_norm_relu(channels: int) -> nn.Sequential:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("side", [7, 8, 14, 28, 32, 56])
 def test_compression_of_a_conv_norm_relu_block_is_that_of_the_paper(side: int):
-    """Theorem 3A: 4 bytes for the inputs of conv and BN and 1 byte for ReLU's mask, over what is kept.
+    """Theorem 3A: 4 bytes for the inputs of conv and BN and 1 byte for ReLU's mask, over two packs, bits and deviation.
 
-    Kept are two packs, ReLU's bits, and BN's deviation. The formula gives 10.346 for maps of 7 by 7,
-    which the paper rounds to 10.35; the 15-bit scale makes up for more than the statistics of a batch of 64. Where 8
-    does not divide the side, 64 pixels a block are fewer blocks than there are.
+    The formula gives 10.346 for maps of 7 by 7, which the paper rounds to 10.35; the 15-bit scale makes up for more
+    than the statistics of a batch of 64. Where 8 does not divide the side, there are more blocks than one per 64
+    pixels.
     """
     batch, channels = 64, 16
     model = conv_norm_relu(channels)

@@ -15,7 +15,6 @@ FORWARD_QUANTIZERS = [Uint8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat, Int
 
 
 def train_then_eval(layer, x):
-    """Returns the outputs of two training forwards and one in eval mode, and the state afterwards."""
     outputs = [layer(x) for _ in range(2)]
     outputs.append(layer.eval()(x))
     return outputs, layer.state_dict()

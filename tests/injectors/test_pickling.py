@@ -63,7 +63,6 @@ def build_model():
 
 
 def train(model, steps=3):
-    """Returns the losses of a few steps and the parameters after them."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     losses = []

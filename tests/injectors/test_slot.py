@@ -19,7 +19,6 @@ ACTIVATIONS = [
 
 
 def step(layer, x, seed=0):
-    """Returns output, input gradient and parameter gradients of one training step."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     y = layer(x + 0)  # an activation; a leaf that requires a gradient counts as a weight

@@ -20,8 +20,6 @@ def mlp() -> nn.Sequential:
 
 
 class Attention(nn.Module):
-    """A transformer block."""
-
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -45,12 +43,10 @@ def images_net() -> nn.Sequential:
 
 
 def quantized(model: nn.Module, source: object = brevact.StochBackward8bit, **overrides: object) -> nn.Module:
-    """Quantize a model for backward, small tensors too."""
     return brevact.quantize_backward(model, source, **{"min_numel": 0, **overrides})
 
 
 def twins(make: Callable[[], nn.Module] = mlp, source: object = brevact.StochBackward8bit, **overrides: object):
-    """A model as it is, and a copy that is quantized for backward."""
     model = make()
     return model, quantized(copy.deepcopy(model), source, **overrides)
 
@@ -60,7 +56,6 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 def codes(model: Callable, *args: object) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What autograd stores of a forward pass: packed tensors, floating-point tensors; and the output."""
     with watch_saved() as saved:
         out = model(*args)
     packed = [x for x in saved.tensors if x.dtype is torch.uint8]
@@ -68,10 +63,10 @@ def codes(model: Callable, *args: object) -> tuple[list[Tensor], list[Tensor], T
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], bit_width: int = 8) -> None:
-    """Compare gradients by norm.
+    """Compare gradients by norm; each depends on at most four stored tensors.
 
-    The error of a tensor's element is at most one step, 1/(2^b - 1) of the range of its bucket, which is at most 8
-    standard deviations here; its variance, at most step^2 / 4. A gradient depends on at most four stored tensors.
+    An element's error is at most a step, 1/(2^b - 1) of its bucket's range, here at most 8 standard deviations; its
+    variance is at most step^2 / 4.
     """
     top = max(grad.norm() for grad in expected)
     for a, b in zip(found, expected, strict=True):

@@ -1,7 +1,4 @@
-"""One of two processes that train together; what they measure goes to a file.
-
-`tests.ranks.run_ranks` calls `main`.
-"""
+"""One of two processes that train together; `tests.ranks.run_ranks` calls `main`, which writes a file."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ def full_grads(model: nn.Module) -> list[Tensor]:
 
 
 def train(model: nn.Module, part: Tensor) -> dict[str, object]:
-    """Run a step: how much is packed, what is not, gradients."""
     packed, floats, out = codes(model, part)
     loss_of(out).backward()
     return {"packed": len(packed), "kept": [tuple(x.shape) for x in floats], "grads": full_grads(model)}

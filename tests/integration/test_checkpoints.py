@@ -227,9 +227,6 @@ def test_inputs_of_checkpoints_that_change_in_place_raise_an_error(use_reentrant
         out.sum().backward()
 
 
-# routing by values that are recomputed
-
-
 class Experts(nn.Module):
     """Sparse routing: each token goes to the expert of its largest score, in a batch of a size of its own."""
 

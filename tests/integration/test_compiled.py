@@ -1,7 +1,4 @@
-"""Models that compile without a policy compile with one, into one graph that keeps packed tensors.
-
-What a region does inside graphs is tested op by op in tests/autograd/test_compile.py.
-"""
+"""Models that compile without a policy compile with one, into one graph that keeps packed tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ MODELS = {
 
 
 def step(run: Callable, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
-    """Run a training step; return the output, gradients, and bytes kept."""
     model.zero_grad()
     with watch_saved() as saved:
         out = run(x)

@@ -13,7 +13,6 @@ from tests.ranks import load_ranks, run_ranks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, object]]:
-    """What each process measured."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("tests.integration.ranks", folder)
     return load_ranks(folder)

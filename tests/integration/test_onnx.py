@@ -53,7 +53,6 @@ def without_notes(model: onnx.ModelProto) -> bytes:
 
 
 def trained(make: Callable[[], nn.Module], policy: object) -> tuple[nn.Module, nn.Module]:
-    """A model after a training step with a policy, in eval mode, and the same one without the policy."""
     torch.manual_seed(0)
     model = brevact.quantize_backward(make(), policy)
     model(IMAGES).square().mean().backward()

@@ -25,7 +25,6 @@ class Noted(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Run torch's rule."""
         result = super().__torch_function__(func, types, args, kwargs or {})
         notes = [x.note for x in tensors_of_call(args, {}) if isinstance(x, Noted)]
         for x in tensors_of_call((result,), {}):
@@ -34,8 +33,6 @@ class Noted(Tensor):
 
 
 class Net(nn.Module):
-    """Layers, in-place ops, attention that asks whether query is key, views and functions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True))

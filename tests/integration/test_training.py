@@ -15,8 +15,6 @@ from tests.integration.models import Attention, X, assert_near, codes, grads, qu
 
 TOKENS = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(2))
 
-# several forward and backward passes
-
 
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_of_micro_batches_add_up(together):
@@ -85,9 +83,6 @@ def test_threads_run_one_model_side_by_side():
         thread.join(120)
     assert not failures
     assert_near([grad / 5 for grad in grads(model)], grads(plain))
-
-
-# saved-tensor hooks
 
 
 class Offloaded(nn.Module):

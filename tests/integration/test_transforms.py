@@ -15,8 +15,6 @@ from brevact import L4ForwardBackward, LosslessBackward, StochBackward2bit
 from tests.crosses import taking_turns
 from tests.integration.models import X, codes, grads, images_net, mlp, quantized, twins
 
-# torch.func
-
 
 def test_functional_call_packs():
     plain, model = twins()
@@ -47,8 +45,6 @@ def test_reverse_transforms_say_what_to_do(transform):
 
 
 class Forces(nn.Module):
-    """A model whose forward pass differentiates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.energy = nn.Linear(64, 64), mlp()
@@ -83,8 +79,6 @@ class OfEachRow(nn.Module):
 
 
 class Through(nn.Module):
-    """Layers, and a module or a function behind them."""
-
     def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.last = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), last
@@ -140,9 +134,6 @@ def test_forward_mode_gives_the_tangents_of_the_plain_model():
             products = torch.autograd.grad(out.square().sum(), list(model.parameters()))  # of the Hessian
             results.append([*tangents, *(forward_ad.unpack_dual(x).tangent for x in (out, *products))])
     assert all(map(torch.equal, *results))
-
-
-# programs
 
 
 def of_export(strict: bool):

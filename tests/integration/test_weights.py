@@ -101,10 +101,7 @@ MADE = {"merged lora", "weight_norm", "spectral_norm", "orthogonal", "pruned", "
 
 
 def stored(model: nn.Module, autocast: bool = False) -> tuple[int, list[int], int]:
-    """How many tensors are packed; sizes of those that are not, of weights; and how many are activations.
-
-    A weight that several ops keep counts once; what the model holds anyway does not count.
-    """
+    """Number of packed tensors, sizes of unpacked weights but the model's own, number of unpacked activations."""
     x = X.clone().requires_grad_()
     with torch.autocast("cpu", enabled=autocast):
         packed, floats, out = codes(model, x * 1)

@@ -47,7 +47,6 @@ def activation(name, dtype=torch.float32):
 
 
 def step(layer, x, seed=1):
-    """Returns output and the gradients of input and parameters."""
     torch.manual_seed(seed)
     y = layer(x * 1.0)
     loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()

@@ -19,8 +19,6 @@ from tests.autograd.measuring import watch_saved
 
 
 class Chain(nn.Module):
-    """A convolution, activations that know their scale, and the layer under test."""
-
     def __init__(self, layer: nn.Module, call: Callable = lambda layer, x: layer(x), width: int = 8) -> None:
         super().__init__()
         self.first = qnn.QuantLinear(16, 2 * width, False, weight_quant=Int8WeightPerTensorFloat)

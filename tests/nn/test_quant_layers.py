@@ -83,7 +83,6 @@ def forward(layer, x):
 
 
 def step(layer, x, seed=1):
-    """Returns output and the gradients of input and parameters."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     y = forward(layer, x * 1.0)

@@ -20,8 +20,6 @@ from tests.autograd.measuring import watch_saved
 
 
 class Net(nn.Module):
-    """Two blocks and a head, with a functional op between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(
@@ -172,8 +170,6 @@ def test_rules_of_a_policy_object_may_match_nothing():
 
 
 class Ops(nn.Module):
-    """Layers and functions, some of them composed of others, and a loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))

@@ -194,8 +194,6 @@ def test_layers_with_a_quantizer_of_their_own_keep_it_when_called_alone():
 
 
 class TestStep:
-    """``with brevact.backward_quant(model):``."""
-
     @pytest.mark.parametrize("policy", POLICIES)
     def test_functions_outside_of_modules_get_what_the_model_gets(self, policy):
         model, x, labels = Vae(), images(), torch.randint(1024, (24,))

@@ -175,8 +175,6 @@ MIXTURES = [
 
 
 class Images(nn.Module):
-    """Convolutions in channels_last, and activations that several ops read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
@@ -208,8 +206,6 @@ def test_quantizing_on_backward_gives_the_same_gradients(source, dtype):
 
 
 class Segments(nn.Module):
-    """Checkpointed blocks behind a plain one, with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 64)

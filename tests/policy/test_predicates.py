@@ -202,8 +202,6 @@ class GELU(nn.Module):
 
 
 class Plain(nn.Module):
-    """Calls ReLU, in no module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3)
@@ -241,8 +239,6 @@ def test_the_default_fits_modules_that_are_named_like_activation_functions(make,
 
 
 class Mixed(nn.Module):
-    """A rectified stem, and a rectified part in a body that is not."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = Conv2dReLU(3, 8)
@@ -264,7 +260,6 @@ def test_parts_called_alone_have_the_settings_that_the_default_gives_them_inside
 
 
 def inverted(channels: int, width: int, act: type[nn.Module] = nn.SiLU, norm: type[nn.Module] = nn.BatchNorm2d):
-    """Layers of an inverted residual."""
     return nn.Sequential(
         *(nn.Conv2d(channels, width, 1), norm(width), act()),
         *(nn.Conv2d(width, width, 3, padding=1, groups=width), norm(width), act()),

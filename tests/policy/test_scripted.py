@@ -27,8 +27,6 @@ class Core(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers around a part that is scripted."""
-
     def __init__(self, convert: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
         self.a, self.core, self.b = nn.Linear(64, 64), convert(Core()), nn.Sequential(nn.GELU(), nn.Linear(64, 64))

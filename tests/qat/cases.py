@@ -108,11 +108,7 @@ def activation(seed: int = 0) -> Tensor:
 
 
 def gradients(model: nn.Module, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-    """Run a model forward and backward.
-
-    Returns:
-        Its output, the gradient of its input, and those of its parameters.
-    """
+    """Run a model forward and backward: its output, and the gradients of its input and parameters."""
     torch.manual_seed(seed)
     model.zero_grad()
     x = x.clone().requires_grad_()

@@ -1,7 +1,6 @@
 """Every integer quantizer of Brevitas that runs in one pass: stock's bits, and the kernels that gave them.
 
-Signs, granularities, zero points, scales, roundings, a ReLU in front, types and memory orders: their full cross is of
-the exhaustive tier; a part of it, in which each two settings meet, runs always.
+The full cross of settings is exhaustive; a part, in which each two settings meet, runs always.
 """
 
 from __future__ import annotations
@@ -134,7 +133,6 @@ def gradients(model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Names of the kernels that ran."""
     names: list[str] = []
 
     def recorded(name):

@@ -75,7 +75,6 @@ def test_ops_keep_the_codes_of_what_they_read(reader):
 
 
 def gradients(function, x, policy):
-    """Gradients of the input and of the parameters, for a fixed output gradient."""
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
     inner = x * 1

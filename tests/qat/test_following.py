@@ -35,8 +35,6 @@ MOVES = {
 
 
 class Moving(nn.Module):
-    """Two quantizers, a move, and a convolution."""
-
     def __init__(self, name, move):
         super().__init__()
         self.a, self.b = activation_layer(name), activation_layer("constant")

@@ -34,7 +34,7 @@ def random_grid(
     has_scale: bool = True,
     marks: bool = False,
 ) -> Grid:
-    """Random ascending levels, some equal, and some closer than normal numbers; a constant group and a broken one.
+    """Random ascending levels, some equal or closer than normal numbers; a constant group and a broken one.
 
     With marks some groups are flagged, one of them constant, and some rows end in NaN.
     """
@@ -72,8 +72,6 @@ def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class GridCase:
-    """What one check of kernels takes."""
-
     x: Tensor
     geometry: Geometry
     grid: Grid
@@ -83,7 +81,6 @@ class GridCase:
 
 @st.composite
 def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> GridCase:
-    """Any tensor on any grid."""
     bit_width, block_size = draw(st.integers(1, 10)), draw(st.sampled_from([512, 512, 64, 1024]))
     if draw(st.booleans()):
         numel = draw(st.integers(1, most))

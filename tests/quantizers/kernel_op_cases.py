@@ -240,7 +240,6 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]:
-    """The arguments on a device; what is unwritten becomes memory."""
     placed = []
     for argument in arguments:
         if isinstance(argument, Unwritten):

@@ -62,21 +62,18 @@ class Subject:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether codes depend on the seed."""
         return self.quantizer.is_stochastic
 
     @property
     def is_unbiased(self) -> bool:
-        """Whether the expectation of what is decoded is the tensor."""
         if self.unbiased is not None:
             return self.unbiased
         return self.quantizer.rounding is not Rounding.NEAREST
 
     def tolerance(self, x: Tensor, packed: PackedActivation) -> Tensor:
-        """Largest error of each element: steps, and the rounding of float32 arithmetic and of the result's type.
+        """Largest error per element: steps, float32 arithmetic, and the rounding of the result's type.
 
-        Four float32 roundings (difference, product, product, sum), each of half a unit in the last place of something
-        no larger than the largest magnitude involved; computing with float64 inputs rounds them to float32 as well.
+        Each float32 rounding, that of float64 inputs, too, is half a unit in the last place of the largest magnitude.
         """
         largest = self.largest_error or (0.5 if self.quantizer.rounding is Rounding.NEAREST else 1.0)
         reach = x.double().abs().max() * 2 if x.numel() else 0.0
@@ -134,10 +131,10 @@ def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def grid_step(packed: PackedActivation, x: Tensor, *, clips: bool = False) -> Tensor:
-    """How far the farther of the two levels around each element is.
+    """Distance to the farther of the two levels around each element.
 
-    Of elements beyond the levels of their group 0, as they are not to be: a scale that is too small cuts them off. Of
-    formats that state that they clip, how far the end of the levels is.
+    Elements beyond their group's levels: 0, as a scale that is too small cuts them off; for formats that state that
+    they clip, the distance to the end of the levels.
     """
     geometry, layout = packed.quantizer.geometry(packed.layout), packed.layout
     grid = packed.quantizer.grid(geometry, packed.tensors[1:], x.device)
@@ -170,7 +167,6 @@ def dual_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def _of_maps(values: Tensor, packed: PackedActivation) -> Tensor:
-    """One value a map for each of its elements."""
     layout = packed.layout
     distinct = [size if d in layout.dims else 1 for d, size in enumerate(layout.shape)]
     elements = packed.quantizer.blocks(layout).elements

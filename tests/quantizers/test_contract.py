@@ -383,7 +383,6 @@ def _with_ends(dtype: torch.dtype) -> Tensor:
 
 
 def _with_gaps() -> Tensor:
-    """Random values, some of them not finite."""
     torch.manual_seed(0)
     return _with_missing(torch.rand(2, 2, 96).mul(3).sub(1), NOT_FINITE, 9)[0]
 

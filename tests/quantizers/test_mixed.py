@@ -22,7 +22,6 @@ from tests.quantizers.subjects import DTYPES
 
 
 def placed(packed) -> torch.Tensor:
-    """Whether each bucket is high."""
     if isinstance(packed.quantizer, UniformQuantizer):  # all are alike
         buckets = -(-packed.layout.numel // packed.quantizer.bucket_size)
         return torch.full((buckets,), packed.quantizer.bit_width > 2)

@@ -50,19 +50,16 @@ def packed(domain: Model, policy: Any = brevact.DEFAULT) -> Step:
 
 
 def gradients(step: Step, seed: int = 0) -> dict[str, Tensor]:
-    """Gradients by the names of their parameters."""
     step.model.zero_grad(set_to_none=True)
     loss_of(step, seed).backward()
     return {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Euclidean norm of all tensors together."""
     return math.sqrt(sum(float(x.double().square().sum()) for x in tensors))
 
 
 def digests(step: Step) -> set[tuple[tuple[int, ...], int]]:
-    """Digests of the packed tensors of a forward pass."""
     Spy.seen.clear()
     loss_of(step, 0)
     return set(Spy.seen)

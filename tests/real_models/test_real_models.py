@@ -53,7 +53,6 @@ class Spy(UniformQuantizer):
 
 
 def packed_at(subject: Step) -> set[tuple[tuple[int, ...], int]]:
-    """Digests of what is packed in a forward pass."""
     Spy.seen.clear()
     torch.manual_seed(0)
     loss_of(subject)
@@ -61,10 +60,7 @@ def packed_at(subject: Step) -> set[tuple[tuple[int, ...], int]]:
 
 
 def without_zeros(model: nn.Module) -> None:
-    """Give the parameters that a model starts at zero, the scale of a residual branch, say, other values.
-
-    What lies behind a zero scale is the same for each batch, as what is computed of weights is.
-    """
+    """Replace parameters that start at zero, such as scales of residual branches, which hide the batch."""
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():
@@ -72,10 +68,7 @@ def without_zeros(model: nn.Module) -> None:
 
 
 def packed_weights(subject: Step) -> set[tuple[tuple[int, ...], int]]:
-    """Digests of what is packed though weights alone say what it is: it is the same for each batch.
-
-    Constants that a model makes, the sines of positions, say, stay when its weights change, too, and are none.
-    """
+    """Digests of packed tensors that depend on weights alone: equal for each batch, and changed with the weights."""
     without_zeros(subject.model)
     fixed = packed_at(subject) & packed_at(subject._replace(batch=other_batch(subject.batch)))
     with torch.no_grad():

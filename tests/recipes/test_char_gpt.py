@@ -28,7 +28,6 @@ OPTIONS = ["--act-quant", "StochBackward2bit", "--dropout", "0.1"]
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The folder of a run, and what it printed."""
     folder, output = tmp_path_factory.mktemp("whole"), io.StringIO()
     with redirect_stdout(output):
         assert main([*TINY, *OPTIONS, "--out-dir", str(folder)]) == 0

@@ -10,8 +10,6 @@ from brevact.reports.chains import Chain, chains_of
 
 
 class Residual(nn.Module):
-    """Two norms in front of a residual sum, a rectifier and dropout behind it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.act = nn.BatchNorm2d(8), nn.SiLU()

@@ -35,8 +35,6 @@ class Mean(nn.Module):
 
 
 class Net(nn.Module):
-    """Two convolutions, a batch norm and dropout between them, of tensors that are large enough to be packed."""
-
     def __init__(self, checkpointed: bool | None = None) -> None:
         super().__init__()
         layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Dropout(0.5), nn.Conv2d(16, 4, 3)
@@ -72,9 +70,6 @@ def measured(exact_model, model, batches=IMAGES, draws=4):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-# figures
 
 
 @pytest.mark.parametrize(("deviation", "shift"), [(0.3, 0.0), (1.0, 0.2), (0.0, 0.2)])
@@ -132,9 +127,6 @@ def test_variance_and_bias_are_those_of_all_draws_at_once():
     variance, bias = variance_and_bias(([each] for each in draws), [exact])
     assert variance == pytest.approx(float(draws.var(0).sum()), rel=1e-9)
     assert bias == pytest.approx(float((draws.mean(0) - exact).square().sum()) - variance / 7, rel=1e-9)
-
-
-# what is random
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, True])
@@ -249,18 +241,12 @@ def test_state_of_modules_is_the_same_in_all_passes():
         brevact.gradient_report(WithState("optimizer"), rows, loss, draws=2)
 
 
-# the model
-
-
 def test_a_parameter_without_gradient_counts_as_zero():
     net = nn.ModuleDict({"used": nn.Linear(64, 1), "unused": nn.Linear(64, 64)})
     net["unused"].bias.requires_grad_(False)
     exact = exact_gradients(net, batches_of(64, 64), lambda model, batch: model["used"](batch).square().mean())
     assert [grad.shape for grad in exact.of_batches[0]] == [(1, 64), (1,), (64, 64)]
     assert not exact.of_batches[0][2].any()
-
-
-# errors
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
 
 class Net(nn.Module):
-    """A norm, an activation function and dropout between two convolutions, a linear layer behind them."""
-
     def __init__(self, act: type[nn.Module] = nn.SiLU) -> None:
         super().__init__()
         self.first, self.norm, self.act = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), act()
@@ -59,9 +57,6 @@ def net() -> Net:
 
 def report_of(model: nn.Module, policy=None, **options) -> brevact.GradientReport:
     return brevact.gradient_report(model, BATCHES, loss, policy, **options)
-
-
-# rows
 
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
@@ -159,9 +154,6 @@ def test_gradient_report_of_full_precision_is_zero(net):
         assert (report.noise, report.bias, report.rows) == (0.0, 0.0, ())
 
 
-# isolation
-
-
 def test_isolation_keeps_other_layers_at_8_bits(net):
     rules = {F.cross_entropy: TWO_BITS, "head": None, "": TWO_BITS.let(min_numel=1, bucket_size=64)}
     Isolation(brevact.quantize_backward(net, rules)).restrict_to(["second"])
@@ -189,9 +181,6 @@ def test_isolation_stores_the_same_tensors_at_8_bits(policy):
     Isolation(model).restrict_to(())
     assert stored() == expected
     assert any(how == "packed" for _, _, how, _, _ in expected)
-
-
-# estimates
 
 
 def test_weight_errors_are_those_of_the_weight_gradients(net):
@@ -263,9 +252,6 @@ def test_gradient_report_estimates_what_rectified_nets_have_as_noise():
     assert estimated.passes == 1 + 4 * (1 + 2) + 1 + 4
 
 
-# the model
-
-
 @pytest.mark.parametrize("fails_at", [None, 3, 40])
 def test_gradient_report_leaves_the_model_as_it_was(net, fails_at):
     calls = iter(range(1000))
@@ -308,9 +294,6 @@ def test_gradient_report_of_a_model_without_quantizers_is_that_of_the_default(ne
     assert (report.rows, report.noise, default.notes) == (default.rows, default.noise, ())
 
 
-# what is shown
-
-
 def test_gradient_report_prints_a_row_a_layer_and_the_unit(net):
     report = report_of(net, draws=2)
     text = str(report)
@@ -341,9 +324,6 @@ def test_gradient_report_writes_csv_and_a_picture(net, tmp_path):
         assert (tmp_path / f"{count}.png").stat().st_size > 0
     with pytest.raises(ValueError, match="max_layers: got 0"):
         report.plot(tmp_path / "none.png", max_layers=0)
-
-
-# errors
 
 
 @pytest.mark.parametrize(

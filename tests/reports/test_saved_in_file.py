@@ -26,8 +26,6 @@ IMAGES, TOKENS, VOLUMES = torch.randn(2, 3, 12, 12), torch.randn(4, 16, 32), tor
 
 
 class Calls(nn.Module):
-    """A layer, and code that works on its output."""
-
     def __init__(self, layer: nn.Module, code) -> None:
         super().__init__()
         self.layer, self.code = layer, code

@@ -1,7 +1,4 @@
-"""Two processes of a CPU that Accelerate launches; what they have in common goes to files of a folder.
-
-Run by test_accelerate.py: python -m tests.trainers.launched FOLDER
-"""
+"""Two processes of a CPU that Accelerate launches, by test_accelerate.py: python -m tests.trainers.launched FOLDER"""
 
 from __future__ import annotations
 

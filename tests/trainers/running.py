@@ -17,7 +17,6 @@ VOCABULARY = 128
 
 
 def gpt2(dropout: float = 0.1) -> Any:
-    """A GPT-2 of one layer, the same each time."""
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         **{"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": VOCABULARY, "n_positions": 64},
@@ -62,7 +61,6 @@ def trained(
 
 
 def losses(trainer: Any) -> list[float]:
-    """The training losses that were logged."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 

@@ -28,7 +28,6 @@ def loss(model, batch):
 
 
 def trained(policy, model, batches, start=None):
-    """Takes a step for each batch."""
     if start is None:
         policy.begin(model, BATCHES, loss, steps=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,7 +34,6 @@ def filled(length: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 
 def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, multiply: bool = True) -> None:
-    """Quantize and decode, or decode times a factor, equal the reference."""
     spec = PackedSpec.of(quantizer, Layout.of(x))
     plan, flat = plan_of(spec), spec.layout.flatten(x)
     seed = seed if quantizer.is_stochastic else None
@@ -57,7 +56,6 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
 def check_normalized(
     quantizer: UniformQuantizer, x: Tensor, mean: Tensor | None, invstd: Tensor, device: torch.device | str = "cpu"
 ) -> None:
-    """Normalize and quantize, and decode and undo it, in one pass each, equal the reference in two."""
     layout = Layout.of(x)
     reference = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
     plan = plan_of(reference.spec)
@@ -80,7 +78,6 @@ def check_normalized(
 
 
 def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
-    """Quantize to levels and decode, or decode times a factor, equal the reference."""
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
     expected, values = torch.empty(geometry.code_bytes, dtype=torch.uint8), torch.empty_like(case.x)
     kernel_ops.quantize_grid.reference(case.x, geometry, grid, case.seed, expected)
@@ -99,7 +96,6 @@ def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
 
 
 def check_statistics(x: Tensor, geometry: Geometry, device: torch.device | str = "cpu") -> None:
-    """Ranges and moments of groups equal the reference."""
     there = x.to(device)
     offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
     inverse[::7] *= 1e4
@@ -123,7 +119,6 @@ def unwritten_shows() -> Iterator[None]:
 
 
 def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:
-    """Packing equals the reference, and unpacking inverts it."""
     expected = reference.pack(codes.cpu(), bit_width, block_size)
     packed = filled(packed_bytes(codes.numel(), bit_width, block_size), torch.uint8, codes.device)
     triton_kernels.pack_codes(codes, bit_width, block_size, packed)

@@ -1,7 +1,6 @@
 """Interpreted kernels of the uniform quantizer: every bit width, rounding and type; see `test_interpreted`.
 
-Tensors are as small as lets one program see whole blocks and a ragged one: a program costs the interpreter the same
-half a second however large its tiles.
+Tensors have whole blocks and a ragged one for a single program: each program takes the interpreter half a second.
 """
 
 from __future__ import annotations

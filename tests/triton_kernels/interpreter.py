@@ -12,9 +12,8 @@ from triton.runtime import interpreter
 def quicken() -> None:
     """Take three pieces of work from the interpreter of this process.
 
-    Triton puts functions of the interpreter into `triton.language` at each launch, and again at each call of a function
-    by the kernel; here the launch does, for all calls. Triton computes sums and products of integers in 64 bits as
-    well, for an assertion that it drops unless it debugs. And it makes a table of NumPy's types for each result.
+    Functions of the interpreter go into `triton.language` at each launch, not at each call of a function; sums and
+    products of integers are not repeated in 64 bits for a dropped assertion; each NumPy type is looked up once.
     """
     put, both = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang = lambda function: put(both)

@@ -24,7 +24,6 @@ KERNELS = ("fake_quantize_kernel", "fake_quantize_backward_kernel")
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Names of the kernels that were launched."""
     names, run = [], Program.run
     monkeypatch.setattr(Program, "run", lambda self, *x: (names.append(self.kernel.__name__), run(self, *x)))
     return names

@@ -18,8 +18,6 @@ CONSTANTS = {"BIT_WIDTH": 1, "BLOCK": 512, "ROWS": 4, "COLUMNS_2": 64}
 
 
 class Compiled:
-    """A kernel that notes how it is called, by a grid or at once."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 

@@ -21,8 +21,6 @@ class TinySettings(DomainSettings):
 
 
 class Net(nn.Sequential):
-    """Blocks of which each may be checkpointed."""
-
     checkpointed = False
 
     def forward(self, x: Tensor) -> Tensor:
