@@ -63,7 +63,7 @@ class InjectorType(BrevitasInjectorType):
         built = (
             cls.__dependencies__["quantizer"][1] if name in STRUCTURE and "quantizer" in cls.__dependencies__ else None
         )
-        if inspect.isclass(built) and built.__module__.startswith("brevact."):  # its defaults would be silent
+        if dataclasses.is_dataclass(built) and built.__module__.startswith("brevact."):  # its defaults would be silent
             for field in dataclasses.fields(built):
                 if field.init and field.name not in cls.__dependencies__:
                     missing = f"{cls.__name__!r} can not resolve attribute {field.name!r} while building 'quantizer'"
