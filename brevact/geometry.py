@@ -95,7 +95,6 @@ class Geometry:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the packed codes."""
         return packed_bytes(self.numel, self.bit_width, self.block_size)
 
 
@@ -218,14 +217,9 @@ class Segments(NamedTuple):
 
 
 def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge the ranges of parts; see `quantizers.kernel_ops.ranges`.
+    """Merge (parts, 4, G) int32 rows of keys into the results of `quantizers.kernel_ops.ranges`.
 
-    Args:
-        keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, number of other elements, and whether
-            one is 0.
-
-    Returns:
-        `(low, high, missing, zeros)`, each (G,): float32, float32, int64 and bool.
+    Rows are keys of the lowest and the highest finite value, numbers of other elements, and whether one is 0.
     """
     joined = keys[:, 0].amin(0), keys[:, 1].amax(0)
     empty = joined[0] > joined[1]

@@ -11,15 +11,11 @@ MIB = 2**20
 
 
 def size_text(count: int) -> str:
-    """Format a number of bytes."""
     return f"{count / MIB:.3f} MiB" if count >= 1024 else f"{count} B"
 
 
 def figure_kind(report: str, max_layers: int) -> Any:
-    """Return matplotlib's figure class for a report of `max_layers` layers.
-
-    Raises an ImportError without matplotlib, a TypeError or ValueError unless ``max_layers`` is an int of at least 1.
-    """
+    """Return matplotlib's figure class (else an ImportError); ``max_layers`` must be an int of at least 1."""
     check_int("max_layers", max_layers)
     if max_layers < 1:
         raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
@@ -38,10 +34,7 @@ def text_table(
     numbers: int = 0,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a table with a rule below the header and above the total.
-
-    The last `numbers` columns are right-aligned. `notes` are appended to the rows, one per row.
-    """
+    """Return a table with rules below header and above total, `numbers` last columns to the right, a note per row."""
     cells = [header, *rows, *([total] if total else [])]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     texts = len(header) - numbers

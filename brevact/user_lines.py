@@ -13,10 +13,7 @@ _BETWEEN = frozenset(
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line outside of this package and its callers: Brevitas, torch, trainers.
-
-    If there is none, as in a thread of such a package, the warning names the outermost line.
-    """
+    """Warn at the innermost line outside this package and its callers (Brevitas, torch, trainers), or the outermost."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame = frame.f_back

@@ -9,10 +9,7 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether the kernels can read and write these arrays: plain CPU tensors with memory.
-
-    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none.
-    """
+    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it."""
     try:
         for x in arrays:
             if x is None:

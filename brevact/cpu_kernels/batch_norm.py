@@ -1,8 +1,8 @@
 """Kernel of a batch norm's forward pass: PyTorch's bits for contiguous tensors, in a fraction of its time.
 
-ATen adds the elements of a channel one by one in float64, each sum waiting for the last one. Here the sums of many
-lanes are added, in another order. A bound on the difference tells for nearly every channel that its float32 results are
-the same; the elements of the others are added one by one.
+ATen adds the elements of a channel one by one in float64, each sum waiting for the last one. Here many lanes add, in
+another order. For nearly every channel a bound on the difference proves its float32 results the same; the elements of
+other channels are added one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR = range(8)
-"""Fields of the words of a call that are addresses of float32 arrays, 0 for what is missing."""
+"""Addresses of float32 arrays in the words of a call, 0 for missing ones."""
 
 SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK, MOMENTUM, EPS = range(8, 14)
 """Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
@@ -70,7 +70,6 @@ def _square(x, mean):
 
 @inlined
 def _add_all(x, samples, stride, run, lanes, sums):
-    """Sum the elements of each lane, in float64."""
     for e in range(lanes):
         store(sums, e, np.float64(0.0))
     for sample in range(samples):
@@ -82,7 +81,6 @@ def _add_all(x, samples, stride, run, lanes, sums):
 
 @inlined
 def _add_squares(x, samples, stride, run, lanes, mean_of, sums):
-    """Sum the squared differences from the mean of each lane, in float64."""
     for e in range(lanes):
         store(sums, e, np.float64(0.0))
     for sample in range(samples):
@@ -94,7 +92,7 @@ def _add_squares(x, samples, stride, run, lanes, mean_of, sums):
 
 @inlined
 def sum_of(sums, first, lanes):
-    """Sum of the lanes of one channel, which are overwritten: halves are added until few are left."""
+    """Sum of the lanes of one channel, in place: halves are added until few are left."""
     at = advance(sums, first)
     while lanes > _FEW_LANES:
         half = lanes // 2
@@ -151,7 +149,6 @@ def _store_statistics(words, channel, mean, squares, n):
 
 @kernel
 def normalize_channels(words_at, start, stop):
-    """Normalize blocks start to stop of channels by their own statistics, as the words at this address say."""
     words = i64_at(words_at)
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, CHANNELS_OF_BLOCK), channels * size, samples * size
@@ -203,10 +200,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For contiguous float32 tensors of several channels and elements a map, where the bits are PyTorch's; else not.
-
-    Not under dispatch modes, which would not see it, nor where subnormal numbers count as 0: on this thread alone.
-    """
+    """Not under dispatch modes, which would not see it, nor where subnormal numbers count as 0 on this thread."""
     if type(momentum) is not float or type(eps) is not float or not eps > 0.0 or len_dispatch_stack():
         return NotImplemented
     given = weight, bias, running_mean, running_var
@@ -219,10 +213,7 @@ def batch_norm(
 
 
 def is_dense_map(x: Tensor) -> bool:
-    """Whether a tensor is contiguous and float32, of several channels and elements a map.
-
-    Those of one channel, or of one element a map, are contiguous in two orders of memory: ATen may choose the other.
-    """
+    """Whether it is contiguous float32, several channels and elements a map: of one, ATen may pick another order."""
     shape = x.shape
     if x.dtype is not torch.float32 or len(shape) < 3 or not x.is_contiguous():
         return False
@@ -230,7 +221,6 @@ def is_dense_map(x: Tensor) -> bool:
 
 
 def _run(x: Tensor, given: tuple[Tensor | None, ...], momentum: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel on tensors that it takes: x, and weight, bias, running mean and variance."""
     samples, channels, size, together = sizes_of(x.shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
@@ -256,7 +246,6 @@ _WORDS = ctypes.c_int64 * (EPS + 1)
 
 @functools.lru_cache(maxsize=1024)
 def _bits_of(number: float) -> int:
-    """Bits of a float64 number, as a signed integer."""
     return struct.unpack("=q", struct.pack("=d", number))[0]
 
 
@@ -273,7 +262,6 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`batch_norm` takes, where the groups of the plan lie in blocks."""
     table = uniform_table(plan, x.dtype, seed is not None)
     if not table.fused:
         return NotImplemented

@@ -1,5 +1,4 @@
-"""Kernel of a batch norm's backward pass, from its input or its packed normalized input: ATen's formula, sums in
-another order.
+"""Kernel of a batch norm's backward pass, from its input or packed normalized input: ATen's formula, other order.
 
 ATen reads maps of less than eight elements one element at a time, and large ones twice from memory. Here the channels
 of a block are read together, and stay in the cache until their gradient is written.
@@ -34,11 +33,8 @@ from brevact.geometry import UniformPlan
 from brevact.private_names.of_torch import len_dispatch_stack
 
 Z, TARGET, GRAD, MEAN, INVSTD, WEIGHT, GRAD_WEIGHT, GRAD_BIAS, SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK = range(12)
-"""Fields of the words of a call: addresses of float32 arrays, and sizes.
-
-Z is the input where there are MEANs, else the decoded normalized input. The gradient of the input is written to TARGET,
-which may be Z, if it is not 0; WEIGHT is 0 for none.
-"""
+"""Fields of the words of a call: addresses of float32 arrays, 0 for no TARGET or WEIGHT, and sizes. Z is the input, or,
+without MEANs, the decoded normalized one. Its gradient is written to TARGET, which may be Z."""
 
 
 _TERMS = 32  # of a lane that are added in float32
@@ -46,7 +42,6 @@ _TERMS = 32  # of a lane that are added in float32
 
 @inlined
 def _flush(parts, lanes, sums):
-    """Add the parts of each lane to its sum, and start anew."""
     for e in range(lanes):
         store(sums, e, load(sums, e) + np.float64(load(parts, e)))
         store(parts, e, np.float32(0.0))
@@ -56,9 +51,7 @@ def _flush(parts, lanes, sums):
 def _add_products(
     z, grad, has_mean, mean_of, samples, stride, run, lanes, totals, products, total_parts, product_parts
 ):
-    """Sum the gradients of each lane, and their products with the elements less their means: few in float32, these in
-    float64.
-    """
+    """Sum each lane's gradients, and their products with elements less means: few in float32, these in float64."""
     for e in range(lanes):
         store(totals, e, np.float64(0.0))
         store(products, e, np.float64(0.0))
@@ -92,7 +85,6 @@ def _decoded_ratio(invstd):
 
 @inlined
 def _write(z, grad, target, count, mean_of, offset_of, slope_of, scale_of):
-    """Write gradients of elements of the input."""
     for e in range(count):
         rest = load(grad, e) - load(offset_of, e) - (load(z, e) - load(mean_of, e)) * load(slope_of, e)
         store(target, e, rest * load(scale_of, e))
@@ -108,10 +100,7 @@ def _write_centred(z, grad, count, offset_of, slope_of, scale_of):
 
 @kernel
 def gradient_of_channels(words_at, start, stop):
-    """Gradients of blocks start to stop of channels, as the words at this address say.
-
-    With z = (x - mean) s of the input: g_b = sum(g), g_w = sum(g z), g_x = w s (g - g_b / n - z g_w / n).
-    """
+    """With z = (x - mean) s of the input: g_b = sum(g), g_w = sum(g z), g_x = w s (g - g_b / n - z g_w / n)."""
     words = i64_at(words_at)
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, CHANNELS_OF_BLOCK), channels * size, np.float64(samples * size)
@@ -173,10 +162,7 @@ def packed_batch_norm_backward(
     invstd: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For contiguous float32 tensors of several channels and elements a map; the input's gradient is in `target`.
-
-    Not under dispatch modes, which would not see it.
-    """
+    """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
     if not _is_taken(target, grad, weight):
         return NotImplemented
     dequantize(buffer, uniform_table(plan, torch.float32), plan, None, target)
@@ -193,7 +179,6 @@ def batch_norm_backward(
     mask: list[bool],
     overwrites: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For contiguous float32 tensors of several channels and elements a map, where no dispatch mode is to see it."""
     if not _is_taken(x, grad, weight) or not mean.dtype is invstd.dtype is torch.float32:
         return NotImplemented
     target = x if overwrites or not mask[0] else torch.empty_like(x)
@@ -218,7 +203,6 @@ def _run(
     invstd: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Run the kernel on tensors that it takes."""
     grad = grad.contiguous()  # in a name, so that its memory lives on
     samples, channels, size, together = sizes_of(z.shape)
     by_weight, by_bias = z.new_empty(channels), z.new_empty(channels)

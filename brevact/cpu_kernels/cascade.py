@@ -1,7 +1,7 @@
 """Sums of float32 numbers in the order of `torch.sum` on the CPU, from kernels that make the numbers in blocks.
 
 ATen adds a contiguous array in 32 lanes: the elements of 16 rows, that is of a block, one below the other; sums of 16
-blocks, of 256 and of 4096 likewise; then what is left over, and last the lanes. Each thread does so for its own run of
+blocks, of 256 and of 4096 likewise; then the rest, and last the lanes. Each thread does so for its own run of
 elements. Blocks are independent of each other. Source: aten/src/ATen/native/cpu/SumKernel.cpp, `cascade_sum`, and
 TensorIteratorReduce.cpp, `two_pass_reduction`. Whether this is so where the package runs is tried once.
 """
@@ -156,7 +156,6 @@ def _is_as_torch(x: Tensor, threads: int) -> bool:
 
 
 def cascade_sum(x: Tensor, runs: tuple[int, int], threads: int) -> Tensor:
-    """Return the sum of an array by the order of this module."""
     blocks = -(-x.numel() // BLOCK)
     lanes, rest = torch.empty(blocks * LANES), torch.empty(BLOCK)
     share(add_blocks, (x.data_ptr(), lanes.data_ptr(), rest.data_ptr(), x.numel()), blocks, BLOCK, threads)

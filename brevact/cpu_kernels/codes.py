@@ -46,10 +46,7 @@ def _low_words(source, item_size, first, count, mask, codes):
 
 @kernel
 def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop):
-    """Pack blocks start to stop of codes of 1 to 32 bits, of at most `LARGEST_BLOCK` codes each.
-
-    Integers of the source have 1, 2, 4 or 8 bytes; narrower ones than the codes must be unsigned.
-    """
+    """Pack codes of 1 to 32 bits, at most `LARGEST_BLOCK` in a block; integers narrower than the codes are unsigned."""
     codes = u32_scratch(block)
     mask = np.uint32((np.int64(1) << bit_width) - 1)
     for index in range(start, stop):
@@ -64,7 +61,6 @@ def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop)
 
 @kernel
 def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, stop):
-    """Unpack blocks start to stop, see `pack_blocks`, to integers of 4 or 8 bytes."""
     codes = u32_scratch(block)
     for index in range(start, stop):
         first = index * block
@@ -90,7 +86,6 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -
 
 
 def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
-    """The kernel's scratch is limited."""
     if block_size > LARGEST_BLOCK:
         return NotImplemented
     numel = codes.numel()

@@ -37,7 +37,7 @@ end:
   ret void
 }}
 """
-"""LLVM removes the call of `raised` from a kernel of which it sees that it does not raise."""
+"""LLVM removes the call of `raised` from kernels that it proves not to raise."""
 
 
 def main(workers: str, *tasks: str) -> None:
@@ -45,7 +45,7 @@ def main(workers: str, *tasks: str) -> None:
     sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
     out, sys.stdout = sys.stdout, sys.stderr
     if hasattr(os, "nice"):
-        os.nice(5)  # what already runs of a training step comes first
+        os.nice(5)  # a training step that already runs comes first
     for task in tasks:
         importlib.import_module(task.partition(":")[0])
     if "fork" in multiprocessing.get_all_start_methods() and len(tasks) > 1:

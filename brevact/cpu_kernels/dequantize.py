@@ -120,10 +120,7 @@ def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
 
 @inlined
 def _decode_segments(q, first, count, scale, minimum, limit, flagged, levels, table):
-    """Replace the float32 codes of elements first to first + count by their values, in place.
-
-    The limit is the largest finite value of the result's type. Without ``flagged`` no group of one element is flagged.
-    """
+    """Replace float32 codes by their values, in place. Without ``flagged`` no group of one element is flagged."""
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
@@ -139,10 +136,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, flagged, levels, ta
 
 @inlined
 def emit_rows(values, other, target, first, count, table):
-    """Write float32 values to elements first to first + count of the rows, and multiply; see `floats.emit_product`.
-
-    The target is the tensor that holds the rows; it may be the factor, `other`, which is 0 for none.
-    """
+    """Write values to their places in the tensor of the rows, and multiply; `other`, 0 for none, may be `target`."""
     kind, inner = load(table, KIND), load(table, INNER)
     e = 0
     while e < count:
@@ -157,11 +151,7 @@ def emit_rows(values, other, target, first, count, table):
 
 @kernel
 def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, mask, start, stop):
-    """Decode blocks start to stop, and multiply by `other`; or undo a normalization, add `other`, and set to 0.
-
-    `norm_at` has the words that undo it (`normalize`): then `other` is float32, and `mask` lies in blocks of
-    `masks.BLOCK`. An address is 0 where there is none.
-    """
+    """Multiply by `other`; with `norm_at`, undo a normalization, add float32 `other` and mask, by `masks.BLOCK`."""
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner = load(table, INNER)
@@ -213,7 +203,6 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    """See the reference."""
     dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
 
 
@@ -237,10 +226,7 @@ def denormalize(
 
 
 def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
-    """Decode a tensor of groups into their places in another one, and multiply.
-
-    The plan is that of the 1-D tensor of these groups, whose (G,) indices are `rows`; the target may be the factor.
-    """
+    """See `row_dispatch.dequantize_rows`; the plan is that of the 1-D tensor of the rows."""
     rows = rows.contiguous()
     dequantize(buffer, table_of(plan, target.dtype, rows=rows.data_ptr()), plan, other, target)
 

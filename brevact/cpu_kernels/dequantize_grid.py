@@ -28,7 +28,7 @@ from brevact.geometry import Geometry, Grid
 
 @inlined
 def _decode_row(levels, m, s, size, entries, limit, row):
-    """What the codes below `entries` stand for in a group; those from `size` on are as the last level."""
+    """Values of the codes below `entries` in a group; from `size` on, that of the last level."""
     for k in range(size):
         store(row, k, limited(m + abs(s) * load(levels, k), limit))
     for k in range(size, entries):
@@ -65,7 +65,7 @@ def _mark_missing(codes, first, count, scale, top, values, table):
 
 @inlined
 def _decode_planes(packed, columns, bit_width, row, low, high, values):
-    """Values of a block whose codes, of at most 8 bits, all stand for the same."""
+    """Values of a block of one row, of codes of at most 8 bits."""
     count = 8 * columns
     if bit_width == 8:
         for e in range(count):
@@ -89,11 +89,7 @@ def _decode_planes(packed, columns, bit_width, row, low, high, values):
 
 @kernel
 def dequantize_grid_blocks(codes, offset, scale, levels, size, flagged, other, target, table_at, start, stop):
-    """Decode blocks start to stop of codes of at most 8 bits, and multiply by `other`, if its address is not 0.
-
-    There are `size` levels. `scale` is 0 where there is none, and then `offset`, too; `flagged` is 1 if a scale has its
-    sign bit set.
-    """
+    """Codes have at most 8 bits. Addresses are 0 for none: of `scale`, and then of `offset`. `flagged`: a scale is."""
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, limit, entries = load(table, INNER), limit_of(kind), np.int64(1) << bit_width
@@ -127,7 +123,6 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, flagged, other, t
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """The kernel reads one row of levels, of at most 8 bits."""
     if grid.levels.shape[0] > 1 or geometry.bit_width > 8:
         return NotImplemented
     levels = grid.levels.contiguous()

@@ -67,7 +67,6 @@ _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
 
 @inlined
 def fill_groups(words, source, count_of, first, count, out):
-    """The number of each element's group, for elements first to first + count."""
     numbers, inner, rows = f32_at(load(words, source)), load(words, INNER), load(words, ROWS)
     if load(words, count_of) == 1:
         number = load(numbers, 0)
@@ -106,7 +105,7 @@ def settle(values, kind, count):
 
 @inlined
 def shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted):
-    """x / s + z; of what a ReLU returns, which `values` receive if they are not x itself."""
+    """x / s + z, of the output of a ReLU if it rectifies, which `values` receive unless they are x."""
     for e in range(count):
         v = load(x, e)
         v = np.float32(0.0) if v < np.float32(0.0) and rectifies else v
@@ -120,7 +119,6 @@ def shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted
 
 @inlined
 def round_values(shifted, count, rounding, rounded):
-    """To integers."""
     if rounding == 0:
         for e in range(count):
             store(rounded, e, rint(load(shifted, e)))
@@ -182,7 +180,7 @@ def _all_of_nearest(
 
 @inlined
 def pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits):
-    """One byte an element, 1 where it has a gradient."""
+    """Bytes, 1 per element that has a gradient, else 0."""
     if clips and rectifies:
         for e in range(count):
             r = load(rounded, e)
@@ -233,7 +231,6 @@ def _place_two_bits(x, shifted, rounded, count, lowest, highest, rectifies, leve
 
 @kernel
 def fake_quantize_blocks(words_at, start, stop):
-    """Quantize blocks start to stop as the words at this address say."""
     words = i64_at(words_at)
     numel, bit_width, rounding = load(words, NUMEL), load(words, BIT_WIDTH), load(words, ROUNDING)
     lowest, highest = np.float32(load(words, LOWEST)), np.float32(load(words, HIGHEST))
@@ -306,10 +303,7 @@ def fake_quantize_blocks(words_at, start, stop):
 
 
 def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels read and write these tensors: float32, or all of one type of 16 bits.
-
-    Of 16 bits one scale, or zero point, may be of another type: torch computes with several in another type.
-    """
+    """Whether all are float32, or of one 16-bit type, for which a single scale or zero point may be of another."""
     dtype = x.dtype
     for each in others:
         if each is not None and each.dtype is not dtype:
@@ -344,19 +338,15 @@ def fake_quantize(
     residual: Tensor | None,
     missing: Tensor | None,
 ) -> None:
-    """The kernel reads types of at most 32 bits, and codes of at most 8 bits."""
     if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     _launch(x, None, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing)
 
 
 def fake_quantize_strided(x: Tensor, places: array[int], *rest: Any) -> None:
-    """Quantize a float32 tensor that does not lie in memory as the result does; see `fake_quantize` for the rest.
+    """Quantize a float32 tensor that lies in memory in another order than the result; see `fake_quantize`.
 
-    Args:
-        x: Tensor of as many elements.
-        places: Its sizes in the order of the result, and its strides (`geometry.sizes_and_strides`).
-        rest: As there; scales and zero points are float32, codes have at most 8 bits.
+    `places` are sizes in the result's order, and strides (`geometry.sizes_and_strides`). Numbers are float32.
     """
     _launch(x, places, *rest)
 

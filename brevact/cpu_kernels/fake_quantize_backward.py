@@ -65,11 +65,11 @@ from brevact.cpu_kernels.teams import share, takes_one_thread
 from brevact.integers import IntegerPlan
 
 TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS, PLACES, OF_GRAD = range(28, 36)
-"""Addresses of (k, n) terms, of the sums of the lanes of full blocks, (k, B * 32), of (k, 512) terms of the last block
-where it is not full, and of (k, B * 64) sums of columns; 0 for none; and k: 4 where the zero point learns, else 2; and
-of the sums, (k,), where a call has all blocks and adds them. X is the gradient, OUT that of what was quantized.
-Where the gradient lies in memory in another order: the address of sizes and strides, and that of the terms of the first
-sum, which are written in that order; SUMS are then those of the second."""
+"""Addresses of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last block that
+is not full, and of (k, B * 64) sums of columns, 0 for none; k is 4 where the zero point learns, else 2; and of the
+(k,) sums, where a call has all blocks and adds them. X is the gradient, OUT that of the quantized tensor. Where the
+gradient lies in memory in another order: the address of sizes and strides, and that of the terms of the first sum,
+which are written in that order; SUMS are then those of the second."""
 COLUMNS = BLOCK // 8
 
 
@@ -136,10 +136,7 @@ def _levels_of(numbers, levels, width, count, out):
 
 @inlined
 def _all_of_residuals(g, codes, residuals, steps, scales, zero_points, count, lowest, spare, target, first, second):
-    """All in one loop, for float32, of codes and residuals, whose code 0 stands for a clipped element.
-
-    What is not clipped has x / s - q for x / s, and NaN or 0 for q.
-    """
+    """All in one loop, for float32. Code 0 means clipped; others have x / s - q for x / s, and NaN or 0 for q."""
     for e in range(count):
         s, code = load(scales, e), load(codes, e)
         number = np.float32(np.int32(code)) + lowest
@@ -174,11 +171,7 @@ def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
 
 @inlined
 def _place_terms(words, index, count, row, one, other, kind, own):
-    """Write the terms of two sums, rows `row` and the next, or add them as is asked for.
-
-    Where the gradient lies in memory in another order, the terms of the first sum are written as it lies, and those of
-    the second are added.
-    """
+    """Write or add the terms of rows `row` and `row + 1`; for a gradient in another order, write one, add the other."""
     numel = load(words, NUMEL)
     blocks, first, is_moved = (numel + BLOCK - 1) // BLOCK, index * BLOCK, load(words, OF_GRAD) != 0
     if is_moved:
@@ -208,13 +201,12 @@ def _place_terms(words, index, count, row, one, other, kind, own):
 
 @kernel
 def fake_quantize_backward_blocks(words_at, start, stop):
-    """Gradients of blocks start to stop as the words at this address say."""
     words = i64_at(words_at)
     numel, bit_width, has_spare = load(words, NUMEL), load(words, BIT_WIDTH), load(words, HAS_SPARE)
     lowest, width = np.float32(load(words, LOWEST)), load(words, WIDTH)
     highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
     rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
-    again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is recomputed from what was quantized
+    again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is recomputed from the quantized values
     wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0 or load(words, PARTS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
@@ -300,7 +292,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             else:
                 continue
             settle(q, kind, count)
-            if load(words, RESIDUAL):  # what is not clipped has x / s - q for x / s, and NaN or 0 for q
+            if load(words, RESIDUAL):  # unclipped elements have x / s - q for x / s, and NaN or 0 for q
                 for e in range(count):
                     store(q, e, load(q, e) * np.float32(0.0) if load(bits, e) else load(q, e))
             elif not (again and has_zero):  # where steps are x / s + 0
@@ -322,7 +314,6 @@ def fake_quantize_backward_blocks(words_at, start, stop):
 
 @kernel
 def decode_integers_blocks(words_at, start, stop):
-    """(q - z) s of blocks start to stop of codes, as the words at this address say."""
     words = i64_at(words_at)
     numel, bit_width, has_spare = load(words, NUMEL), load(words, BIT_WIDTH), load(words, HAS_SPARE)
     lowest, kind = np.float32(load(words, LOWEST)), load(words, KIND)
@@ -348,7 +339,6 @@ def decode_integers_blocks(words_at, start, stop):
 
 
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    """The kernel writes types of at most 32 bits."""
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
@@ -423,25 +413,12 @@ def fake_quantize_backward_strided(
 ) -> Any:
     """Gradients where that of the result lies in memory in another order than the result; see `fake_quantize_backward`.
 
-    Stock ops make, and add, the first terms of the scale's gradient in the order of the result's, and the second ones
-    in the order of the result. All is float32, with one scale, rounded to nearest, and the zero point does not learn.
-
-    Args:
-        grad: Gradient of the result.
-        values: What was quantized, behind the ReLU; None where there are residuals.
-        places: Sizes in the order of the result, strides of the gradient, and of the values where there are some.
-        plan: As there.
-        scale: As there, one.
-        zero_point: As there, one.
-        residual_of: As there.
-        codes: Packed integers where there are residuals, else None.
-        residual: Packed residuals, or None.
-        target: Dense gradient of what was quantized, in the order of the result, written.
-        of_grad: Terms of the first sum, written, with the strides of the gradient.
-        sums: (1,) the second sum, written.
-
-    Returns:
-        NotImplemented where torch's order of the second sum is not known; else None.
+    As stock ops do, the first terms of the scale's gradient are added in the order of the result's gradient, the second
+    in that of the result. All is float32, with one scale, rounded to nearest; the zero point does not learn. `values`,
+    behind the ReLU, are None with residuals, `codes` without. `places` are sizes in the order of the result, then
+    strides of the gradient and of the values. Written are `target`, dense in the order of the result, `of_grad`, terms
+    of the first sum with the strides of the gradient, and `sums`, (1,), the second sum. Returns NotImplemented where
+    torch's order of the second sum is not known.
     """
     threads, blocks = torch.get_num_threads(), -(-plan.numel // BLOCK)
     runs = runs_of(plan.numel, threads)
@@ -467,7 +444,6 @@ def _launch(
     target: Tensor,
     ends: tuple[int, ...],
 ) -> None:
-    """Run the kernel with the last words `ends`."""
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     words = array(

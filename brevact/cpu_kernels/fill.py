@@ -12,12 +12,11 @@ from brevact.cpu_kernels.teams import share
 BLOCK = 512
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
 
 
 @kernel
 def fill_blocks(target, mask, itemsize, value, numel, start, stop):
-    """Overwrite the elements of blocks start to stop, of 2, 4 or 8 bytes, by these bits where the mask is set."""
+    """Elements have 2, 4 or 8 bytes; `value` is bits."""
     first = start * BLOCK
     count = min(stop * BLOCK, numel) - first
     bits = advance(u8_at(mask), first)
@@ -36,7 +35,6 @@ def fill_blocks(target, mask, itemsize, value, numel, start, stop):
 
 
 def fill(x: Tensor, mask: Tensor, value: float) -> None:
-    """See the reference."""
     numel, integers = x.numel(), _INTEGERS.get(x.itemsize)
     if integers is None:
         return NotImplemented

@@ -17,7 +17,6 @@ KINDS = {
     torch.float64: FLOAT64,
     torch.bool: BOOL,
 }
-"""The codes by which the kernels know types."""
 
 _HALF_EXPONENT = np.uint32(0x7C00 << 13)
 
@@ -60,7 +59,6 @@ def float_to_half(x):
 
 @inlined
 def bfloat16_to_float(h):
-    """bfloat16 bits (uint16) to float32."""
     return float_of(np.int32(np.uint32(np.uint32(h) << np.uint32(16))))
 
 
@@ -116,10 +114,7 @@ def emit(values, target, kind, first, count):
 
 @inlined
 def emit_product(values, other, target, kind, first, count):
-    """Round float32 values to a kind, multiply by the elements of `other`, which has it too, round and write.
-
-    The target may be `other`.
-    """
+    """Round values to a kind, multiply by `other` of that kind, round and write; the target may be `other`."""
     if kind == FLOAT32:
         o32, y32 = advance(f32_at(other), first), advance(f32_at(target), first)
         for e in range(count):

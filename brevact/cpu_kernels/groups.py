@@ -49,7 +49,6 @@ def key_of(bits):
 
 @inlined
 def extend(x, count, low, high):
-    """Widen a range of keys by `count` values."""
     bits = as_i32(x)
     for e in range(count):
         key = key_of(load(bits, e))
@@ -59,7 +58,6 @@ def extend(x, count, low, high):
 
 @inlined
 def is_finite_range(low, high):
-    """Whether a range of keys is that of finite values."""
     return low > MINUS_INFINITY_KEY and high < INFINITY_KEY
 
 
@@ -70,7 +68,6 @@ def is_finite(x):
 
 @inlined
 def extend_finite(x, count, low, high):
-    """Widen a range of keys by those of `count` values that are finite."""
     bits = as_i32(x)
     for e in range(count):
         key = key_of(load(bits, e))
@@ -90,7 +87,6 @@ def count_missing(x, count):
 
 @inlined
 def has_zero(x, count):
-    """Whether one of `count` values is 0."""
     bits = as_i32(x)
     least = np.uint32(0xFFFFFFFF)
     for e in range(count):
@@ -108,7 +104,6 @@ def zero_in_range(x, count, low, high):
 
 @inlined
 def read_metadata(address, kind, index):
-    """A metadata value as float32."""
     if kind == FLOAT32:
         return load(f32_at(address), index)
     return bfloat16_to_float(load(u16_at(address), index))
@@ -155,11 +150,7 @@ def _aligned(low, high, levels, table):
 
 @inlined
 def calibrate(low, high, flagged, zero, group, scale, minimum, table):
-    """Store minimum and scale of a group whose finite elements have this range of keys, and return them.
-
-    The lowest key is above the highest where there is no such element; the group is flagged if there are others, and
-    zero if one is 0. See `reference.calibrate`.
-    """
+    """Store and return the minimum and scale of a range of keys, upside down for none; see `reference.calibrate`."""
     m, s = np.float32(np.nan), np.float32(np.nan)
     top = (np.int64(1) << load(table, BIT_WIDTH)) - 1
     levels = np.float32(max(top - 1, np.int64(1)) if flagged else top)
@@ -204,7 +195,6 @@ def is_flagged(scale):
 
 @inlined
 def any_flagged(address, kind, first, count):
-    """Whether one of `count` stored scales has its sign bit set."""
     found = np.int32(0)
     for g in range(first, first + count):
         found = np.int32(found | bits_of(read_metadata(address, kind, g)))
@@ -260,10 +250,7 @@ def in_one_run(first, count, table):
 
 @inlined
 def stage_rows(source, first, count, scratch, table):
-    """Pointer to elements first to first + count of the rows as float32, see `floats.stage`.
-
-    The source is the tensor that holds the rows; the scratch is used unless they are float32 and lie behind each other.
-    """
+    """Pointer to elements of the rows as float32 (`floats.stage`): in the scratch unless they are that, in one run."""
     kind, inner = load(table, KIND), load(table, INNER)
     if in_one_run(first, count, table):
         return stage(source, kind, place_of(first, table), count, scratch)
@@ -281,10 +268,7 @@ def stage_rows(source, first, count, scratch, table):
 
 @kernel
 def calibrate_groups(keys_at, parts, scale, minimum, table_at, start, stop):
-    """Join the key ranges that parts of the tensor gave, and store minimum and scale of groups start to stop.
-
-    For each part there are the four rows of `ranges.extend_ranges`.
-    """
+    """Join the key ranges of parts, see `ranges.extend_ranges`, and store minimum and scale of groups."""
     table = i64_at(table_at)
     groups = load(table, GROUPS)
     keys = i32_at(keys_at)

@@ -22,8 +22,6 @@ U8, U16 = types.CPointer(types.uint8), types.CPointer(types.uint16)
 
 
 def _pointer_from_address(pointer_type: types.CPointer):
-    """An intrinsic that turns an address (int64) into a pointer of the type."""
-
     @intrinsic
     def from_address(typing_context, address):
         def codegen(context, builder, signature, args):
@@ -35,8 +33,6 @@ def _pointer_from_address(pointer_type: types.CPointer):
 
 
 def _pointer_cast(pointer_type: types.CPointer):
-    """An intrinsic that views memory behind a pointer as another type."""
-
     @intrinsic
     def cast(typing_context, pointer):
         def codegen(context, builder, signature, args):
@@ -48,10 +44,7 @@ def _pointer_cast(pointer_type: types.CPointer):
 
 
 def _scratch(pointer_type: types.CPointer):
-    """An intrinsic that reserves uninitialised elements on the stack until the function returns: not for use in loops.
-
-    Threads of an OpenMP team may have small stacks, so a kernel reserves no more than its blocks need.
-    """
+    """An intrinsic for uninitialised stack memory, freed on return: not in loops; OpenMP's stacks may be small."""
 
     @intrinsic
     def scratch(typing_context, length):
@@ -75,8 +68,6 @@ u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
 
 @intrinsic
 def load(typing_context, pointer, index):
-    """pointer[index]."""
-
     def codegen(context, builder, signature, args):
         return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
 
@@ -111,8 +102,6 @@ def fill_lanes(typing_context, pointer, value):
 
 @intrinsic
 def advance(typing_context, pointer, count):
-    """pointer + count elements."""
-
     def codegen(context, builder, signature, args):
         return builder.gep(args[0], [args[1]], inbounds=True)
 

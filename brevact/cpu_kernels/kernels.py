@@ -1,7 +1,7 @@
 """Kernels: functions that Numba compiles once on a machine, in another process; this one loads their machine code.
 
-LLVM loads it; Numba, of which a process would keep 100 MiB, is not imported. The file of a kernel is named after the
-hash of all that its code depends on: the sources, the processor, the versions and the settings of the compiler.
+LLVM loads it; Numba, which takes 100 MiB of a process, is not imported. The file of a kernel is named after the hash of
+all that its code depends on: the sources, the processor, the versions and the settings of the compiler.
 """
 
 from __future__ import annotations
@@ -50,12 +50,10 @@ _OF_PROCESSOR = {
 
 
 class Kernel:
-    """A function that works on a run of blocks, `function(*arguments, start, stop)`, all integers.
+    """A module's function on a run of blocks, `function(*arguments, start, stop)`, all integers; see :mod:`memory`.
 
     Its C function takes the address of int64 words: the arguments, the number of blocks, the blocks of a piece, and the
     first block that nobody has taken. It takes pieces until none is left, so that any number of threads may call it.
-
-    The function is one of a module, with its source in the names of :mod:`memory`.
     """
 
     address: int
@@ -84,11 +82,7 @@ class Kernel:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def words(self, *values: int) -> ctypes.Array:
-        """Arguments of the C function as 64-bit words; ctypes would silently leave missing ones 0.
-
-        Raises:
-            TypeError: There are more or fewer.
-        """
+        """Arguments as 64-bit words, a TypeError for more or fewer: ctypes would silently leave missing ones 0."""
         if len(values) != self._count:
             raise TypeError(f"{self.__name__} takes {self._count - 1} arguments, and got {len(values) - 1}")
         return self._array(*values)
@@ -140,7 +134,6 @@ def _versions() -> tuple[str, str]:
 
 @functools.cache
 def _processor() -> str:
-    """The model and the features of the processor."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read(1 << 13).partition("\n\n")[0]
@@ -158,7 +151,6 @@ def folders() -> list[Path]:
 
 
 def writable_folder() -> Path | None:
-    """The first of the folders that can be written."""
     for folder in folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -265,7 +257,6 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> dict[str, bytes]
 
 
 def _load(code: bytes) -> int:
-    """Address of the C function in an object file."""
     from llvmlite import binding
 
     binding.initialize_native_target()

@@ -16,7 +16,6 @@ _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 
 def _lanes_of(context) -> int:
-    """Codes that the processor compiled for looks up at once."""
     features = context.codegen().magic_tuple()[2].split(",")
     return 16 if "+avx512f" in features else 8 if "+avx2" in features else NONE
 
@@ -33,10 +32,9 @@ def lanes(typing_context):
 
 @intrinsic
 def look_up_lanes(typing_context, low, high, shift, mask, row, out):
-    """out[j] = row[(low[j] | high[j] << 8) >> shift & mask] for the first `lanes()` numbers j.
+    """out[j] = row[(low[j] | high[j] << 8) >> shift & mask] for the first `lanes()` numbers j, none without lanes.
 
-    Low and high are bytes, shift and mask uint32, the mask at most 15; the row has 16 float32 values. Nothing happens
-    where the processor has no lanes.
+    Low and high are bytes, shift and mask uint32, the mask at most 15; the row has 16 float32 values.
     """
 
     def codegen(context, builder, signature, args):
@@ -74,7 +72,6 @@ def look_up_lanes(typing_context, low, high, shift, mask, row, out):
 
 
 def _wide(builder, pointer, wanted):
-    """Bytes behind a pointer as 32-bit words."""
     pointer = builder.bitcast(pointer, ir.VectorType(_I8, wanted.count).as_pointer())
     return builder.zext(builder.load(pointer, align=1), wanted)
 

@@ -7,7 +7,7 @@ import numpy as np
 from brevact.cpu_kernels.memory import advance, as_i32, inlined, load, store
 
 _MOST_COMPARED = 32
-"""Numbers of which all are compared with; among more, every 2nd, 4th ..., and halving finds the place between two."""
+"""Numbers that are all compared with; among more, every 2nd, 4th ..., and halving finds the place between two."""
 _MOST_BLENDED = 8
 """Levels whose distances are all taken, which is faster than looking up each value's own."""
 
@@ -68,7 +68,6 @@ def _clip(fraction):
 
 @inlined
 def _blend(z, count, levels, steps, size, t):
-    """Positions between few levels."""
     low, inverse = load(levels, 0), load(steps, 0)
     for e in range(count):
         store(t, e, _clip((load(z, e) - low) * inverse))
@@ -81,10 +80,7 @@ def _blend(z, count, levels, steps, size, t):
 
 @inlined
 def place(z, count, levels, steps, size, stochastic, t, scratch):
-    """Write positions of values on a row of levels to `t`; rounding needs `steps` beside the levels.
-
-    All are float32; the scratch has room for as many numbers as there are values.
-    """
+    """Write positions on a row of levels to `t`; rounding needs `steps`, too. Scratch: `count` numbers."""
     q = as_i32(t)
     if not stochastic:
         _count(z, count, steps, size - 1, q)

@@ -72,7 +72,6 @@ def bits_to_bytes(bits, columns, out):
 
 @kernel
 def pack_mask_blocks(source, kind, packed, numel, start, stop):
-    """Pack blocks start to stop of a mask from elements of this kind, a code of `floats`."""
     bits, scratch = u8_scratch(BLOCK), f32_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
@@ -97,7 +96,6 @@ def spread_bits(packed, first, count, bits):
 
 @kernel
 def unpack_mask_blocks(packed, target, numel, start, stop):
-    """Unpack blocks start to stop of a mask to bools."""
     bits = u8_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
@@ -110,7 +108,6 @@ def unpack_mask_blocks(packed, target, numel, start, stop):
 
 @inlined
 def _keep_or_zero(grad, target, kind, first, count, bits):
-    """Gradients where the bit is set, +0 elsewhere."""
     if kind == FLOAT32:
         g32, y32 = advance(i32_at(grad), first), advance(i32_at(target), first)
         if grad == target:  # LLVM vectorizes a loop over one memory, and over two that do not overlap
@@ -131,7 +128,6 @@ def _keep_or_zero(grad, target, kind, first, count, bits):
 
 @inlined
 def _keep_or_scale(grad, target, kind, first, count, bits, slope):
-    """Gradients where the bit is set, multiplied by the slope elsewhere."""
     if kind == FLOAT32:
         g32, y32 = advance(f32_at(grad), first), advance(f32_at(target), first)
         for e in range(count):
@@ -154,10 +150,7 @@ def _keep_or_scale(grad, target, kind, first, count, bits, slope):
 
 @kernel
 def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, stop):
-    """where(mask, grad, slope * grad) of blocks start to stop; the target may be the gradients themselves.
-
-    The slope is given as the bits of a float64; 0.0 gives +0. The kind is that of gradients and target.
-    """
+    """The slope is given as the bits of a float64; 0.0 gives +0."""
     bits = u8_scratch(BLOCK)
     slope = float64_of(slope_bits)
     for index in range(start, stop):
@@ -180,14 +173,12 @@ def pack_mask(x: Tensor, packed: Tensor) -> None:
 
 
 def unpack_mask(packed: Tensor, mask: Tensor) -> None:
-    """See the reference."""
     numel = mask.numel()
     arguments = (packed.data_ptr(), mask.data_ptr(), numel)
     share(unpack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())
 
 
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
-    """The kernel reads the factor as its bits."""
     kind = KINDS.get(grad.dtype)
     if kind is None:
         return NotImplemented

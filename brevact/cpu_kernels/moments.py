@@ -46,7 +46,6 @@ def _add_run(counts, units, count, group, groups, sums):
 
 @inlined
 def _add_each(counts, units, count, group, groups, sums):
-    """Add elements that are each in a group of their own."""
     n, s, q = advance(sums, group), advance(sums, groups + group), advance(sums, 2 * groups + group)
     for e in range(count):
         store(n, e, load(n, e) + np.int64(load(counts, e)))
@@ -82,7 +81,6 @@ def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
-    """Parts of the tensor have sums of their own, which are then joined."""
     table, threads = grid_table(geometry, flat.dtype, NEAREST), torch.get_num_threads()
     sums = np.zeros((parts_of(geometry, threads), COLUMNS, geometry.groups), dtype=np.int64)
     offset, inverse = offset.contiguous(), inverse.contiguous()  # in names, so that their memory lives on

@@ -1,4 +1,4 @@
-"""Normalization on the way: what a norm makes of the elements before they are quantized, and back."""
+"""Normalization on the way: a norm's map of elements before they are quantized, and its inverse."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ def _next(base, group, in_row, in_inner, run, inner, outer, row):
 
 @inlined
 def _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of):
-    """Write mean and scale of each element, of short runs; memory for `LANES` elements more is written, too.
-
-    Runs have at most `LANES` elements, and there are one mean and one scale a group; without means none are written.
-    """
+    """Write mean (if any) and scale of each element, of runs of at most `LANES`, and of up to `LANES` more."""
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     base, in_row, in_inner = _start(first, words)
     group, left = base + in_inner // run, run - in_inner % run
@@ -108,19 +105,13 @@ def _map_elements(x, first, count, words_at, mean_of, scale_of, z, undoes):
 
 @inlined
 def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
-    """(x - mean) * scale of elements first to first + count, as `normalizing.normalize` defines it; z is not x.
-
-    ``mean_of`` and ``scale_of`` point to scratch, of `SCRATCH` elements each.
-    """
+    """(x - mean) * scale, see `normalizing.normalize`; z is not x. `mean_of`, `scale_of`: scratch of `SCRATCH`."""
     _map_elements(x, first, count, words_at, mean_of, scale_of, z, False)
 
 
 @inlined
 def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
-    """clamp(z * scale + mean, -limit, limit) in place, as `normalizing.denormalize` defines it.
-
-    The scratch is that of `normalize_elements`; the limit is the largest value, or infinity.
-    """
+    """clamp(z * scale + mean, -limit, limit) in place, see `normalizing.denormalize`; scratch as above."""
     _map_elements(z, first, count, words_at, mean_of, scale_of, z, True)
     if limit < np.float32(np.inf):
         for i in range(count):
@@ -128,7 +119,6 @@ def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
 
 
 def words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
-    """Words of a normalization, as kernels read them."""
     outer, row, inner, run = place
     if row == 1:  # one group from one multiple of `outer` to the next: kernels go through a run at a time
         inner = run = outer

@@ -43,10 +43,7 @@ def shift_of(group, k0, k1):
 
 @inlined
 def column_words(first, columns, k0, k1, w0, w1, w2, w3):
-    """Write four random words, w0 to w3, for each of a run of columns, whose indices are the counters.
-
-    The halves of the seed, k0 the low one, are 32 bits each in a uint64.
-    """
+    """Write random words w0 to w3 of columns, whose indices are the counters; k0 is the low half of the seed."""
     a1, b1 = _bump(k0, _W0), _bump(k1, _W1)
     a2, b2 = _bump(a1, _W0), _bump(b1, _W1)
     a3, b3 = _bump(a2, _W0), _bump(b2, _W1)

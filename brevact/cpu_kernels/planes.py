@@ -11,10 +11,7 @@ _U1, _U8, _U31 = np.uint32(1), np.uint32(8), np.uint32(31)
 
 @inlined
 def words_to_bytes(low, high, columns, bit_width, out):
-    """Write the bytes of columns whose eight codes are two halves of four codes, for bit widths to 8.
-
-    Words hold the codes of a column packed, 0 to 3 in the low one, 4 to 7 in the high one; there are b bytes a column.
-    """
+    """Write columns of b <= 8 bytes from packed codes: 0 to 3 of a column in the low word, 4 to 7 in the high."""
     half = np.uint32(4 * bit_width)
     for k in range(min(bit_width, 4)):
         shift = np.uint32(8 * k)
@@ -30,7 +27,6 @@ def words_to_bytes(low, high, columns, bit_width, out):
 
 @inlined
 def bytes_to_words(source, columns, bit_width, low, high):
-    """The inverse of `words_to_bytes`."""
     mask = np.uint32((1 << (4 * bit_width)) - 1)
     shift = np.uint32(4 * bit_width)
     if bit_width == 1:
@@ -81,7 +77,6 @@ def codes_to_bytes(codes, columns, bit_width, out):
 
 @inlined
 def bytes_to_codes(source, columns, bit_width, codes):
-    """The inverse of `codes_to_bytes`."""
     mask = np.uint32((np.int64(1) << bit_width) - 1)
     for i in range(8):
         k = i * bit_width // 8

@@ -86,7 +86,6 @@ def _to_flagged_steps(x, count, m, inverse, levels, steps):
 
 @inlined
 def _to_steps_of_group(x, count, m, s, levels, steps):
-    """Positions on the grid of elements of one group with this minimum and scale."""
     if is_flagged(s):
         _to_flagged_steps(x, count, m, inverse_of(s), levels, steps)
     else:
@@ -95,7 +94,6 @@ def _to_steps_of_group(x, count, m, s, levels, steps):
 
 @inlined
 def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
-    """Positions on the grid of elements that are each in a group of their own."""
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     flags = any_flagged(scale, scale_kind, group, count)
     for g in range(count):
@@ -114,7 +112,6 @@ def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
 
 @inlined
 def _steps_of_segments(x, first, count, scale, minimum, table, steps):
-    """Positions on the grid of elements first to first + count, with the stored metadata of their groups."""
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     levels = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
@@ -132,10 +129,7 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
 
 @kernel
 def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, start, stop):
-    """Quantize blocks start to stop. Groups that are not inside blocks must have been calibrated.
-
-    `norm_at` has the words of a normalization (`normalize`), or is 0.
-    """
+    """Groups that are not inside blocks must have been calibrated. `norm_at` has words of `normalize`, or is 0."""
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
     fused, dithered = load(table, FUSED) != 0, load(table, ROUNDING) == DITHERED
@@ -212,7 +206,6 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    """Where groups lie in blocks; elsewhere NotImplemented: the reference normalizes, then quantizes."""
     table = uniform_table(plan, x.dtype, seed is not None)
     if not table.fused:
         return NotImplemented
@@ -220,11 +213,7 @@ def quantize_normalized(
 
 
 def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    """Quantize the tensor of some groups of another one, flat and contiguous, which are read where they lie.
-
-    The plan is that of the 1-D tensor of these groups, each a run of elements, whose (G,) indices are `rows`. Without a
-    seed codes are rounded to nearest. The buffer is zero where the plan has padding.
-    """
+    """See `row_dispatch.quantize_rows`; without a seed to nearest. The plan is that of the 1-D tensor of the rows."""
     rows = rows.contiguous()  # in a name, so that its memory lives on
     quantize(flat, table_of(plan, flat.dtype, seed is not None, rows.data_ptr()), plan, seed, buffer)
 
@@ -237,7 +226,6 @@ def quantize(
     buffer: Tensor,
     norm: ctypes.Array | None = None,
 ) -> None:
-    """Quantize, and normalize on the way by these words."""
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:

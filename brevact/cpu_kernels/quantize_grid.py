@@ -86,11 +86,7 @@ def _mark(x, count, top, t):
 
 @kernel
 def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, marks, seed, table_at, start, stop):
-    """Quantize blocks start to stop to codes of levels.
-
-    There are `size` levels, and one `steps` less: bounds, or inverse gaps for stochastic rounding. `inverse` is 0 where
-    there is none, and then `offset`, too. `marks` is 1 if elements that are not finite take the last code.
-    """
+    """There are `size` levels, and one less of `Grid.steps`. Addresses are 0 for no `inverse`, and then no `offset`."""
     table = i64_at(table_at)
     numel, bit_width, block = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK)
     stochastic = load(table, ROUNDING) == STOCHASTIC
@@ -117,7 +113,6 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ma
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """The kernel reads one row of levels."""
     if grid.levels.shape[0] > 1:
         return NotImplemented
     stochastic = seed is not None

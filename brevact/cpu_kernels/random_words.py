@@ -11,12 +11,10 @@ from brevact.cpu_kernels.philox import column_words, halves_of
 from brevact.cpu_kernels.teams import share
 
 BLOCK = 1024
-"""Words of a block."""
 
 
 @kernel
 def random_word_blocks(seed, words_at, count, start, stop):
-    """Write random 32-bit words of blocks start to stop, as int64: word i is word i & 3 of column i >> 2."""
     k0, k1 = halves_of(seed)
     columns = BLOCK // 4
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
@@ -30,7 +28,6 @@ def random_word_blocks(seed, words_at, count, start, stop):
 
 
 def random_words(seed: int | Tensor, words: Tensor) -> None:
-    """See the reference."""
     block, count = BLOCK, words.numel()
     arguments = (int(seed), words.data_ptr(), count)
     share(random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Ranges of groups that lie in many blocks: `kernel_ops.ranges`, and what precedes such groups' quantization."""
+"""Ranges of groups that lie in many blocks: `kernel_ops.ranges`, and the first pass of such groups' quantization."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from brevact.geometry import Geometry, ranges_of_keys
 
 @inlined
 def _extend(x, first, count, lows, highs, missing, finite, table):
-    """Widen the key ranges of all groups by elements first to first + count; see `extend_ranges`."""
     inner = load(table, INNER)
     e = 0
     while e < count:
@@ -57,7 +56,6 @@ def _extend(x, first, count, lows, highs, missing, finite, table):
 
 @inlined
 def _mark_zeros(x, first, count, zeros, table):
-    """Set the marks of the groups that elements first to first + count which are 0 belong to."""
     e = 0
     while e < count:
         group, run = run_of(first + e, count - e, table)
@@ -72,11 +70,7 @@ def _mark_zeros(x, first, count, zeros, table):
 
 @kernel
 def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
-    """Widen the key ranges of parts start to stop, each a run of blocks, by the elements of the part.
-
-    `keys_at` has int32 keys, for each part the lowest of every group, the highest, a third row, and a fourth, which is
-    set where an element is 0. `finite` is 1 to take finite elements alone, and to count others in the third row; or 0.
-    """
+    """`keys_at`: for each part int32 rows of lowest and highest keys, elements left out if `finite`, marks of zeros."""
     table = i64_at(table_at)
     numel, block, groups = load(table, NUMEL), load(table, BLOCK), load(table, GROUPS)
     scratch = f32_scratch(block)
@@ -93,18 +87,13 @@ def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop)
 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the reference."""
     table = grid_table(geometry, flat.dtype, NEAREST)
     keys = range_keys(flat.data_ptr(), table, torch.get_num_threads())
     return ranges_of_keys(torch.from_numpy(keys))
 
 
 def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
-    """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
-
-    Returned are (parts, 4, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, numbers of
-    elements that are not finite, and 1 where one is 0.
-    """
+    """(parts, 4, G) int32 rows of `extend_ranges`, of finite values; a second pass only where others are found."""
     geometry = table.geometry
     parts = parts_of(geometry, threads)
     keys = np.empty((parts, 4, geometry.groups), dtype=np.int32)

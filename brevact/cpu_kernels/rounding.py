@@ -116,10 +116,7 @@ def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
 
 @inlined
 def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, codes):
-    """Round the positions of elements first to first + count, a block, and write the bytes of their codes.
-
-    Scratch: `random` and `joined` for a word per column each, `wide` for a word per element.
-    """
+    """Round, write bytes of codes. Scratch: a word per column in `random`, `joined`, per element in `wide`."""
     columns = (count + 7) // 8
     for e in range(count, 8 * columns):
         store(t, e, np.float32(0.0))

@@ -1,4 +1,4 @@
-"""Kernels that decode by a table of what each code of each segment stands for: `map_levels` and `look_up`."""
+"""Kernels that decode by a table of the values of each segment's codes: `map_levels` and `look_up`."""
 
 from __future__ import annotations
 
@@ -79,10 +79,7 @@ def _emit_levels(levels, values, codes, factor, mean, target, kind, at):
 
 @kernel
 def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind, table_at, start, stop):
-    """Levels of the segments of groups' runs start to stop.
-
-    `norm_at` has the words of an affine map (`normalize`), or is 0; `table_at` has the type of decoded elements.
-    """
+    """`norm_at` has words of an affine map (`normalize`), or is 0; `table_at` has the type of decoded elements."""
     table, words = i64_at(table_at), i64_at(segments_at)
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
@@ -128,10 +125,7 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
 
 @inlined
 def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
-    """Write the values of columns start to stop of a plane of a block to their places among those of the block.
-
-    The row has the values of the codes, and room for 16.
-    """
+    """Write the values of a plane's columns to their places in the block; the row has room for 16 values."""
     mask, at = np.uint32((1 << bit_width) - 1), plane * bit_width
     shift, low = np.uint32(at & 7), advance(packed, (at >> 3) * columns)
     high = advance(packed, (at + bit_width - 1 >> 3) * columns)  # the same, unless a code lies in two bytes
@@ -148,7 +142,6 @@ def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
 
 @kernel
 def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at, start, stop):
-    """Decode blocks start to stop by the float32 rows of the segments, and multiply by `other`, if it is not 0."""
     table, words = i64_at(table_at), i64_at(segments_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
@@ -223,7 +216,6 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    """The kernel's registers are limited."""
     if plan.geometry.bit_width > 4:
         return NotImplemented
     own, words = uniform_table(plan, target.dtype), _words_of_segments(segments)
@@ -234,5 +226,4 @@ def look_up(
 
 @functools.lru_cache(maxsize=4096)
 def _words_of_segments(segments: Segments) -> ctypes.Array:
-    """Words of segments, as kernels read them."""
     return (ctypes.c_int64 * 4)(*segments)

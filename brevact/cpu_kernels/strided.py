@@ -37,7 +37,6 @@ def gather(source, places, strides, first, count, out):
 
 @inlined
 def scatter(values, places, strides, first, count, target):
-    """Write the elements that `gather` reads."""
     rows, columns, size = load(places, 1), load(places, 2), load(places, 3)
     x, step = f32_at(target), load(places, strides + 3)
     of_plane, of_row, of_column = load(places, strides), load(places, strides + 1), load(places, strides + 2)

@@ -1,4 +1,4 @@
-"""What the kernels read about a tensor: tables of int64 in memory, made once for each way to divide one."""
+"""Tables of int64 about a tensor, as kernels read them, made once for each way to divide one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from brevact.geometry import Geometry, UniformPlan
 
 
 class GroupTable:
-    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups of a tensor, as the kernels of quantizers read
-    them.
+    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups of a tensor, for the kernels of quantizers.
 
-    Where the tensor is made of some groups of another one, ``rows`` is the address of their int64 indices, else 0:
-    elements are read and written at the other one's address, group g as its row rows[g] of `inner` elements.
+    ``rows``: 0, or the address of int64 indices, where group g is row rows[g] of `inner` elements of another tensor.
     """
 
     def __init__(
@@ -54,17 +52,14 @@ class GroupTable:
 
 @functools.lru_cache(maxsize=4096)
 def grid_table(geometry: Geometry, dtype: torch.dtype, rounding: int) -> GroupTable:
-    """Table of a tensor that is quantized to levels, of which a single group is one run."""
+    """Table of a tensor that is quantized to levels; a single group is one run."""
     if geometry.groups == 1:
         geometry = dataclasses.replace(geometry, inner=max(geometry.numel, 1))
     return GroupTable(geometry, dtype, rounding)
 
 
 def table_of(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False, rows: int = 0) -> GroupTable:
-    """Table of a tensor that is quantized by a plan, or of some of its groups at the addresses of `rows`.
-
-    Without a seed its elements are rounded to nearest.
-    """
+    """Table of a plan, or of some of its groups at the addresses of `rows`; without a seed it rounds to nearest."""
     at_random = groups.DITHERED if plan.dithered else groups.STOCHASTIC
     rounding = at_random if has_seed else groups.NEAREST
     return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows, plan.uneven)

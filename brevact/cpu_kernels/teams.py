@@ -56,10 +56,7 @@ def takes_one_thread(elements: int, most_threads: int) -> bool:
 
 
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
-    """Call `kernel(*arguments, start, stop)` over pieces that cover all blocks, on several threads where that pays.
-
-    A block has `block_size` elements; the caller is one of the threads.
-    """
+    """Call `kernel(*arguments, start, stop)` over pieces of all blocks, by the caller and more threads if that pays."""
     if takes_one_thread(blocks * block_size, most_threads):
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))

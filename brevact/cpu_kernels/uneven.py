@@ -37,10 +37,7 @@ def canonical(key):
 
 @inlined
 def second_ends(x, count, low, high):
-    """Keys of the least value above `low` and of the largest below `high`, and whether the bucket is uneven.
-
-    Elements are finite, and the keys of ends are those of `value + 0.0`. LLVM vectorizes two short loops, not one.
-    """
+    """Keys of the second ends of finite elements, and whether the bucket is uneven; two loops, short, for LLVM."""
     bottom, ceiling = float_of_key(low), float_of_key(high)
     limit = bits_of(max(-bottom, ceiling) * np.float32(0.125))
     first, last = np.uint32(low + np.int32(1)), np.uint32(high - np.int32(1))
@@ -69,7 +66,6 @@ def _reach(count, spacing, octave):
 
 @inlined
 def _evenly(spacing, octave):
-    """Levels beside zero that are a step apart."""
     return (np.int64(spacing) << octave) + (np.int64(256) if spacing == 7 else np.int64(0))
 
 
@@ -86,7 +82,6 @@ def _covering(below, above, zero, most, spacing, octave):
 
 @inlined
 def _octaves(low, high, most, spacing, octave, middle):
-    """Form, step and gap at the median magnitude; see `quantizers.uneven`."""
     below, above = max(-low, _ZERO), max(high, _ZERO)
     zero = np.int64(0)
     for place in range(8):
@@ -105,7 +100,7 @@ def _octaves(low, high, most, spacing, octave, middle):
 
 @inlined
 def _median_magnitude(x, count, far, has_missing, sizes):
-    """See `quantizers.uneven`; the words of scratch take the magnitudes of what counts, and 0 for others."""
+    """See `quantizers.uneven`; scratch words take the magnitudes of elements that count, and 0 for others."""
     if has_missing:
         for e in range(count):
             size = np.int32(bits_of(load(x, e)) & _MAGNITUDE)
@@ -124,7 +119,7 @@ def _median_magnitude(x, count, far, has_missing, sizes):
 
 @inlined
 def _count_from(sizes, count, least):
-    """How many of `count` words are at least this."""
+    """Number of words that are at least this."""
     found = np.int32(0)
     for e in range(count):
         found = np.int32(found + np.int32(1 if load(sizes, e) >= least else 0))
@@ -142,7 +137,6 @@ def _sentinel(place):
 
 @inlined
 def _far_bits(x, count, far, has_missing):
-    """See `quantizers.uneven`."""
     if has_missing:
         plus, minus = True, True
         for e in range(count):
@@ -167,21 +161,9 @@ def _far_bits(x, count, far, has_missing):
 
 @inlined
 def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, bit_width, group, scale, minimum, steps):
-    """Store the metadata of an uneven bucket, and the positions of its elements on its levels.
+    """Store the metadata of an uneven bucket, and in `steps` the positions of its elements on its levels.
 
-    Args:
-        x: Elements, float32.
-        count: Their number.
-        low: Key of the least finite value.
-        high: Key of the largest.
-        second_low: See `second_ends`; unused with missing elements.
-        second_high: Likewise.
-        has_missing: Whether elements are not finite.
-        bit_width: Bits a code.
-        group: Index of the bucket.
-        scale: Address of the scales, bfloat16.
-        minimum: Address of the minima, float32.
-        steps: Positions, written.
+    `low` and `high` are keys of the finite ends; for the next two see `second_ends`: unused with missing elements.
     """
     far = _ZERO
     if not has_missing:
@@ -249,7 +231,7 @@ def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, b
 
 @inlined
 def uneven_levels(m, s, bit_width, limit, levels):
-    """Write what codes stand for, within the limit of a type unless it is infinite; see `quantizers.uneven.values`."""
+    """Write the values of codes, within the limit of a type unless it is infinite; see `quantizers.uneven.values`."""
     top = np.int64((1 << bit_width) - 1)
     for q in range(top + 1):
         store(levels, q, _value(q, m, s, top, max(np.int64(bit_width) - 4, np.int64(0)), limit))

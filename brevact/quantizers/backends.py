@@ -74,10 +74,9 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
 
 
 def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
-    """Launchers of the kernels that take all these arrays, if there are any (ROCm devices are "cuda" too).
+    """Launchers of kernels that take all arrays (ROCm is "cuda", too), if any.
 
-    Results count as arrays: under torch.func transforms and FakeTensorMode, memory allocated for a plain tensor may be
-    none.
+    Results count as arrays: under torch.func and FakeTensorMode, memory allocated for a plain tensor may be none.
     """
     kernels = None if _disabled else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
     return kernels if kernels is not None and kernels.takes(arrays) else None

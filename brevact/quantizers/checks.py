@@ -13,7 +13,6 @@ from brevact.quantizers.brief import brief
 from brevact.quantizers.rounding import Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of the tensors that are quantized."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -43,26 +42,22 @@ def check_input(x: Tensor) -> None:
 
 
 def check_int(name: str, value: object) -> None:
-    """Raise a TypeError unless it is an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
 
 
 def check_bit_width(name: str, value: object, accepted: Sequence[int]) -> None:
-    """Raise unless it is an int, and one of the accepted widths."""
     check_int(name, value)
     if value not in accepted:
         raise ValueError(f"{name}: got {value}; accepted are {', '.join(map(str, accepted))}")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise a TypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {brief(value)}; accepted are True and False")
 
 
 def check_bucket_size(name: str, value: object) -> None:
-    """Raise unless it is a positive int or None."""
     if value is not None:
         check_int(name, value)
         if value < 1:  # type: ignore[operator]

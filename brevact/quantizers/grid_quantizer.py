@@ -1,4 +1,4 @@
-"""What quantizers on grids have in common: fit metadata to groups, store them with the codes, decode through levels."""
+"""Base of quantizers on grids: fit metadata to groups, store them with the codes, decode through levels."""
 
 from __future__ import annotations
 
@@ -41,12 +41,10 @@ class GridQuantizer(Quantizer):
         """The levels that stored metadata stand for."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """Codes, then the format's metadata."""
         geometry = self.geometry(layout)
         return Part("codes", torch.uint8, geometry.code_bytes), *self.metadata_parts(geometry)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Fit metadata, write them, and the codes of the levels that they give."""
         codes, *stored = spec.split(buffer)
         with torch.no_grad():
             flat, geometry = kernel_ops.flat_memory(dense.detach(), spec.layout.numel), self.geometry(spec.layout)
@@ -56,7 +54,6 @@ class GridQuantizer(Quantizer):
             kernel_ops.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        """Decode through the levels, multiply by `other` unless it is None, and write to `target`."""
         if not spec.layout.numel:
             return
         with torch.no_grad():

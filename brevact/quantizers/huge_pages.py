@@ -17,7 +17,6 @@ SMALLEST = SMALLEST_MAPPED
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """`madvise` of the C library, on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     madvise = ctypes.CDLL(None).madvise

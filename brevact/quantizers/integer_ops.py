@@ -49,10 +49,10 @@ def fake_quantize(
     """Quantize to integers and back, and pack the integers and the tensors that the gradient needs.
 
     `x` and the written `out` and `values` (the ReLU's output) are dense tensors of one type, to which each op rounds.
-      There are (), (1,) or (groups,) scales and zero points; several are of this type. Of the other results, each None
-      if unwanted: `codes` are the packed integers, NaN the last code if that is spare, else 0; `mask` is that of the
-      elements that have a gradient; `residual` are x / s + z - round(x / s + z), rounded by `residual_of` with the
-      seed, clipped elements marked; `missing`, (1,) uint8, is set to 1 if an integer is NaN.
+    There are (), (1,) or (groups,) scales and zero points; several are of this type. Other results, None if unwanted:
+    `codes` are the packed integers, NaN the last code if that is spare, else 0; `mask` is that of the elements with a
+    gradient; `residual` are x / s + z - round(x / s + z), rounded by `residual_of` with the seed, clipped elements
+    marked; `missing`, (1,) uint8, is set to 1 if an integer is NaN.
     """
     refuse_wrapped(x)
     n = plan.numel
@@ -144,9 +144,7 @@ def fake_quantize_backward(
 
 @run_by_kernels
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    """Decode (q - z) s from packed integers q, with the plan (whose rounding does not matter) and numbers of
-    `fake_quantize`.
-    """
+    """Decode (q - z) s from packed integers q, by plan (whatever its rounding) and numbers of `fake_quantize`."""
     q = _integers(codes, plan, target.dtype) - _each(zero_point, plan)
     flat_memory(target, plan.numel).copy_(q * _each(scale, plan))
 

@@ -76,10 +76,7 @@ def unpack_mask(packed: Tensor, mask: Tensor) -> None:
 
 @run_by_kernels
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
-    """where(mask, grad, negative_slope * grad), all dense in the mask's memory order; a slope of 0 gives +0.
-
-    `target` has the dtype of `grad`, and may be `grad`.
-    """
+    """where(mask, grad, negative_slope * grad), dense in the mask's order, +0 for slope 0; `target` may be `grad`."""
     flat = flat_memory(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
     mask = packed.new_empty(numel, dtype=torch.bool)
@@ -89,10 +86,7 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: floa
 
 @run_by_kernels
 def fill(x: Tensor, mask: Tensor, value: float) -> None:
-    """Overwrite elements of a dense tensor where a mask of its shape and strides is set.
-
-    ATen's `masked_fill_` takes one element at a time on the CPU.
-    """
+    """Overwrite elements where a mask of equal strides is set: ATen takes one element at a time on the CPU."""
     x.masked_fill_(mask, value)
 
 
@@ -203,7 +197,7 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
 
 
 def _decoded(q: Tensor, group: Tensor, buffer: Tensor, plan: UniformPlan, dtype: torch.dtype) -> Tensor:
-    """What codes stand for in groups, of shapes that broadcast; see `dequantize_uniform`."""
+    """Values of codes in groups, of shapes that broadcast; see `dequantize_uniform`."""
     _, minimum, scale = plan.split(buffer)
     base, step, flagged = minimum[group].float(), scale[group].float().abs(), torch.signbit(scale[group])
     top = (1 << plan.geometry.bit_width) - 1
@@ -424,5 +418,4 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 
 def flat_memory(x: Tensor, numel: int) -> Tensor:
-    """Dense memory as a 1-D tensor."""
     return x.as_strided((numel,), (1,)) if numel else x.reshape(-1)

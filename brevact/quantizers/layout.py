@@ -97,9 +97,7 @@ class Layout:
 
     @staticmethod
     def of_sizes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
-        """Layout of a tensor of these sizes and strides, symbolic ones too; equal layouts without symbols are one
-        shared object.
-        """
+        """Layout of these sizes and strides, symbolic ones too; equal layouts without symbols are one shared object."""
         try:
             return layout_of(tuple(shape), tuple(stride), dtype)
         except TypeError:  # symbols have no hash
@@ -123,9 +121,7 @@ class Layout:
         return x
 
     def restore(self, flat: Tensor) -> Tensor:
-        """Put (numel,) elements in memory order back into place, the inverse of `flatten`; a view if the result is
-        dense.
-        """
+        """Put (numel,) elements in memory order back into place, inverting `flatten`; a view if the result is dense."""
         if self.is_result_dense:
             return flat.as_strided(self.shape, self.result_stride)
         x = self.empty(flat.device, flat.dtype)
@@ -133,9 +129,7 @@ class Layout:
         return x
 
     def matches(self, x: Tensor) -> bool:
-        """Whether a tensor of this shape has as many distinct elements, dense in this memory order: can be read or
-        written flat.
-        """
+        """Whether a tensor of this shape can be read flat: as many distinct elements, dense in this memory order."""
         if x.is_neg():
             return False
         other = Layout.of(x)

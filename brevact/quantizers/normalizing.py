@@ -81,8 +81,7 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
 
 
 def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Decode a tensor z and apply an affine map: z * scale + shift, as a tensor of this dtype, the same shape and
-    strides.
+    """Decode a tensor z: z * scale + shift, as a tensor of this dtype, the same shape and strides.
 
     Factors broadcast to the shape of the tensor, addends have theirs; None is 1 and 0. It is computed in float32
     (float64 for float64), and clamped to the finite range where `dtype` is float16.

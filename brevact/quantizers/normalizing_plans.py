@@ -50,7 +50,6 @@ class NormalizedPlan(NamedTuple):
         return x.dtype is self.layout.dtype is torch.float32 and self.layout.matches(x)
 
     def groups(self, mean: Tensor | None, scale: Tensor) -> Groups:
-        """Statistics in the tensors' memory order."""
         first = None if mean is None else _in_order(mean, self.layout, self.order)
         return first, _in_order(scale, self.layout, self.order), self.place
 
@@ -81,11 +80,7 @@ class NormalizedPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple[int, ...]) -> NormalizedPlan | None:
-    """Plan of tensors that are normalized by statistics of a shape that broadcasts.
-
-    It is None for float64, for tensors with gaps or without elements, and if statistics lie in an order that kernels do
-    not know.
-    """
+    """Plan for statistics of a shape that broadcasts; None for float64, gaps, no elements, orders without a place."""
     found = place_of(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
     if found is None:
         return None
@@ -139,10 +134,10 @@ def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) 
 
 @functools.lru_cache(maxsize=4096)
 def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
-    """Place of the statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
+    """Place of statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
 
-    In memory order, dimensions are of groups, then of elements of one, then of groups and of elements once more, any of
-    these missing. Other orders have no place.
+    In memory order, dimensions are of groups, of elements of one, of groups, of elements, any of these missing. Other
+    orders have no place.
     """
     if len(shape) != len(layout.shape):
         return None

@@ -41,7 +41,6 @@ def _layout(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype = tor
 
 
 def _as_traced(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """``x``, in the memory order that it was traced with."""
     layout = _layout(x.shape, stride, x.dtype)
     if x.stride() == layout.stride or layout.matches(x) or layout.numel == 0:
         return x

@@ -94,12 +94,12 @@ class PackedSpec(Generic[D]):
             return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
-        """(nbytes,) uint8 memory for the bytes on the device of a tensor, uninitialised but for padding."""
+        """(nbytes,) uint8 memory on the device of a tensor, uninitialised but for padding."""
         make = like.new_zeros if self.has_padding else like.new_empty
         return make(self.nbytes, dtype=torch.uint8)
 
     def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Views of the parts of (nbytes,) bytes, one 1-D tensor a part."""
+        """Views of the parts of (nbytes,) bytes, 1-D."""
         return tuple(
             buffer[start : start + part.numel * part.dtype.itemsize].view(part.dtype)
             for part, start in zip(self.parts, self.offsets, strict=True)

@@ -93,10 +93,7 @@ def _apply(
     decode: Callable[[], Tensor],
     grad: Tensor | None,
 ) -> Tensor:
-    """Return f of the decoded values, times `grad` if there is one: from a table, or in pieces of the decoded tensor.
-
-    A gradient that lies in the same memory order is multiplied on the way. Without groups no table pays.
-    """
+    """Return f of decoded values, times `grad` if given: from a table, or, as without groups, in pieces."""
     other = grad if grad is not None and _is_readable(grad, spec.layout) else None
     values = None if groups is None else _looked_up(buffer, spec, function, groups, dtype, other)
     if values is None:
@@ -172,7 +169,7 @@ def _in_pieces(
 
 @functools.lru_cache(maxsize=4096)
 def _long_segments(plan: UniformPlan, place: Place | None) -> Segments | None:
-    """Segments of a tensor, if codes are few, and elements of a segment are many in the mean."""
+    """Segments of a tensor, if codes are few and segments long in the mean."""
     geometry = plan.geometry
     if geometry.bit_width > 4:
         return None

@@ -1,4 +1,4 @@
-"""What quantizers of all formats share: checks, seed, memory, and the two ways of decoding."""
+"""Base of quantizers of all formats: checks, seed, memory, and the two ways of decoding."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class Quantizer(ABC):
         return PackedActivation(spec, buffer)
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order."""
         self.decode(buffer, spec, target, other)
 
 

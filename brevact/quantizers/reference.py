@@ -123,18 +123,12 @@ def aligned(
 
 
 def positions_of_zeros(steps: Tensor) -> Tensor:
-    """Positions of elements that are 0 without the errors of float32, which random bits would show from 6 bits on.
-
-    Codes of zero have at most 16 significant bits, errors are at most 2^-22 of them.
-    """
+    """Positions of zeros (of 16 bits) without float32's errors, at most 2^-22 of them, which show from 6 bits on."""
     return ((steps.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
 def shifts(seed: Tensor, groups: int) -> Tensor:
-    """(G,) float32 shifts of levels in steps: u = (w >> 8) / 2^24 - 1/2 in [-1/2, 1/2).
-
-    w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
-    """
+    """(G,) float32 shifts in steps: (w >> 8) / 2^24 - 1/2, w word 0 of `philox4x32` at (g lo, g hi, 1, 0), `ROUNDS`."""
     group = torch.arange(groups, device=seed.device)
     counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
     return (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
@@ -146,8 +140,7 @@ def parts_of_steps(steps: Tensor) -> Tensor:
 
 
 def spreads(spread: Tensor, upper: Tensor, outer: Tensor, sizes: Tensor) -> Tensor:
-    """Whether groups shift their levels: their elements lie between levels, and in all parts of a step alike; (G,)
-    bool.
+    """(G,) bool: whether groups shift their levels: elements lie between levels, and in all parts of a step alike.
 
     `spread` is the sum of d (256 - d), `upper` and `outer` are the numbers of elements with d & 128, in the upper half
     of a step, and with (d + 64) & 128, in its middle half. The first is at least `LEAST_SPREAD` per element: with less,
@@ -236,10 +229,7 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
 
 
 def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """(G,) smallest and largest finite value of each group in float32, and int64 numbers of other elements.
-
-    The ends are infinity and -infinity where no element is finite.
-    """
+    """(G,) float32 ends of finite values, infinity and -infinity without any, and int64 numbers of other elements."""
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     flat = flat.float()
     if not geometry.one_run:
@@ -253,7 +243,6 @@ def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tens
 
 
 def group_zeros(flat: Tensor, geometry: Geometry) -> Tensor:
-    """(G,) bool: which groups have an element that is 0 in float32."""
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     is_zero = flat.float() == 0
     if not geometry.one_run:
@@ -275,7 +264,6 @@ def round_up(x: Tensor, unit: int) -> Tensor:
 
 
 def _cut(x: Tensor, unit: int) -> Tensor:
-    """Round non-negative float32 down in the same way."""
     return (x.view(torch.int32) & -unit).view(torch.float32)
 
 

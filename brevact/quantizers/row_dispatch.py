@@ -25,10 +25,7 @@ _CHUNK = 1 << 22  # elements in flight, so that temporaries stay small beside th
 def quantize_rows(
     flat: Tensor, rows: Tensor, size: int, spec: PackedSpec[Any], seed: int | Tensor, buffer: Tensor
 ) -> None:
-    """Quantize the buckets of a contiguous (n,) tensor with these int64 rows, as a 1-D tensor of them.
-
-    The buffer receives the bytes of the spec, which is that of the 1-D tensor.
-    """
+    """Quantize the buckets at int64 rows of a contiguous (n,) tensor, as a 1-D tensor of them, that of the spec."""
     kernels = _row_kernels(spec, flat, rows, buffer)
     if kernels is not None:
         kernels.quantize_rows(flat, rows, plan_of(spec), seed if spec.quantizer.is_stochastic else None, buffer)
@@ -45,10 +42,7 @@ def quantize_rows(
 def dequantize_rows(
     buffer: Tensor, spec: PackedSpec[Any], rows: Tensor, size: int, other: Tensor | None, target: Tensor
 ) -> None:
-    """Decode a 1-D tensor of buckets into the places of their int64 rows in a contiguous (n,) tensor, and multiply.
-
-    The factor is contiguous, and may be the result.
-    """
+    """Decode a 1-D tensor of buckets to int64 rows of a contiguous (n,) tensor, times contiguous `other`, maybe it."""
     kernels = _row_kernels(spec, target, rows, buffer, other)
     if kernels is not None:
         kernels.dequantize_rows(buffer, plan_of(spec), rows, other, target)
@@ -73,7 +67,6 @@ def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor | None) -> ModuleType |
 
 
 def _full_rows(flat: Tensor, size: int) -> Tensor:
-    """The full buckets of a tensor, a row each."""
     full = flat.numel() // size
     return flat[: full * size].view(full, size)
 

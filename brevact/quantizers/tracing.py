@@ -11,7 +11,5 @@ _TRACED = (FakeTensor, FunctionalTensor)
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor is a fake or functional one of `torch.compile`, for which the ops of `ops` must stand for
-    kernels.
-    """
+    """Whether `torch.compile` traces with this fake or functional tensor: ops of `ops` must stand for kernels."""
     return type(x) not in _PLAIN_TYPES and isinstance(x, _TRACED)

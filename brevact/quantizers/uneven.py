@@ -122,10 +122,7 @@ def _stored(step: Tensor) -> Tensor:
 
 
 def _octaves(low: Tensor, high: Tensor, bit_width: int, spacing: int, middle: Tensor) -> tuple[Tensor, ...]:
-    """Form, step and gap at the median magnitude, of levels around the code of zero, z.
-
-    z is one of the two codes at which both sides of zero need about the same step: the one with the smaller step.
-    """
+    """Form, step and gap at the median magnitude, of levels around a code of zero: of two, that of the smaller step."""
     below, above, most = (-low).clamp(min=0.0), high.clamp(min=0.0), (1 << bit_width) - 2
     zero = torch.zeros_like(low, dtype=torch.int32)
     for bit in reversed(range(8)):
@@ -194,7 +191,7 @@ def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_wid
 
 
 def values(q: Tensor, minimum: Tensor, scale: Tensor, bit_width: int, limit: float) -> Tensor:
-    """What codes stand for, in float32 within the limit of a type; shapes broadcast."""
+    """Values of codes, in float32 within the limit of a type; shapes broadcast."""
     form, step, far = _parts(minimum, scale)
     q = q.to(torch.int32)
     even = (q + ((form & 0x7FF) - 1024)).float() * step

@@ -12,7 +12,6 @@ def pack_codes_kernel(
     x_ptr, packed_ptr, numel,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
-    """Pack the low bits of integers; of floats the mask `~(x <= 0)`: where a ReLU passes the gradient, NaN too."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
         if limit > 0:
@@ -34,7 +33,6 @@ def unpack_codes_kernel(
     packed_ptr, target_ptr, numel,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
-    """Unpack codes to uint8, int32 or int64."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
         if limit > 0:
@@ -51,7 +49,6 @@ def mask_multiply_kernel(
     packed_ptr, grad_ptr, target_ptr, slope, numel,
     HAS_SLOPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
-    """where(mask, grad, slope * grad); +0 for no slope."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
         if limit > 0:

@@ -22,10 +22,7 @@ def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr):
-    """What codes (uint32) stand for, within +-largest. FLAGGED: groups may be; then the last code stands for NaN.
-
-    If groups may be UNEVEN, flagged ones are.
-    """
+    """Values of codes (uint32), within +-largest; FLAGGED: groups may be, with NaN last, or uneven ones if UNEVEN."""
     y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
     y = maximum(minimum(y, largest), -largest)
     if FLAGGED and UNEVEN:
@@ -43,11 +40,7 @@ def dequantize_blocks(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
-
-    FLAGGED: groups may be. ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, values are given
-    back as they were before `normalize_elements`, and `other` is added.
-    """
+    """ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, undo a normalization and add `other`."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
     for i in tl.static_range(8):
@@ -121,7 +114,6 @@ def dequantize_kernel(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
     INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
         first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
         dequantize_whole_blocks(

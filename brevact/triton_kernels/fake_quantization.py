@@ -39,7 +39,6 @@ def _group(
 
 @triton.jit
 def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.constexpr, GROUPED: tl.constexpr):
-    """A scale or a zero point: each element's group's, or the only one."""
     if GROUPED:
         number = widen(tl.load(pointer + group, mask=valid, other=1.0))
     else:
@@ -108,7 +107,6 @@ def fake_quantize_kernel(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize."""
     TOP: tl.constexpr = (1 << WIDTH) - 1
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
@@ -181,7 +179,6 @@ def fake_quantize_backward_kernel(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients."""
     dtype: tl.constexpr = g_ptr.dtype.element_ty
     AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
     LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
@@ -275,7 +272,6 @@ def decode_integers_kernel(
     BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Decode (q - z) s."""
     dtype: tl.constexpr = target_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)

@@ -27,7 +27,6 @@ def key_of(x):
 
 @triton.jit
 def float_of_key(key):
-    """The inverse of `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -28,7 +28,6 @@ _LEAST_OF_MOMENTS = 64
 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parts of large groups have keys of their own, see `floats.key_of`, which are then joined."""
     program = over_groups(ranges_kernel, geometry, RANGES_TILE)
     keys = flat.new_empty((program.grid[1], 4, geometry.groups), dtype=torch.int32)
     program.run(flat, keys)
@@ -36,7 +35,6 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
-    """Parts of large groups have sums of their own, which are then joined."""
     itemsize = flat.itemsize if geometry.inner % WIDEST_ACCESS == 0 else 4  # more masks of single elements would spill
     program = over_groups(moments_kernel, geometry, THREADS * WIDEST_ACCESS // itemsize, _LEAST_OF_MOMENTS)
     sums = flat.new_empty((program.grid[1], geometry.groups, moments_kernels.COLUMNS.value), dtype=torch.int64)
@@ -45,7 +43,6 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """The kernel reads one row of levels."""
     if len(grid.levels) > 1:
         return NotImplemented
     itemsize = flat.itemsize if rows_in_groups(geometry) else max(flat.itemsize, 4)  # more groups would spill
@@ -57,7 +54,6 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """The kernel reads one row of levels."""
     if len(grid.levels) > 1:
         return NotImplemented
     size, largest = grid.levels.shape[1], torch.finfo(target.dtype).max

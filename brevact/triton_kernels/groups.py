@@ -42,7 +42,6 @@ def _with_sign(x, flagged):
 
 @triton.jit
 def has_missing(low_key, high_key):
-    """Whether elements of this range of keys include NaN or an infinity."""
     return (low_key <= _MINUS_INFINITY_KEY) | (high_key >= _INFINITY_KEY)
 
 
@@ -86,11 +85,9 @@ def _aligned(
 def calibrate(
     low_key, high_key, flagged, zero, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
 ):
-    """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
+    """Minimum and scale, exact in their types, and inverse scale with its sign bit; see `reference.calibrate`.
 
-    See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
-    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN. The lowest
-    key is above the highest where no element is finite.
+    The inverse is 0 for constant groups and for empty ones: low_key is above high_key, minimum and scale are NaN.
     """
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -122,7 +119,7 @@ def calibrate(
 
 @triton.jit
 def shifted_minimum(low, scale, shift):
-    """Minima of groups whose levels are shifted by a part of a step; NaN leaves them as they are."""
+    """Minima of groups whose levels are shifted by a part of a step; NaN leaves them alone."""
     return tl.where(shift == shift, tl.maximum(low - shift * scale, _LOWEST), low)
 
 
@@ -149,10 +146,7 @@ def quotient(x, inner):
 
 @triton.jit
 def group_of(first, offset, inner, groups, INNER: tl.constexpr):
-    """Group of element first (int64) + offset (int32, below 2^14): (first + offset) // inner % groups.
-
-    INNER is `inner` where every group is one run of known length, else 0.
-    """
+    """Group of element first (int64) + offset (int32, below 2^14). INNER: `inner` if each group is one run, else 0."""
     if INNER > 0:
         group = first // INNER + ((first % INNER).to(tl.uint32) + offset.to(tl.uint32)) // INNER
     else:

@@ -38,7 +38,6 @@ def fake_quantize(
     residual: Tensor | None,
     missing: Tensor | None,
 ) -> None:
-    """The kernel writes codes of at most 8 bits."""
     if not _reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > _LARGEST_CODE):
         return NotImplemented
     packs = residual is not None and seed is not None
@@ -85,7 +84,6 @@ def fake_quantize_backward(
 
 
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    """The kernel reads codes of at most 8 bits."""
     if plan.bit_width > _LARGEST_CODE or not _reads(target, plan, scale, zero_point):
         return NotImplemented
     numbers = scale.numel() > 1, zero_point.numel() > 1
@@ -109,10 +107,7 @@ def _program(
     kernel: Any, plan: IntegerPlan, dtype: torch.dtype, on_gpu: bool, numbers: tuple[bool, bool], itemsize: int,
     width: int = 1,
 ) -> Program:  # fmt: skip
-    """The program of a kernel for elements of so many bytes; `numbers`: whether there are several scales, zero points.
-
-    The width is that of a residual.
-    """
+    """The program for elements of so many bytes; `numbers`: several scales, zero points; `width`: of a residual."""
     aligned = plan.rows == 1 and plan.inner % (DEFAULT_BLOCK // 8) == 0
     if any(numbers) and not aligned:
         itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill

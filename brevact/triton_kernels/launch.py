@@ -31,7 +31,6 @@ class Part(NamedTuple):
     numel: int
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The elements, a 1-D view."""
         return buffer[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
@@ -132,11 +131,7 @@ def _warp_size(device: torch.device) -> int:
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether the kernels can read and write these arrays: plain tensors with memory on a CUDA or ROCm device.
-
-    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none. float64
-    has no hardware worth a kernel.
-    """
+    """Whether all are plain CUDA or ROCm tensors with memory of their own; float64 has no hardware worth a kernel."""
     try:
         for x in arrays:
             if x is None:
@@ -183,8 +178,8 @@ def rows_in_groups(geometry: Geometry) -> bool:
 def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, **values: Any) -> Program:
     """The program of a kernel that loops over `tile`: tiles of whole blocks if blocks are a power of two, else blocks.
 
-    Each thread's part of a plane is one widest access. A tile has at least so many elements, a power of two. Values are
-    those of `Program`, beside the geometry's, which they replace.
+    A thread's part of a plane is one widest access; a tile has at least `least` elements, a power of two. `values` are
+    those of `Program`, and replace the geometry's.
     """
     block = geometry.block_size
     blocks, columns, a_thread = -(-geometry.numel // block), next_power_of_2(block // 8), WIDEST_ACCESS // itemsize
@@ -211,8 +206,8 @@ def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, 
 def over_groups(kernel: Any, geometry: Geometry, tile: int, least: int = 1) -> Program:
     """The program of a kernel that reduces groups: some groups each, or a part of some, the parts joined later.
 
-    Tiles are whole runs of several groups, or pieces of one run, a power of two of elements. A part of a group has at
-    least so many of its elements. `grid` is the programs that all groups need, and the parts.
+    Tiles are whole runs of several groups, or pieces of one run, a power of two of elements; a part has `least`
+    elements of a group or more. `grid` is the programs that all groups need, and the parts.
     """
     inner, groups = geometry.inner, geometry.groups
     repeats = 1 if geometry.one_run else geometry.numel // (inner * groups)

@@ -64,11 +64,7 @@ def quantize_grid_kernel(
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, SIZE: tl.constexpr, MARKS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Round z = (x - offset) * |inverse| to levels, and pack. Offsets and inverses may be None.
-
-    MARKS: elements that are not finite take the last code, and finite elements of flagged groups those below it.
-    ALIGNED: a row of a whole block's plane lies in one group.
-    """
+    """Round z = (x - offset) * |inverse| to levels, and pack; offsets and inverses may be None. MARKS: `Grid.marks`."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     for RAGGED in tl.static_range(ROWS == 0, 2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
@@ -110,7 +106,6 @@ def dequantize_grid_kernel(
     BIT_WIDTH: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Decode x = offset + |scale| * level clamped to +-largest, and multiply by `other` unless that is None."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1
     for RAGGED in tl.static_range(ROWS == 0, 2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)

@@ -23,11 +23,7 @@ def moments_kernel(
     x_ptr, offset_ptr, inverse_ptr, sums_ptr, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Moments of groups, each read by one program or several: int64 sums [parts, groups, 6].
-
-    A thread adds up its elements, in integers: squares are at most 2^32, and int32 holds the count of one element of
-    a tile.
-    """
+    """Int64 sums [parts, groups, 6]. Squares are at most 2^32; int32 holds the count of one element of a tile."""
     first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
     group = first_group + tl.arange(0, GROUPS_TILE)
     base = tl.load(offset_ptr + group, mask=group < groups)[None, :, None]

@@ -15,15 +15,11 @@ LARGEST_RUN = 1 << 30
 
 
 def fits(place: Place | None, numel: int) -> bool:
-    """Whether the places of a tensor of so many elements are within reach."""
     return place is None or (place.inner <= LARGEST_RUN and (place.outer >= numel or place.outer <= LARGEST_RUN))
 
 
 def values_of(place: Place | None, geometry: Geometry) -> dict[str, int]:
-    """A place by the kernels' parameters, and flags that they are compiled for; 0 for no normalization.
-
-    Flags: several rows, groups inside a row, and a row of a whole block's plane in one group.
-    """
+    """A place by the kernels' parameters, 0 for none. Flags: several rows, groups in a row, one group a plane's row."""
     if place is None:
         return dict.fromkeys(("outer", "places", "span", "run", "PLACE"), 0)
     rows, inner, columns = place.outer < geometry.numel, place.inner > 1, geometry.block_size // 8
@@ -68,7 +64,6 @@ def normalize_planes(
     planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, stride, limit,
     BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The planes of a tile in float32, normalized."""
     normalized = ()
     for i in tl.static_range(8):
         offset = row * BLOCK + i * stride

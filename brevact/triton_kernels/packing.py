@@ -23,14 +23,12 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -
 
 
 def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
-    """The kernel's tiles are limited."""
     if block_size > LARGEST_BLOCK:
         return NotImplemented
     _program(unpack_codes_kernel, codes.numel(), codes.itemsize, bit_width, block_size).run(packed, codes)
 
 
 def pack_mask(x: Tensor, packed: Tensor) -> None:
-    """The kernel reads bools as bytes."""
     if x.dtype not in _MASKED:
         return NotImplemented
     x = x.detach().view(torch.uint8) if x.dtype == torch.bool else x
@@ -38,12 +36,10 @@ def pack_mask(x: Tensor, packed: Tensor) -> None:
 
 
 def unpack_mask(packed: Tensor, mask: Tensor) -> None:
-    """The kernel writes bools as bytes."""
     _program(unpack_codes_kernel, mask.numel(), 1).run(packed, mask.view(torch.uint8))
 
 
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
-    """See the reference."""
     if grad.dtype not in _MASKED:
         return NotImplemented
     program = _program(mask_multiply_kernel, numel, grad.itemsize, slope=float(negative_slope))

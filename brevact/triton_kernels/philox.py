@@ -12,10 +12,7 @@ _KEY_STEP_0, _KEY_STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def column_words(columns, seed):
-    """philox4x32((c lo, c hi, 0, 0), seed, ROUNDS) for int64 columns c and an int64 seed: four uint32 tensors.
-
-    `tl.philox` gives the same words; here one 64-bit product replaces its high and its low multiplication.
-    """
+    """philox4x32((c lo, c hi, 0, 0), seed, ROUNDS): the words of `tl.philox` by one 64-bit product, not two."""
     return _philox(columns, tl.zeros_like(columns.to(tl.uint32)), seed)
 
 

@@ -30,8 +30,8 @@ _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Random words of a tile's columns; column 0 of a block is its first element / 8. Unused for nearest.
 
-    The seed is loaded as a tensor: tensors derived from loads have the loads' layout, whereas those from indices alone
-    would be computed in another and go through shared memory. A thread still loads the one address once.
+    The seed is loaded as a tensor: words have the loads' layout then; from indices alone, they would go through shared
+    memory. A thread loads the one address once.
     """
     if STOCHASTIC:
         seed = tl.load(seed_ptr + (row * 0 + column * 0))
@@ -45,11 +45,7 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 def _positions(
     x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, MISSING: tl.constexpr = True
 ):  # fmt: skip
-    """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
-
-    In groups whose inverse has its sign bit set the last level stands for elements that are not finite. Where nothing
-    is MISSING, all is finite and valid.
-    """
+    """clip((x - m) / s): 0 in constant and empty groups and where not valid. Unless MISSING all is finite and valid."""
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged, most = widen(x), is_flagged(inverse), TOP
     if MISSING:
@@ -85,7 +81,7 @@ def _spreads(spread, halves, size, inverse):
 
 @triton.jit
 def _closest_shifted(t, shift, BIT_WIDTH: tl.constexpr):
-    """The closest of shifted levels, for each position; a shift of NaN leaves positions as they are."""
+    """The closest of shifted levels, for each position; a shift of NaN changes none."""
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     moved = tl.minimum(tl.maximum(t + shift, 0.0), TOP)
     return tl.where(shift == shift, round_nearest(moved, BIT_WIDTH).to(tl.float32), t)
@@ -114,7 +110,6 @@ def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl
 
 @triton.jit
 def _zeros_in_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """Which of the groups that lie in planes start to stop hold an element that is 0."""
     least = zero_part(widen(planes[start]), True)
     for i in tl.static_range(start + 1, stop):
         least = tl.minimum(least, zero_part(widen(planes[i]), True))
@@ -141,9 +136,8 @@ def quantize_whole_blocks(
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
 
-    If groups may be uneven (then INNER is at most BLOCK), blocks with one that seems to be are written again, by
-    `quantize_blocks`. `first` (int64) is a multiple of BLOCK and of INNER, which is at most ROWS * BLOCK; `rows` blocks
-    exist, whole groups of them. Statistics and `outer` to `run` are those of a normalization, unused for PLACE = 0.
+    `first` (int64) is a multiple of BLOCK and of INNER, which is at most ROWS * BLOCK; `rows` blocks exist, of whole
+    groups. If groups may be uneven (INNER is at most BLOCK), blocks that seem to have one are written again.
     """
     W: tl.constexpr = BLOCK // 8
     if INNER >= W:
@@ -227,10 +221,10 @@ def quantize_blocks(
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Range, round and pack blocks of whole groups, of any size. The second read of x comes from the cache.
+    """Range, round and pack `count` (int32) elements of whole groups, of any size. The cache gives x once more.
 
-    Of `count` (int32) elements, whole blocks if there are several; INNER is any divisor of BLOCK. GROUPS_2, INNER_2 and
-    COLUMNS_2 are ROWS * BLOCK // INNER, INNER and BLOCK // 8 rounded up to powers of two.
+    Blocks are whole if there are several; INNER is any divisor of BLOCK. GROUPS_2, INNER_2 and COLUMNS_2 are powers of
+    two of at least ROWS * BLOCK // INNER, INNER and BLOCK // 8.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
@@ -308,10 +302,7 @@ def quantize_kernel(
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size.
-
-    With a PLACE, elements are normalized as they are loaded.
-    """
+    """Quantize in one pass; with a PLACE, elements are normalized as they are loaded."""
     if ROWS > 0:
         first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
         quantize_whole_blocks(
@@ -335,10 +326,7 @@ def quantize_calibrated_kernel(
     x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize with the minima and inverse scales of `ranges`; BLOCK is a power of two.
-
-    ALIGNED: a row of a whole block's plane lies in one group.
-    """
+    """Quantize with the minima and inverse scales of `ranges`; BLOCK is a power of two."""
     for RAGGED in tl.static_range(2):
         first, row, column, stride, limit = tile(numel, BLOCK, ROWS, BLOCK // 8, RAGGED)
         if limit > 0:

@@ -12,7 +12,6 @@ from brevact.triton_kernels.floats import key_of, widen
 from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is_finite, store_metadata, zero_part
 
 RANGES_TILE = 2048
-"""Elements of a tile."""
 
 
 @triton.jit
@@ -28,10 +27,8 @@ def elements_of_tile(
     tile, first_group, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Elements of a tile of runs: the first (int64), the others' distances from it, and which of them exist.
-
-    REPEATS_TILE is 1 unless all groups, and whole runs, are in one tile; GROUPS_TILE is 1 unless runs are.
-    """
+    """First element of a tile (int64), distances from it, and which elements exist; whole runs share a tile if
+    GROUPS_TILE is above 1, all groups if REPEATS_TILE is."""
     o = tl.arange(0, REPEATS_TILE)[:, None, None]
     g = tl.arange(0, GROUPS_TILE)[None, :, None]
     e = tl.arange(0, INNER_TILE)[None, None, :]
@@ -48,11 +45,7 @@ def ranges_kernel(
     x_ptr, keys_ptr, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ranges of groups, each read by one program or several.
-
-    Keys are [parts, 4, groups]: of the lowest and the highest finite element, upside down where there is none, the
-    number of those that are not, and 1 where an element is 0.
-    """
+    """Keys [parts, 4, groups]: of the lowest and highest finite element, number of others, and 1 where one is 0."""
     first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
     low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
     high = -low
@@ -83,7 +76,6 @@ def join_ranges_kernel(
     keys_ptr, scale_ptr, minimum_ptr, inverse_ptr, parts, groups,
     BIT_WIDTH: tl.constexpr, PARTS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Minimum, scale and inverse scale of groups from the keys of `ranges_kernel`."""
     group = tl.program_id(0).to(tl.int64) * GROUPS_TILE + tl.arange(0, GROUPS_TILE)
     part = tl.arange(0, PARTS_TILE)[:, None]
     low = tl.full((PARTS_TILE, GROUPS_TILE), HIGHEST_KEY, tl.int32)

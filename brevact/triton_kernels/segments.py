@@ -41,11 +41,7 @@ def map_levels_kernel(
     mean_ptr, factor_ptr, place_outer, place_row, place_inner, place_run,
     BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """Values of TILE codes behind the affine map of their segments.
-
-    ROUNDING: type to which decoded values are rounded, 0 float32, 1 bfloat16, 2 float16. `last` is the number of the
-    last run of statistics.
-    """
+    """ROUNDING: type of decoded values, 0 float32, 1 bfloat16, 2 float16. `last`: number of the last statistics run."""
     entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = entry < entries
     q, row = (entry % (1 << BIT_WIDTH)).to(tl.uint32), entry >> BIT_WIDTH
@@ -119,7 +115,6 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    """See the reference."""
     _mapping(plan, dtype, place, segments).run(buffer, buffer, table, mean, factor)
 
 
@@ -147,7 +142,6 @@ def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segment
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    """Where the kernel's integers reach."""
     program = _looking_up(plan, segments, target.itemsize)
     if program is None:
         return NotImplemented

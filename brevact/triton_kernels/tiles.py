@@ -22,10 +22,7 @@ def whole_blocks(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_INT64: tl.constexpr = False):
-    """A program's incomplete block: the last one, if incomplete, or, ROWS = 0, its only one, of any size.
-
-    Returns the same values as `whole_blocks`; a limit of 0 for no such block. COLUMNS is a power of two >= BLOCK / 8.
-    """
+    """As `whole_blocks`, for the last block if incomplete, or, ROWS = 0, the only one; limit 0 for no such block."""
     if ROWS > 0:
         blocks = numel // BLOCK
         first = (blocks * BLOCK).to(tl.int64)
@@ -53,7 +50,6 @@ def tile(
 
 @triton.jit
 def element_mask(i: tl.constexpr, row, column, stride, limit, RAGGED: tl.constexpr):
-    """Which elements of plane i exist."""
     if RAGGED:
         mask = (column < stride) & (i * stride + column < limit)
     else:
@@ -73,7 +69,7 @@ def byte_mask(row, column, stride, limit, RAGGED: tl.constexpr):
 
 @triton.jit
 def load_planes(pointer, row, column, stride, limit, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """The eight planes of a tile, as they are stored. What does not exist is undefined."""
+    """The eight planes of a tile in their stored type; undefined beyond the elements that exist."""
     planes = ()
     for i in tl.static_range(8):
         mask = element_mask(i, row, column, stride, limit, RAGGED)

@@ -37,7 +37,6 @@ def reach(count, spacing, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _evenly(spacing, BIT_WIDTH: tl.constexpr):
-    """Levels beside zero that are a step apart."""
     OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
     return (spacing << OCTAVE) + tl.where(spacing == 7, 256, 0)
 
@@ -52,7 +51,6 @@ def _ends(x, inside):
 
 @triton.jit
 def is_uneven(x, valid):
-    """[G] whether buckets take uneven levels."""
     inside = valid & is_finite(x)
     low, high, second_low, second_high = _ends(x, inside)
     size, largest = tl.abs(x), tl.maximum(-low, high)
@@ -112,10 +110,7 @@ def may_be_uneven(
 
 @triton.jit
 def fit(x, valid, BIT_WIDTH: tl.constexpr):
-    """[G] minimum (int32 bits), scale (int32; 16 bits count), step and far value of uneven buckets.
-
-    The far value is NaN where only elements that are not finite are far.
-    """
+    """[G] minimum (int32 bits), scale (int32, 16 bits), step, and far value: NaN if only non-finite are far."""
     finite = is_finite(x)
     inside = valid & finite
     low, high, second_low, second_high = _ends(x, inside)
@@ -156,7 +151,6 @@ def fit(x, valid, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _median_magnitude(x, counts):
-    """[G] 1.5 * 2^E with the largest E such that half of the elements that count are at least 2^E; 0 for none."""
     exponent = tl.where(counts, (_bits(x) >> 23) & 0xFF, -1)
     total = tl.sum(counts.to(tl.int32), axis=1)
     found = total * 0
@@ -168,7 +162,6 @@ def _median_magnitude(x, counts):
 
 @triton.jit
 def _octaves(low, high, spacing, middle, BIT_WIDTH: tl.constexpr):
-    """Form, step and gap at the median magnitude, of levels around the code of zero."""
     MOST: tl.constexpr = (1 << BIT_WIDTH) - 2
     OCTAVE: tl.constexpr = BIT_WIDTH - 4 if BIT_WIDTH > 4 else 0
     below, above = tl.maximum(-low, 0.0), tl.maximum(high, 0.0)
@@ -189,7 +182,6 @@ def _octaves(low, high, spacing, middle, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def _covering(below, above, zero, spacing, BIT_WIDTH: tl.constexpr):
-    """The step with which levels cover the range below zero and above it."""
     of_low = _quotient(below, reach(zero, spacing, BIT_WIDTH))
     return tl.maximum(of_low, _quotient(above, reach((1 << BIT_WIDTH) - 2 - zero, spacing, BIT_WIDTH)))
 
@@ -220,7 +212,6 @@ def _offsets(low, high, MOST: tl.constexpr):
 
 @triton.jit
 def _far_bits(value, has_missing, plus, minus):
-    """[G] bits of far values: in float32 with 16 significant bits, or patterns of infinities and NaN."""
     bits = _bits(value)
     rounded = (bits + 0x7F + ((bits >> 8) & 1)) & ~0xFF
     for place in tl.static_range(8):
@@ -248,7 +239,7 @@ def positions(x, form, inverse, far, BIT_WIDTH: tl.constexpr):
 
 @triton.jit
 def values(q, minimum_bits, scale, limit, BIT_WIDTH: tl.constexpr):
-    """What codes (uint32) of uneven buckets stand for, within +-limit, from the stored minimum and scale in float32."""
+    """Values of codes (uint32) of uneven buckets, within +-limit, from stored minimum and scale in float32."""
     form, scale_bits = minimum_bits & 0xFFF, _bits(scale) >> 16
     step = _float((scale_bits & 0x7FF0) << 16)
     code = q.to(tl.int32)

@@ -21,7 +21,6 @@ _JOIN_TILE = 64
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    """One read of the elements where a program holds whole groups, else two."""
     key = None if seed is None else seed_on(x.device, seed)
     program = _quantizing(plan, x.itemsize, key is not None, None)
     if program is not None:
@@ -44,7 +43,6 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    """Where programs hold whole groups, and the kernels' integers reach."""
     program = _quantizing(plan, x.itemsize, seed is not None, place)
     if program is None:
         return NotImplemented
@@ -54,10 +52,7 @@ def quantize_normalized(
 
 @functools.lru_cache(maxsize=4096)
 def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place | None) -> Program | None:
-    """The program that reads elements once, normalized on the way if they have a place; None where there is none.
-
-    Its tensors are the elements, the buffer for codes, scales and minima, the seed, means and factors.
-    """
+    """The program of one read, if any. Its tensors: elements, buffer (codes, scales, minima), seed, means, factors."""
     geometry = plan.geometry
     if not one_pass(geometry) or not fits(place, geometry.numel):
         return None
@@ -92,7 +87,6 @@ def _in_two_passes(plan: UniformPlan, itemsize: int, stochastic: bool) -> tuple[
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    """See the reference."""
     program = _decoding(plan, target.dtype, None)
     assert program is not None, "places alone may be out of reach"
     program.run(buffer, buffer, buffer, other, target, None, None)
@@ -119,11 +113,7 @@ def denormalize(
 
 @functools.lru_cache(maxsize=4096)
 def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Program | None:
-    """The program that decodes and multiplies, or undoes a normalization and adds if elements have a place.
-
-    Its tensors are the buffer for codes, scales and minima, the factor or the addend, the target, means and factors.
-    None where the places are out of reach.
-    """
+    """Its tensors: buffer (codes, scales, minima), factor or addend, target, means, factors. None if out of reach."""
     geometry = plan.geometry
     if not fits(place, geometry.numel):
         return None

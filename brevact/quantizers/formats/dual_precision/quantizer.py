@@ -50,7 +50,6 @@ class MapBlocks:
 
     @property
     def elements(self) -> int:
-        """Elements of a map."""
         return math.prod(self.sides)
 
     @property
@@ -61,7 +60,6 @@ class MapBlocks:
 
     @property
     def blocks(self) -> int:
-        """Blocks of all maps."""
         return self.maps * math.prod(self.counts)
 
 
@@ -134,7 +132,7 @@ class DualPrecisionQuantizer(Quantizer):
         )
 
     def blocks(self, layout: Layout) -> MapBlocks:
-        """Maps and blocks of a tensor; equal arguments share one object."""
+        """Maps and blocks of a tensor."""
         try:
             return map_blocks(layout, self.block)
         except TypeError:  # symbols have no hash
@@ -232,7 +230,6 @@ def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
 
 
 def join_maps(residual_MDHW: Tensor, blocks: MapBlocks, low: Tensor) -> None:
-    """The inverse of `split_maps`, in place."""
     for part, low_MdhW in _upsampled(low, blocks, residual_MDHW):
         part.add_(low_MdhW)
 

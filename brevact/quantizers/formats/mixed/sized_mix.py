@@ -57,7 +57,6 @@ class DrawnMix(Quantizer):
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed: they do, by the placement of the buckets."""
         return True
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
@@ -67,7 +66,6 @@ class DrawnMix(Quantizer):
         return tuple(Part(name, torch.uint8, size) for name, size in sizes.items())
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Choose the high buckets, and write those of either kind; a tensor of another size is refused."""
         numel, specs = spec.layout.numel, self.specs(spec.layout)
         if numel != self.numel:
             raise ValueError(
@@ -96,7 +94,6 @@ class DrawnMix(Quantizer):
                 row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, factor, flat)
 
     def specs(self, layout: Layout) -> tuple[PackedSpec[Any], PackedSpec[Any]]:
-        """Specs of the 1-D tensors of low and of high elements."""
         high = self.high_count * self.size + (self.numel % self.size if self.high_tail else 0)
         numels = ((self.low, self.numel - high), (self.high, high))
         a, b = (PackedSpec(quantizer, Layout((n,), (1,), layout.dtype)) for quantizer, n in numels)

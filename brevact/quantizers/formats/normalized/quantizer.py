@@ -171,10 +171,7 @@ class NormalizedQuantizer(GridQuantizer):
         return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """(G,) float32 mean and deviation of each channel's finite elements, with a sign bit where there are others.
-
-        Both are NaN for a channel without a finite element.
-        """
+        """(G,) float32 mean and deviation of finite elements, with a sign bit if there are others; NaN if none."""
         low, high, missing, zeros = kernel_ops.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, at most 2^125
         offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
@@ -197,11 +194,7 @@ class NormalizedQuantizer(GridQuantizer):
     def _aligned(
         self, mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, flagged: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(G,) mean and deviation, as close to these as may be, with a level at exactly 0.
-
-        Decoding computes mean + deviation * level. What lies between the ends of the grid, and of the channel, does so
-        afterwards.
-        """
+        """(G,) closest mean and deviation that decode a level to exactly 0 and keep values within grid and channel."""
         levels = _levels(self.format, mean.device)[0].double()
         gaps = levels.diff()
         ends = torch.full_like(gaps[:, :1], torch.inf)

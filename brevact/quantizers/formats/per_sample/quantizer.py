@@ -39,7 +39,6 @@ class _Division(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        """Buckets of a part."""
         return self.elements // self.bucket
 
 
@@ -103,7 +102,6 @@ class SampleQuantizer(Quantizer):
         object.__setattr__(self, "rounding", self._of_width(NARROWEST, self.bucket_size).rounding)
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """The packed samples of all widths, with some bytes to align them, and the widths."""
         if layout.numel == 0:
             return (Part("packs", torch.uint8, 0),)
         division = self._division(layout)
@@ -150,7 +148,6 @@ class SampleQuantizer(Quantizer):
                 )
 
     def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
-        """Spec, buckets and bytes of the samples of each width."""
         division, start = self._division(layout), 0
         buckets = torch.arange(division.buckets)
         for width in widths.unique().tolist():

@@ -1,1 +1,1 @@
-"""What a rounding to integers leaves over, in a few bits."""
+"""Residuals of a rounding to integers, in a few bits."""

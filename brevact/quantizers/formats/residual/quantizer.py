@@ -1,4 +1,4 @@
-"""What a rounding to integers left over, and where the integer was clipped: a few bits an element."""
+"""Residuals of a rounding to integers, and where the integer was clipped: a few bits per element."""
 
 from __future__ import annotations
 

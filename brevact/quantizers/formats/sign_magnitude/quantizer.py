@@ -54,10 +54,7 @@ class SignMagnitudeLevels(GridQuantizer):
         return (Part("scale", self.scale_dtype, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """(G,) scale of each bucket's finite elements, rounded up to its type; NaN where there are none.
-
-        The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
-        """
+        """(G,) scale of finite elements, rounded up, NaN if none; L2 norms count in 65535ths: equal on all devices."""
         low, high, _, _ = kernel_ops.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)

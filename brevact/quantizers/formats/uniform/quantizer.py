@@ -145,10 +145,7 @@ class UniformQuantizer(Quantizer):
 
     @functools.cached_property
     def has_uniform_codes(self) -> bool:
-        """Whether the kernel ops of `plan_of` write and read its bytes, so that others may call them on the way.
-
-        Not those of a subclass, which may quantize in another way.
-        """
+        """Whether the kernel ops of `plan_of` write and read its bytes; a subclass may quantize in another way."""
         return type(self) is UniformQuantizer and not self.is_lossless
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:

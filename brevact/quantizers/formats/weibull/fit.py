@@ -65,10 +65,9 @@ class SideFits:
         return SideFits(count, table, rows_4G, mean_4G, first_4G, second_4G, reach_4G, zeros)
 
     def variances(self) -> Tensor:
-        """Variance that is expected of each set, summed over the bucket: (G, N + 1) float64 in squared units.
+        """(G, N + 1) float64 variance that is expected of each set, summed over the bucket, in squared units.
 
-        It is infinite for impossible sets: those without zero, too, where an element is 0 and others have
-        both signs.
+        It is infinite for impossible sets, as those without zero where an element is 0 and others have both signs.
         """
         costs_4GN = self.table.costs[self.rows_4G] * (self.first_4G * self.mean_4G)[..., None]
         costs_4GN[..., 0] = self.reach_4G * self.first_4G - self.second_4G  # known: nothing lies between 0 and the end
@@ -83,9 +82,9 @@ class SideFits:
         return torch.cat((split, no_zero[:, None], one_sided.t()), 1)
 
     def levels(self, chosen: Tensor) -> Tensor:
-        """Levels between the minimum and the maximum of the (G,) sets chosen: (G, N - 2) float64, ascending, in units.
+        """(G, N - 2) float64 ascending distances in units of levels between the ends, of the (G,) sets chosen.
 
-        They are distances from the middle, for set N - 1 from the maximum, for N from the minimum.
+        They count from the middle, for set N - 1 from the maximum, for N from the minimum.
         """
         kinds_2G = torch.where(chosen >= self.count - 1, 2, 0) + torch.arange(2, device=chosen.device)[:, None]
         starts_2G = self.rows_4G.gather(0, kinds_2G) * self.table.levels.shape[1]
@@ -95,9 +94,7 @@ class SideFits:
 
 
 def _magnitudes(sums_G6: Tensor, below: Tensor, above: Tensor, size: Tensor) -> tuple[Tensor, ...]:
-    """Number, sum, sum of squares and largest value, (4, G) each; without elements that equal the middle if that is an
-    end.
-    """
+    """(4, G) number, sum, sum of squares and largest value, without elements at the middle if that is an end."""
     n_below, sum_below, square_below, n_above, sum_above, square_above = sums_G6.unbind(1)
     signed, square = sum_above - sum_below, square_below + square_above
     number = (n_below, n_above, torch.where(above > 0, size, n_below), torch.where(below > 0, size, n_above))

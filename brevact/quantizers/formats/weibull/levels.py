@@ -40,7 +40,7 @@ FILE = "levels.bin"
 
 @dataclass(frozen=True, eq=False)
 class LevelTable:
-    """What a quantizer with N levels looks up: for each row, which is shape * ENDS + end, and each of `sides(N)`.
+    """A quantizer's N levels: for each row, which is shape * ENDS + end, and each of `sides(N)`.
 
     Args:
         shape_bounds: (SHAPES - 1,) float64 bounds of E[x^2] / E[x]^2 between shapes, ascending.
@@ -68,10 +68,7 @@ def constants() -> Iterator[None]:
 
 
 def sides(count: int) -> tuple[tuple[bool, int], ...]:
-    """Sides (zero, m) among which 4, 8 or 16 levels are dealt out.
-
-    With zero and 0 to N - 3 levels, without zero and N / 2 - 1, with zero and N - 2.
-    """
+    """Sides (zero, m) of 4, 8 or 16 levels: with zero and 0 to N - 3 levels; without and N / 2 - 1; with and N - 2."""
     return (*((True, m) for m in range(count - 2)), (False, count // 2 - 1), (True, count - 2))
 
 
@@ -115,10 +112,7 @@ def read_file() -> tuple[Tensor, Tensor]:
 
 
 def _refine(values: Tensor, steps: int) -> Tensor:
-    """Put steps - 1 points between neighbours of the first dimension, on the cubic through the four nearest.
-
-    Catmull and Rom's: with weights that are exact for steps of a power of two, so that every machine has the same.
-    """
+    """Put steps - 1 points between neighbours by Catmull and Rom's cubic, with exact weights for a power of two."""
     first, last = values[:3], values[-3:].flip(0)
     beyond = [(end[:1] - end[1:2]) * 3.0 + end[2:] for end in (first, last)]
     padded = torch.cat((beyond[0], values, beyond[1]))

@@ -87,11 +87,9 @@ class WeibullQuantizer(GridQuantizer):
         return *ends, Part("levels", torch.bfloat16, groups * ((1 << self.bit_width) - 2))
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Choose the levels of each bucket.
+        """(G,) float32 minimum, maximum, offset, and (G, 2^bit_width - 2) bfloat16 ascending distances from it.
 
-        Minimum, maximum and offset are (G,) float32, the first two NaN for buckets without a finite element. Levels are
-        (G, 2^bit_width - 2) bfloat16 ascending distances from the offset, the last one infinity where something is not
-        finite.
+        The ends are NaN without a finite element; the last distance is infinity where something is not finite.
         """
         low, high, missing, _ = kernel_ops.ranges(flat, geometry)
         empty = torch.isnan(low)
@@ -120,10 +118,7 @@ class WeibullQuantizer(GridQuantizer):
 
 
 def _with_mark(levels_GN: Tensor, flagged: Tensor) -> Tensor:
-    """Levels with infinity for the last one where flagged; a last one of 0, the middle, goes to the one before.
-
-    So zeros stay exact where they were.
-    """
+    """Levels with infinity last where flagged; a last one of 0, the middle, moves one forward: zeros stay exact."""
     rest, last = levels_GN[:, :-1], levels_GN[:, -1:]
     marked = torch.full_like(levels_GN, torch.inf)  # autocast to float16 cannot concatenate bfloat16
     marked[:, :-1] = torch.where(last == 0, levels_GN[:, 1:], rest)
