@@ -184,7 +184,7 @@ def fake_quantize_backward_kernel(
     LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
     ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     for RAGGED in tl.static_range(2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED)
         if limit > 0:
             grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
             if values_ptr is not None:

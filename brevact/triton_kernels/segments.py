@@ -86,7 +86,7 @@ def look_up_kernel(
 ):  # fmt: skip
     """Look up, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
         if limit > 0:
             in_ptr = codes_ptr + first // 8 * BIT_WIDTH
             packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
