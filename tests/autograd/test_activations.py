@@ -30,6 +30,8 @@ def test_graphs_are_kept_and_refuse_a_second_derivative(function, mode):
         lambda x: F.rrelu(x, 0.5, 0.1, training=True),
         lambda x: F.softshrink(x, -1.0),
         lambda x: F.softsign(x, 3),
+        lambda x: F.dropout(x, 0.3, None),
+        lambda x: torch.dropout(x, 0.3, train=None),
     ],
 )
 def test_wrong_arguments_get_torchs_own_error(call):

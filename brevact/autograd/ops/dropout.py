@@ -147,13 +147,13 @@ def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Calla
         func: Callable,
         input: Tensor,
         p: float = 0.5,
-        training: bool | None = None,
+        training: Any = ...,  # not given; None is torch's error
         inplace: bool = False,
         *,
-        train: bool | None = None,
+        train: Any = ...,
     ) -> Any:
-        training = train if training is None else training
-        training = not kind.alpha if training is None else training
+        training = train if training is ... else training
+        training = not kind.alpha if training is ... else training
         inplace = inplace or func.__name__.endswith("_")
         if not _drops(region, input, p, training):
             return _copy_of_known(region, func, input, p, training, inplace) if kind == _OF_ELEMENTS else NotImplemented

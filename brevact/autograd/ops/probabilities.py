@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper, with_settings
-from brevact.autograd.ops.base import SavedValue, Saving, load, save
+from brevact.autograd.ops.base import SavedValue, Saving, load, run_inside, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.of_torch import softmax_backward
@@ -155,14 +155,6 @@ def _handler(function: type[Saving]) -> Callable:
     return handle
 
 
-def _softmin(
-    region: Keeper, func: Callable, input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
-) -> Any:
-    if not region.packs_input(input):
-        return NotImplemented
-    return _handler(_Softmax)(region, torch.softmax, -input, dim, dtype=dtype)
-
-
 _STORED = Stored(
     "softmax",
     "with two or three classes products of two probabilities, packed; with more the output, packed, and squares of "
@@ -183,6 +175,6 @@ OPS = (
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
-    Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
+    Op((F.softmin,), run_inside(F.softmin), _STORED, is_bit_exact=False),
     Op(everywhere("softmax", "softmin", "gumbel_softmax"), saves=Saves.BOUNDED),
 )
