@@ -3,7 +3,7 @@
 Log-softmax: dL/dx = g - p sum(g), with p = exp(out) saved; linear in p, hence unbiased. Packing the output itself
 would be biased: the gradient is exponential in it.
 
-Softmax: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
+Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
 
     E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
@@ -41,17 +41,19 @@ from brevact.quantizers import Rounding, UniformQuantizer
 
 class _Softmax(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
         out = call(input)
         save(ctx, region.keep(out))
-        ctx.dim, ctx.dtype = dim, input.dtype
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
         grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
-        return None, None, None, grad_input
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
 #: Numbers of classes with no more products of two than probabilities.
@@ -62,12 +64,14 @@ class _SoftmaxOfFew(Saving):
     """Softmax over two or three classes: saves p_0 p_1, and for three p_1 p_2 and p_2 p_0, along the same dim."""
 
     @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
         out = call(input)
         p = out.detach().unbind(dim)
         products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
         save(ctx, region.keep(torch.stack(products, dim), share=False))
-        ctx.dim, ctx.dtype = dim, input.dtype
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
     @staticmethod
@@ -77,7 +81,7 @@ class _SoftmaxOfFew(Saving):
         flows = [p * (a - b) for p, a, b in zip(products, g, (*g[1:], g[0]), strict=False)]
         of_inputs = (flows[0], -flows[0]) if len(g) == 2 else [flows[i] - flows[i - 1] for i in range(len(g))]
         grad_input = torch.stack(tuple(of_inputs), ctx.dim).contiguous().to(ctx.dtype)
-        return None, None, None, grad_input
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
 #: Attention, along the last of three or more dimensions, has more keys than this.
@@ -88,14 +92,16 @@ class _SoftmaxOfClasses(Saving):
     """Softmax over four or more classes: saves the output and its squared errors, both packed for this op alone."""
 
     @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
         out = call(input)
         p = out.detach()
         of_p, of_squares = _settings_of(region.settings)
         kept = with_settings(region, of_p).keep(p, share=False)
         errors = SavedValue(*kept).decode().float() - p
         save(ctx, kept, with_settings(region, of_squares).keep(errors.square(), share=False))
-        ctx.dim, ctx.dtype = dim, input.dtype
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
     @staticmethod
@@ -103,7 +109,7 @@ class _SoftmaxOfClasses(Saving):
         kept, squares = load(ctx)
         grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype)
         grad_input = grad_input.addcmul_(squares.decode().to(grad.dtype), grad).to(ctx.dtype)
-        return None, None, None, grad_input
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,6 +123,7 @@ def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, Backward
 
 
 def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> type[Saving]:
+    """Return the Function of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
         return _Softmax
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
@@ -143,16 +150,24 @@ class _LogSoftmax(Saving):
         return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).contiguous().to(ctx.dtype)
 
 
-def _handler(function: type[Saving]) -> Callable:
+def _handler(function: type[Saving], *options: Any) -> Callable:
     def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
         of_size = _softmax_for(region.settings, input.shape, dim) if function is _Softmax else function
-        return region.apply(of_size, lambda x: func(x, dim, *args, **kwargs), dim, input)
+        return region.apply(of_size, lambda x: func(x, dim, *args, **kwargs), dim, *options, input)
 
     return handle
+
+
+_SOFTMIN, _SOFTMIN_INSIDE = _handler(_Softmax, True), run_inside(F.softmin)
+
+
+def _softmin(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    run = _SOFTMIN_INSIDE if dim is None else _SOFTMIN  # torch chooses the dimension of the softmax inside
+    return run(region, func, input, dim, *args, **kwargs)
 
 
 _STORED = Stored(
@@ -165,7 +180,7 @@ _OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)
 OPS = (
     Op(
         (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
-        _handler(_Softmax),
+        _handler(_Softmax, False),
         _STORED,
         is_bit_exact=False,
     ),
@@ -175,6 +190,6 @@ OPS = (
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
-    Op((F.softmin,), run_inside(F.softmin), _STORED, is_bit_exact=False),
+    Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
     Op(everywhere("softmax", "softmin", "gumbel_softmax"), saves=Saves.BOUNDED),
 )
