@@ -13,7 +13,7 @@ from torch import nn
 
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.active_regions import active
-from brevact.autograd.compiled import mode as compiled_mode
+from brevact.compiler import marks
 from brevact.autograd.hook_stack import is_checkpoint_innermost
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
@@ -64,11 +64,11 @@ class _EnterRegion:
         if attachment is not None and settings is not None:
             attachment.recompute = max(attachment.recompute, settings.most_recompute)
 
-    @compiled_mode.skipped_by_dynamo
+    @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_compiling():
-            if not (self.inherits and compiled_mode.is_covered(module)):  # before the settings, which Dynamo guards
-                compiled_mode.enter(self.settings, module, inherits=self.inherits)
+            if not (self.inherits and marks.is_covered(module)):  # before the settings, which Dynamo guards
+                marks.enter(self.settings, module, inherits=self.inherits)
             return
         regions, frame = active.regions, sys._getframe(1)
         if regions:
@@ -84,12 +84,12 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        compiled_mode.run_outside_dynamo(self._enter, module, frame)
+        marks.run_outside_dynamo(self._enter, module, frame)
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if compiled_mode.is_exporting():
-            compiled_mode.enter(self.settings, module, inherits=self.inherits)
+        if marks.is_exporting():
+            marks.enter(self.settings, module, inherits=self.inherits)
         elif self._is_needed(module):
             norms_only = not (module.training or _trains_around())
             entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
@@ -173,17 +173,17 @@ class _ExitRegion:
             "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
         )
 
-    @compiled_mode.skipped_by_dynamo
+    @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():
-            compiled_mode.leave(module)
+            marks.leave(module)
         elif running.forwards:
             for forward in running.forwards:
                 if forward[0] is module:
-                    compiled_mode.run_outside_dynamo(leave_forward, module, sys._getframe(1))
+                    marks.run_outside_dynamo(leave_forward, module, sys._getframe(1))
                     break
-        elif compiled_mode.is_exporting():
-            compiled_mode.leave(module)
+        elif marks.is_exporting():
+            marks.leave(module)
 
 
 def attach_region(
@@ -283,10 +283,10 @@ class region(ContextDecorator):
             attachment.recompute = max(attachment.recompute, settings.most_recompute)
         self._entered: list[Region | None] = []
 
-    @compiled_mode.skipped_by_dynamo
+    @marks.skipped_by_dynamo
     def __enter__(self) -> None:
-        if _is_compiling() or compiled_mode.is_exporting():
-            compiled_mode.TracingMode(compiled_mode.text_of(self.settings)).__enter__()
+        if _is_compiling() or marks.is_exporting():
+            marks.TracingMode(marks.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
         if active.disabled or is_tracing():
@@ -294,10 +294,10 @@ class region(ContextDecorator):
         else:
             self._entered.append(Region(self.settings, attachment=self.attachment).__enter__())
 
-    @compiled_mode.skipped_by_dynamo
+    @marks.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling() or compiled_mode.is_exporting():
-            compiled_mode.leave(None)
+        if _is_compiling() or marks.is_exporting():
+            marks.leave(None)
             return
         entered = self._entered.pop()
         if entered is None or entered not in active.regions:  # an enclosing one was left before

@@ -17,7 +17,7 @@ from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
 from brevact.autograd.active_regions import active
 from brevact.autograd.aten_calls import as_torch_function
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
-from brevact.autograd.compiled import mode as compiled_mode
+from brevact.compiler import marks
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
@@ -58,18 +58,18 @@ def packing_region() -> Any:
     return region
 
 
-class EagerMode(compiled_mode.RegionMode):
+class EagerMode(marks.RegionMode):
     """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
-    @compiled_mode.skipped_by_dynamo
+    @marks.skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            return compiled_mode.traced_call(self, func, types, args, kwargs)
+            return marks.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
-            return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
+            return marks.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
         if row is None and type(func) in OPERATORS:
             func, args, kwargs = as_torch_function(func, args, kwargs)

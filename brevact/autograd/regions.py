@@ -21,7 +21,7 @@ from brevact.autograd import first_region
 from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import operands_beside
-from brevact.autograd.compiled import mode as compiled_mode
+from brevact.compiler import marks
 from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
@@ -126,7 +126,7 @@ class Region(Store):
 
     def describe(self) -> None:
         """Describe the region on its mode, which Dynamo reads: in a checkpoint inside the region nothing is packed."""
-        self.mode.text = compiled_mode.text_of(self.outer_settings)
+        self.mode.text = marks.text_of(self.outer_settings)
         self.mode.norms_only = self.norms_only or is_checkpoint_innermost()
 
     def region_for_op(self, name: str) -> Region:
@@ -192,7 +192,7 @@ class Region(Store):
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether tensors saved below a frame are packed: no compiled graph's, no matrix decomposition's."""
-        if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
+        if not is_alive(saver) or marks.is_compiled_graph(saver):
             return False
         return not (is_in_algorithm(saver) or is_in_algorithm(saver.f_back))  # behind `Function.apply`
 

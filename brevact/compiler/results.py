@@ -11,20 +11,17 @@ import itertools
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.active_regions import active
-from brevact.autograd.compiled.nodes import call_in_graph, function_of
 from brevact.autograd.rows import row_of
 from brevact.autograd.weights import is_weight
 from brevact.private_names.of_graph import COMPILED
 from brevact.private_names.of_torch import (
-    ClassInGraph,
     DisableTorchFunction,
     current_translator,
     function_stack_at,
@@ -32,40 +29,15 @@ from brevact.private_names.of_torch import (
     len_function_stack,
     pop_function_mode,
     push_function_mode,
-    variable_of,
 )
 
 _NO_CONTEXT = nullcontext()
 _NUMBERS = int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size
 
 
-@functools.cache
-def show_losses() -> None:
-    """Let Dynamo pass ``F.cross_entropy`` to modes: by itself it puts the function straight into the graph."""
-    unseen = ClassInGraph._call_cross_entropy_loss
-
-    def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        made = unseen(self, translator, args, kwargs)
-
-        def loss(input: Any, target: Any) -> Any:
-            return variable_of(translator, F.cross_entropy).call_function(translator, [input, target, *args], kwargs)
-
-        return type(made)(loss) if _traces_region(translator) else made
-
-    ClassInGraph._call_cross_entropy_loss = call
-
-
-def _traces_region(translator: Any) -> bool:
-    if getattr(translator.output.compiler_fn, "is_brevact", False):
-        return True
-    modes = translator.symbolic_torch_function_state.mode_stack
-    return any(getattr(getattr(mode, "value", None), "is_region", False) for mode in modes)
-
-
 @torch.compiler.assume_constant_result
 def watch_graph() -> None:
     """Wrap the compiler of the graph that Dynamo traces (called in traced code)."""
-    show_losses()
     graph = current_translator().output
     if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
         graph.compiler_fn = _watched(graph.compiler_fn)
@@ -74,8 +46,11 @@ def watch_graph() -> None:
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        from brevact.compiler.graphs import packing  # it imports Inductor
+
         results = _results_of(graph)
-        run = compiler(graph, inputs, **options)
+        with packing(graph):
+            run = compiler(graph, inputs, **options)
         if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
             return run
         return _in_region(run, results)
@@ -168,8 +143,6 @@ def _is_marked(node: fx.Node) -> bool:
 
 
 def _function_of(node: fx.Node) -> Any:
-    if node.target is call_in_graph:
-        return function_of(cast(str, node.args[0]))
     if node.op == "call_method":
         return getattr(Tensor, str(node.target), None)
     return Tensor.__getitem__ if node.target is operator.getitem else node.target

@@ -1,8 +1,8 @@
-"""Regions in code that Dynamo traces for `torch.compile`.
+"""Regions in code that Dynamo traces for `torch.compile`: marks on the nodes of its graph.
 
 Dynamo executes Python symbolically: :func:`traced_call` for each torch function, :func:`enter` and :func:`leave` for
-each module. These therefore use only code that Dynamo traces, and have no state but the stack of modes. A function with
-a counterpart becomes a graph node (``nodes.call_in_graph``); the compiler handles the others.
+each module. These therefore use only code that Dynamo traces, and have no state but the stack of modes. They change no
+op: each node carries the text of its region's settings, by which the partitioner (``compiler.graphs``) packs.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.active_regions import active
-from brevact.autograd.compiled.graphs import show_losses, watch_graph
-from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region
+from brevact.autograd.rows import ROWS
 from brevact.autograd.settings import BackwardSettings
+from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     CheckpointHooks,
     HigherOrderOperator,
     frame_callback,
     function_apply_code,
     function_stack_at,
-    get_overridable_functions,
     len_function_stack,
     skip_code,
 )
+from brevact.quantizers import from_text
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+#: Key of a node's mark, the text of its settings; empty for full precision.
+MARK, FULL_PRECISION = "brevact", ""
 
 
 def skipped_by_dynamo(function: F) -> F:
@@ -65,9 +70,8 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
     function(*args)
 
 
-# Dynamo passes only this set's functions to modes; F.hardswish and torch.relu_ are missing from it.
-get_overridable_functions().update(NAMES)
-before_first_region(show_losses)
+#: Norms that may go on with rounded values.
+_NORMS = {func for func, row in ROWS.items() if row.rounds_forward}
 
 
 def _watch_checkpoints() -> None:
@@ -130,37 +134,35 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor runs its own rule; the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
-    if _is_compiling():  # not if a mode of traced code is active between graphs
-        watch_graph()
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
-    if func is Tensor.unflatten:  # it calls super(), which Dynamo does not follow here
-        func = torch.unflatten
-    elif func is Tensor.__pow__:  # Dynamo does not find a class's Python functions in a table
-        func = torch.pow
-    elif func is Tensor.__rsub__:
-        func = torch.rsub
-    elif func is Tensor.norm:
-        func = torch.norm
-    name = NAMES.get(func)
-    if name is None:
+    text = mode.text
+    if _changes_forward(text) and func in _NORMS:
+        return _call_outside(text, mode.norms_only, func, args, kwargs)
+    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
-    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # only rounded norms apply
-        if not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
-            return func(*args, **kwargs)
-    if mode.text is None:
-        if func in DERIVING:
-            return func(*args, **kwargs)
+    if text is None:
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
             "top level of a module, with fields that are numbers, strings, None, enums or dtypes; or, for one that "
             "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
             "they are"
         )
-    # At full precision, too: inside the graph, a region around this one does not see the function.
-    named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
-    parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
-    return call_in_graph(name, mode.text, parameters, args, kwargs)
+    if not _is_compiling():  # between graphs
+        return _call_outside(text, False, func, args, kwargs)
+    watch_graph()
+    with annotate({MARK: text}):
+        return func(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _call_outside(text: str, norms_only: bool, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function in an eager region."""
+    from brevact.autograd.regions import Region
+
+    settings = None if text == FULL_PRECISION else from_text(text)
+    with Region(settings, norms_only=norms_only):
+        return func(*args, **kwargs)
 
 
 def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,192 @@
+"""How a backward graph depends on its saved tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from brevact.compiler import aten as table
+from brevact.compiler.aten import Use
+
+
+class _Value(NamedTuple):
+    """Saved tensors that a node depends on, as bits of integers by kind of dependence."""
+
+    linear: int = 0
+    smooth: int = 0
+    mixed: int = 0  # through a product of matrices
+    exp: int = 0  # linear in the exponential of these
+    is_shifted: bool = False  # 1 + exp
+    is_gradient: bool = False  # depends on the tangents
+
+    @property
+    def all(self) -> int:
+        return self.linear | self.smooth | self.exp
+
+
+_NOTHING = _Value()
+
+
+@dataclass
+class Saved:
+    """A saved tensor's uses: the strictest, and the nodes that demand it exactly or are its readers."""
+
+    node: fx.Node
+    use: Use = Use.LINEAR
+    is_deep: bool = False  # a smooth function of products of it
+    exact: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # nodes and arguments
+    readers: set[fx.Node] = field(default_factory=set)
+
+
+class Dependence:
+    """How the nodes that backward computes, in order, depend on each of the saved tensors given.
+
+    Args:
+        nodes: what backward computes, in an order in which it can.
+        saved: float tensors that forward saves.
+        gradients: nodes that depend on the gradients that backward is given.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], saved: Iterable[fx.Node], gradients: Container[fx.Node]) -> None:
+        self.saved = [Saved(node) for node in saved]
+        self._values = {each.node: _Value(linear=1 << place) for place, each in enumerate(self.saved)}
+        self.gradients = gradients
+        for node in nodes:
+            if node.op == "output":
+                for each in node.all_input_nodes:
+                    if each not in gradients:
+                        self._read(self._value(each).all, node)
+            else:
+                self._values[node] = self._call(node)
+
+    def _value(self, node: fx.Node) -> _Value:
+        found = self._values.get(node)
+        return _Value(is_gradient=node in self.gradients) if found is None else found
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Whether a node is a function of saved tensors."""
+        return bool(self._value(node).all)
+
+    def _bits(self, mask: int) -> Iterable[Saved]:
+        while mask:
+            low = mask & -mask
+            yield self.saved[low.bit_length() - 1]
+            mask ^= low
+
+    def _mark(self, mask: int, use: Use, node: fx.Node, arg: fx.Node, mixed: int = 0) -> None:
+        for each in self._bits(mask):
+            each.use = max(each.use, use)
+            if use is Use.EXACT:
+                each.exact.append((node, arg))
+        for each in self._bits(mask & mixed):
+            each.is_deep = each.is_deep or use >= Use.SMOOTH
+
+    def _read(self, mask: int, node: fx.Node) -> None:
+        for each in self._bits(mask):
+            each.readers.add(node)
+
+    def _call(self, node: fx.Node) -> _Value:
+        target = node.target
+        if target is operator.getitem:
+            return self._value(node.args[0])  # type: ignore[arg-type]
+        packet = getattr(target, "overloadpacket", target)
+        values = [(place, each, self._value(each)) for place, each in _tensors(node)]
+        values = [(place, each, value) for place, each, value in values if value.all or value.is_gradient]
+        if not values or packet in table.SIZES or not isinstance(node.meta.get("val"), Tensor | tuple | list):
+            return _NOTHING
+        is_gradient = any(value.is_gradient for *_, value in values)
+        if is_gradient:
+            for *_, value in values:
+                if not value.is_gradient:
+                    self._read(value.all, node)
+        if (found := self._of_exp(node, packet, values)) is not None:
+            return found
+        result = _NOTHING
+        is_product = packet not in table.ADDITIVE
+        uses = table.BY_PLACE.get(packet)
+        for place, arg, value in values:
+            use = Use.LINEAR if value.is_gradient else _use(node, packet, uses, place)
+            linear, smooth, mixed = value.linear, value.smooth, value.mixed
+            if value.exp and use >= Use.LINEAR:
+                self._mark(value.exp, Use.EXACT, node, arg)
+                smooth |= value.exp
+            if use >= Use.SMOOTH:
+                self._mark(linear | smooth, use, node, arg, mixed)
+                linear, smooth = 0, linear | smooth
+            elif use is Use.NONE:
+                linear = smooth = mixed = 0
+            if is_product:
+                both = result.all & (linear | smooth)
+                if both:
+                    self._mark(both, Use.SMOOTH, node, arg, result.mixed | mixed)
+                    linear, smooth = linear & ~both, smooth | both
+            smooth |= result.smooth
+            linear = (result.linear | linear) & ~smooth
+            result = _Value(linear, smooth, result.mixed | mixed)
+        if not is_gradient and packet in table.MATRIX_PRODUCTS:
+            result = result._replace(mixed=result.all)
+        return result._replace(is_gradient=is_gradient)
+
+    def _of_exp(self, node: fx.Node, packet: Any, values: list[tuple[int, fx.Node, _Value]]) -> _Value | None:
+        """Follow an exponential as far as the functions of 1 + exp(x), which are smooth."""
+        place, arg, value = values[0]
+        if packet in table.EXP and len(values) == 1 and not value.is_gradient and not value.exp:
+            if _is_negative_square(node.args[0]):
+                return None if packet not in table.EXP else self._smooth(node, value)
+            return _Value(exp=value.all, mixed=value.mixed)
+        if len(values) == 1 and value.exp and not value.linear | value.smooth:
+            if packet is table.aten.add and place == 0 and node.args[1] == 1:
+                return value._replace(is_shifted=True)
+            if packet is table.aten.log1p or (value.is_shifted and packet in table.OF_ONE_PLUS_EXP):
+                return self._smooth(node, value)
+            if packet in table.CASTS:
+                return value
+        if len(values) == 2 and packet in table.OF_ONE_PLUS_EXP and values[1][2].is_shifted and values[1][2].exp:
+            top, below = value, values[1][2]
+            self._mark(below.exp, Use.SMOOTH, node, arg, below.mixed)
+            if top.exp:
+                return None
+            smooth = top.smooth | below.exp
+            return _Value(top.linear & ~smooth, smooth, top.mixed | below.mixed, is_gradient=top.is_gradient)
+        return None
+
+    def _smooth(self, node: fx.Node, value: _Value) -> _Value:
+        self._mark(value.all, Use.SMOOTH, node, node, value.mixed)
+        return _Value(smooth=value.all, mixed=value.mixed)
+
+
+def _tensors(node: fx.Node) -> Iterable[tuple[int, fx.Node]]:
+    for place, arg in enumerate((*node.args, *node.kwargs.values())):
+        if isinstance(arg, fx.Node):
+            yield place, arg
+        elif isinstance(arg, list | tuple):
+            for each in arg:
+                if isinstance(each, fx.Node):
+                    yield place, each
+
+
+def _use(node: fx.Node, packet: Any, uses: dict[int, Use] | None, place: int) -> Use:
+    if uses is not None:
+        return uses.get(place, Use.EXACT)
+    if packet in table.ADDITIVE or packet in table.PRODUCTS:
+        return Use.LINEAR
+    if packet in table.SMOOTH or (packet is table.aten.pow and table.powers_are_smooth(node.args[1])):
+        return Use.SMOOTH
+    return Use.EXACT
+
+
+def _is_negative_square(node: Any) -> bool:
+    """Whether the argument of an exponential is a negative multiple of a square."""
+    if not isinstance(node, fx.Node) or getattr(node.target, "overloadpacket", None) is not table.aten.mul:
+        return False
+    inner, factor = node.args[:2]
+    if not isinstance(factor, float | int) or factor >= 0 or not isinstance(inner, fx.Node):
+        return False
+    packet = getattr(inner.target, "overloadpacket", None)
+    return (packet is table.aten.mul and inner.args[0] is inner.args[1]) or (
+        packet is table.aten.pow and inner.args[1] == 2
+    )

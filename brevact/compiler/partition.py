@@ -1,0 +1,489 @@
+"""Choose which tensors a graph saves for backward, and pack them.
+
+PyTorch's partitioner asks `choose_saved_values_set` which nodes of the joint graph forward hands to backward, and
+extracts both graphs from the answer. :func:`pack_saved` answers with packed tensors: it lets PyTorch choose, replaces
+tensors that may not be rounded by smaller ones where it can, and adds nodes that pack and decode the others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import SymInt, Tensor, fx
+
+from brevact.autograd.saved import ACTIVATION_DTYPES
+from brevact.autograd.seeds import rank_seed
+from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
+from brevact.compiler import aten as table
+from brevact.compiler.aten import Use, aten
+from brevact.compiler.dependence import Dependence, Saved
+from brevact.quantizers.normalizing_plans import FUSED
+from brevact.quantizers import Rounding, UniformQuantizer, to_text
+
+ops = torch.ops.brevact
+_MOST_ROUNDS = 8
+_MOST_STEPS = 12
+#: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
+_BROADCAST = 8
+#: Bits of tensors from which layers are computed again.
+DEEP_BITS = 8
+#: Elements from which masks are packed.
+_LEAST_MASK = 4096
+
+#: Settings of a tensor that some ops of backward read.
+SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
+
+
+class Row(NamedTuple):
+    """A tensor that a graph saves for backward."""
+
+    node: str
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    use: str
+    bits: int
+    plain_bytes: int
+    nbytes: int
+
+
+def pack_saved(
+    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+) -> tuple[list[fx.Node], list[Row]]:
+    """Pack saved nodes of a joint graph, in which backward then reads decoded ones.
+
+    Args:
+        graph: joint graph, which is changed.
+        saved: nodes that PyTorch chose to save.
+        outputs: number of results of the forward pass, the first ones of the graph.
+        static: places of parameters and buffers among the inputs.
+        settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
+
+    Returns:
+        Nodes to save, and a description of each tensor among them.
+    """
+    packing = _Packing(graph, saved, outputs, static, settings_of)
+    packing.unite_masks()
+    packing.unite_views()
+    packing.avoid_exact()
+    packing.drop_computable()
+    return packing.pack()
+
+
+class _Packing:
+    def __init__(
+        self, graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+    ) -> None:
+        self.graph, self.settings_of = graph, settings_of
+        self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        self.of_forward = [each for each in self.output.args[0][:outputs] if isinstance(each, fx.Node)]
+        self.of_backward = [each for each in self.output.args[0][outputs:] if isinstance(each, fx.Node)]
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        primals = [node for node in inputs if not node.name.startswith("tangents")]
+        self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
+        wanted = zip(primals, self.output.args[0][outputs:], strict=False)
+        self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
+        data = [node for place, node in enumerate(primals) if place not in static]
+        random = [node for node in graph.nodes if _is_random(node)]
+        self.activations = _reached(graph, (*data, *random))
+        self.saved = dict.fromkeys(saved)
+        values = (node.meta.get("val") for node in graph.nodes)
+        self.mode = torch._guards.detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+        self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
+        self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
+        self.seeds: dict[torch.device, fx.Node] = {}
+        self.count = 0
+
+    # --- which tensors to save
+
+    def backward_nodes(self) -> list[fx.Node]:
+        """Nodes that backward computes, in order."""
+        found, waiting = {self.output}, list(self.of_backward)
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in self.saved and node.op != "placeholder":
+                found.add(node)
+                waiting += node.all_input_nodes
+        return sorted(found)
+
+    def may_round(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return (
+            node.op == "call_function"
+            and isinstance(value, Tensor)
+            and value.dtype in ACTIVATION_DTYPES
+            and node in self.live
+            and node in self.activations
+        )
+
+    def unite_views(self) -> None:
+        """Save a tensor once in place of several views, or of a view with gaps."""
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.saved:
+            if self.may_round(node):
+                groups.setdefault(_root(node), []).append(node)
+        for root, views in groups.items():
+            if root in views and len(views) == 1 or not self.may_round(root):
+                continue
+            if sum(_numel(view) for view in views) >= _numel(root):
+                for view in views:
+                    del self.saved[view]
+                self.saved[root] = None
+
+    def avoid_exact(self) -> None:
+        """Save results of what reads a tensor exactly, such as comparisons, in place of that tensor."""
+        for _ in range(_MOST_ROUNDS):
+            self.analyse()
+            exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
+            found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
+            if not found:
+                return
+            for node in found:
+                if (mask := self.split_at_kink(node)) is not None:
+                    node = mask
+                self.saved[node] = None
+
+    def analyse(self) -> None:
+        """Find how backward depends on what is saved, and save nothing that it does not read."""
+        self.nodes = self.backward_nodes()
+        self.read = set(self.nodes)
+        needed = {each for node in self.nodes for each in node.all_input_nodes}
+        self.saved = {
+            node: None for node in self.saved if node in needed or not isinstance(node.meta.get("val"), Tensor)
+        }
+        inputs = (node for node in needed if node.op == "placeholder" and node not in self.gradients)
+        self.saved.update(dict.fromkeys(sorted(inputs)))
+        floats = [node for node in self.saved if self.may_round(node)]
+        self.dependence = Dependence(self.nodes, floats, self.gradients)
+
+    def unite_masks(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and (mask := self.same_mask(node)) is not None:
+                node.replace_all_uses_with(mask)
+                if node in self.saved:
+                    del self.saved[node]
+                    self.saved[mask] = None
+
+    def same_mask(self, node: fx.Node) -> fx.Node | None:
+        """Return the comparison of x with 0 by which a leaky function of x was made, if ``node`` compares its result."""
+        packet, value = _packet(node), node.args[0] if node.args else None
+        while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
+            value = value.args[0]
+        if packet is not aten.gt or node.args[1] != 0 or getattr(value, "op", "") != "call_function":
+            return None
+        if _packet(value) is not aten.where:
+            return None
+        mask, x, scaled = value.args
+        if _packet(mask) is not aten.gt or mask.args != (x, 0):
+            return None
+        if mask.meta["val"].shape != node.meta["val"].shape:
+            return None
+        is_scaled = _packet(scaled) is aten.mul and scaled.args[0] is x
+        return mask if is_scaled and isinstance(scaled.args[1], int | float) and scaled.args[1] > 0 else None
+
+    def split_at_kink(self, node: fx.Node) -> fx.Node | None:
+        """Let backward compute a function with a kink from its argument and a mask, linear in it; return the mask."""
+        kink = table.KINKS.get(_packet(node))
+        if kink is None:
+            return None
+        compare, x, bound = kink(node.args)
+        if isinstance(bound, fx.Node):
+            return None
+        origin = self.origins.get(node, node)
+        mask = self.masks.get(origin)
+        if mask is None:
+            with self.insert_after(origin):
+                mask = self.masks[origin] = self._like(node, self.call(compare.Scalar, origin.args[0], bound))
+            for user in [user for each in self._clamped(origin) for user in each.users if user > mask]:
+                if _packet(user) is compare and user.args[1] == bound:
+                    user.replace_all_uses_with(mask)
+        with self.insert_after(max(mask, node)):
+            again = self._like(node, self.call(aten.where.ScalarSelf, mask, bound, x))
+        self._redirect(self.nodes, {node: again})
+        return mask
+
+    def _clamped(self, node: fx.Node) -> list[fx.Node]:
+        """A function with a kink, its argument, copies, and such functions of these: equal as to their bounds."""
+        found, waiting = [], [node]
+        while waiting:
+            each = waiting.pop()
+            if each in found:
+                continue
+            found.append(each)
+            is_link = _packet(each) in table.KINKS or _packet(each) in table.SAME
+            waiting += each.all_input_nodes if is_link else ()
+            waiting += [user for user in each.users if _packet(user) in table.KINKS or _packet(user) in table.SAME]
+        bounds = [(compare, bound) for compare, _, bound in (table.KINKS[_packet(each)](each.args) for each in found if _packet(each) in table.KINKS)]
+        lower = [bound for compare, bound in bounds if compare is aten.le]
+        upper = [bound for compare, bound in bounds if compare is aten.ge]
+        are_numbers = all(isinstance(bound, int | float) for _, bound in bounds)
+        return found if are_numbers and (not lower or not upper or max(lower) < min(upper)) else [node]
+
+    def insert_after(self, node: fx.Node) -> Any:
+        return self.graph.inserting_before(node.next)
+
+    def drop_computable(self) -> None:
+        """Save nothing that backward can compute, element by element, from what it reads anyway."""
+        available = {*self.nodes, *self.saved}
+        for node in sorted(self.saved):
+            is_mask = node.op == "call_function" and node.meta["val"].dtype is torch.bool
+            if not (is_mask or self.may_round(node)):
+                continue
+            steps = self._steps(node, available)
+            if steps is not None:
+                del self.saved[node]
+                available |= steps
+        self.avoid_exact()
+
+    def _steps(self, node: fx.Node, available: set[fx.Node]) -> set[fx.Node] | None:
+        """Nodes by which backward computes a saved node from what it has; None if that is not cheap."""
+        found, waiting = set(), [node]
+        while waiting:
+            each = waiting.pop()
+            if each in found or (each is not node and (each in available or each.op != "call_function")):
+                continue
+            found.add(each)
+            if len(found) > _MOST_STEPS or not table.is_cheap(each):
+                return None
+            waiting += each.all_input_nodes
+        return found
+
+    def _instead(self, saved: Saved) -> Iterable[fx.Node]:
+        for node, arg in saved.exact:
+            if node not in self.gradients:
+                yield node
+            elif arg is not saved.node and arg not in self.gradients:
+                yield arg
+
+    def packs(self, saved: Saved) -> bool:
+        settings = self.settings_of(saved.readers)
+        if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
+            return False
+        readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
+        return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+
+    # --- packing
+
+    def pack(self) -> tuple[list[fx.Node], list[Row]]:
+        uses = {each.node: each for each in self.dependence.saved}
+        nodes = self.nodes
+        kept: dict[fx.Node, None] = {}
+        decoded: dict[fx.Node, fx.Node] = {}
+        rows = []
+        for node in self.saved:
+            value, use = node.meta.get("val"), uses.get(node)
+            stored: tuple[fx.Node, ...] = (node,)
+            bits = 0
+            if isinstance(value, Tensor) and value.dtype is torch.bool and _numel(node) >= _LEAST_MASK:
+                if node.op == "call_function" and self.settings_of(readers_of(node, self.read)) is not None:
+                    stored, bits = self.pack_mask(node, decoded), 1
+            elif use is not None and use.use is not Use.EXACT and self.packs(use):
+                settings = self.settings_of(use.readers)
+                quantizer = quantizer_of(settings, use)
+                stored, bits = self.pack_activation(node, settings, quantizer, decoded), bits_of(quantizer)
+            kept.update(dict.fromkeys(stored))
+            if isinstance(value, Tensor) and node.op != "placeholder":
+                rows.append(_row(node, use, bits, stored))
+        self._redirect(nodes, decoded)
+        return list(kept), rows
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """Add a call at the graph's insertion point, with the fake tensor that it returns."""
+        node = self.graph.call_function(target, args)
+        with self.mode:
+            node.meta["val"] = target(*(fx.map_arg(args, lambda each: each.meta["val"])))
+        return node
+
+    def seed(self, x: fx.Node) -> fx.Node:
+        device = x.meta["val"].device
+        if device not in self.seeds:
+            keywords = {"dtype": torch.int64, "device": device}
+            with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
+                drawn = self.graph.call_function(aten.randint.low, (0, 2**62, []), keywords)
+                with self.mode:
+                    drawn.meta["val"] = torch.empty((), **keywords)
+                if rank := rank_seed():
+                    drawn = self.call(aten.bitwise_xor.Scalar, drawn, rank)
+            self.seeds[device] = drawn
+        self.count += 1
+        return self.call(aten.add.Tensor, self.seeds[device], self.count)
+
+    def sizes(self, node: fx.Node) -> tuple[list[Any], list[Any]]:
+        """Sizes and strides as arguments: symbols are nodes, which backward needs as well."""
+
+        def argument(value: Any, target: Any, dim: int) -> Any:
+            return self.call(target, node, dim) if isinstance(value, SymInt) else value
+
+        x = node.meta["val"]
+        return (
+            [argument(size, aten.sym_size.int, dim) for dim, size in enumerate(x.shape)],
+            [argument(step, aten.sym_stride.int, dim) for dim, step in enumerate(x.stride())],
+        )
+
+    def pack_mask(self, node: fx.Node, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+        with self.insert_after(node):
+            size, stride = self.sizes(node)
+            packed = self.call(ops.pack_mask.default, node, stride)
+            decoded[node] = self._like(node, self.call(ops.unpack_mask.default, packed, size, stride))
+        return packed, *_symbols(size, stride)
+
+    def pack_activation(
+        self, node: fx.Node, settings: BackwardSettings, quantizer: Any, decoded: dict[fx.Node, fx.Node]
+    ) -> tuple[fx.Node, ...]:
+        dtype = node.meta["val"].dtype
+        statistics = self.statistics(node, settings)
+        if statistics is not None and settings.for_normalized is not None:
+            quantizer = settings.for_normalized.quantizer
+        text = to_text(quantizer)
+        last = node if statistics is None else max(node, *(each for each in statistics if each is not None))
+        with self.insert_after(last):
+            seed = self.seed(node) if quantizer.is_stochastic else None
+            size, stride = self.sizes(node)
+            if statistics is None:
+                packed = self.call(ops.quantize.default, node, seed, text, stride)
+                made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
+            else:
+                packed = self.call(ops.quantize_normalized.default, node, *statistics, seed, text, stride)
+                made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
+            decoded[node] = self._like(node, made)
+        symbols = _symbols(size, stride)
+        if settings.save_mode is SaveMode.SAVE_QUANTIZED:
+            return packed, *symbols
+        return node, *([] if seed is None else [seed]), *symbols
+
+    def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node | None, fx.Node] | None:
+        """Means and inverse deviations of the norm that reads a tensor, if it is packed normalized."""
+        x = node.meta["val"]
+        if settings.is_lossless or x.dtype not in FUSED:
+            return None
+        users = [user for each in (node, *_casts(node)) for user in each.users]
+        for user in users:
+            packet = _packet(user)
+            if packet is aten.sub and _is_broadcast(user.args[1], user):
+                for scaled in user.users:
+                    if (invstd := _deviation(scaled, user)) is not None:
+                        return user.args[1], invstd  # type: ignore[return-value]
+            elif (invstd := _deviation(user, node, *_casts(node))) is not None:
+                return None, invstd
+        return None
+
+    def _like(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        made.meta.update({key: each for key, each in node.meta.items() if key not in ("val", "tensor_meta")})
+        return made
+
+    def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
+        """Let backward read decoded tensors; what forward computes, too, is computed from them by nodes of its own."""
+        forward = _needed(self.of_forward, *decoded)
+        for node in nodes:
+            if node is self.output:
+                continue
+            changed = [each for each in node.all_input_nodes if each in decoded]
+            if not changed:
+                continue
+            if node in forward:
+                with self.insert_after(node):
+                    again = self.graph.node_copy(node, lambda each: decoded.get(each, each))
+                decoded[node] = again
+                self.origins[again] = self.origins.get(node, node)
+            else:
+                for each in changed:
+                    node.replace_input_with(each, decoded[each])
+        places = {each: decoded[each] for each in self.of_backward if each in decoded}
+        count = len(self.output.args[0]) - len(self.of_backward)
+        if places:
+            raise AssertionError(count)
+
+
+def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _needed(outputs: Iterable[fx.Node], *more: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = [*outputs, *more]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def readers_of(node: fx.Node, nodes: set[fx.Node]) -> list[fx.Node]:
+    return [each for each in node.users if each in nodes]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor that a node is a view of, or a part, or a copy in another memory order."""
+    while True:
+        before = node.args[0] if node.target is operator.getitem else node
+        if _packet(before) not in table.MOVES:
+            return node
+        node = before.args[0]
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _numel(node: fx.Node) -> int:
+    size = node.meta["val"].numel()
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _casts(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.users if _packet(each) in table.CASTS]
+
+
+def _is_broadcast(node: Any, user: fx.Node) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and _numel(node) * _BROADCAST <= _numel(user)
+
+
+def _deviation(node: fx.Node, *of: fx.Node) -> fx.Node | None:
+    """The inverse deviations that a node multiplies a tensor with."""
+    if _packet(node) is not aten.mul:
+        return None
+    found = [each for each in node.args if each not in of and _is_broadcast(each, node)]
+    if len(found) != 1 or getattr(_root(found[0]).target, "overloadpacket", None) is not aten.rsqrt:
+        return None
+    return found[0]
+
+
+def _symbols(*sizes: list[Any]) -> list[fx.Node]:
+    return [each for size in sizes for each in size if isinstance(each, fx.Node)]
+
+
+def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...]) -> Row:
+    value = node.meta["val"]
+    modules = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
+    name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
+    kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
+    shape = tuple(value.shape)
+    return Row(node.name, str(node.target), modules[-1][0], shape, name, bits, _numel(node) * value.itemsize, kept)
+
+
+def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:
+    """The settings' quantizer, or a finer one for a tensor that backward reads in another way than linearly."""
+    quantizer, least = settings.quantizer, 0
+    if saved.use is Use.SMOOTH:
+        least = settings.derive_min_bits or 4
+    elif saved.use is Use.SCORES:
+        least = settings.score_bit_width
+    if saved.is_deep:
+        least = max(least, DEEP_BITS)
+    if not 0 < bits_of(quantizer) < least:
+        return quantizer
+    rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
+    return UniformQuantizer(bit_width=least, rounding=rounding)
