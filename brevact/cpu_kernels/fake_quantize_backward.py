@@ -43,7 +43,6 @@ from brevact.cpu_kernels.fake_quantize import (
     shift_values,
 )
 from brevact.cpu_kernels.floats import FLOAT32, KINDS, emit, stage
-from brevact.cpu_kernels.masks import spread_bits
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -58,19 +57,14 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u32_scratch,
 )
-from brevact.cpu_kernels.planes import bytes_to_codes
-from brevact.cpu_kernels.strided import OF_GRAD as OF_GRAD_STRIDES
-from brevact.cpu_kernels.strided import OF_VALUES, gather, scatter
+from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
 from brevact.cpu_kernels.teams import share, takes_one_thread
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS, PLACES, OF_GRAD = range(28, 36)
-"""Addresses of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last block that
-is not full, and of (k, B * 64) sums of columns, 0 for none; k is 4 where the zero point learns, else 2; and of the
-(k,) sums, where a call has all blocks and adds them. X is the gradient, OUT that of the quantized tensor. Where the
-gradient lies in memory in another order: the address of sizes and strides, and that of the terms of the first sum,
-which are written in that order; SUMS are then those of the second."""
-COLUMNS = BLOCK // 8
+TERMS, SUMS, REST, KINDS_OF_TERMS, TOTALS = range(28, 33)
+"""Addresses, 0 for none, of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last
+block that is not full; k, 4 where the zero point learns, else 2; the address of the (k,) sums, where a call has all
+blocks and adds them. X is the gradient, OUT that of the quantized tensor."""
 
 
 @inlined
@@ -149,17 +143,6 @@ def _all_of_residuals(g, codes, residuals, steps, scales, zero_points, count, lo
 
 
 @inlined
-def _add_columns(terms, count, out):
-    """Sums of the eight terms of each column of a block, 0 for columns that it lacks."""
-    columns = (count + 7) // 8
-    for c in range(COLUMNS):
-        store(out, c, load(terms, c) if c < columns else np.float32(0.0))
-    for i in range(1, 8):
-        for c in range(min(columns, count - i * columns)):
-            store(out, c, load(out, c) + load(terms, i * columns + c))
-
-
-@inlined
 def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
     """-g s, and g s where nothing was clipped."""
     for e in range(count):
@@ -171,32 +154,22 @@ def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
 
 @inlined
 def _place_terms(words, index, count, row, one, other, kind, own):
-    """Write or add the terms of rows `row` and `row + 1`; for a gradient in another order, write one, add the other."""
+    """Write or add the terms of rows `row` and `row + 1`."""
     numel = load(words, NUMEL)
-    blocks, first, is_moved = (numel + BLOCK - 1) // BLOCK, index * BLOCK, load(words, OF_GRAD) != 0
-    if is_moved:
-        scatter(one, i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, load(words, OF_GRAD))
-    if load(words, PARTS):
-        sums = advance(f32_at(load(words, PARTS)), (row * blocks + index) * COLUMNS)
-        _add_columns(one, count, sums)
-        _add_columns(other, count, advance(sums, blocks * COLUMNS))
+    blocks, first = (numel + BLOCK - 1) // BLOCK, index * BLOCK
     if load(words, TERMS):
         emit(one, load(words, TERMS), kind, row * numel + first, count)
         emit(other, load(words, TERMS), kind, (row + 1) * numel + first, count)
     elif load(words, SUMS) and count == BLOCK:
         lanes = advance(f32_at(load(words, SUMS)), (row * blocks + index) * LANES)
-        if is_moved:
-            add_block(other, own, lanes)
-        else:
-            add_block(one, own, lanes)
-            add_block(other, own, advance(lanes, blocks * LANES))
+        add_block(one, own, lanes)
+        add_block(other, own, advance(lanes, blocks * LANES))
     elif load(words, SUMS):
         rest = advance(f32_at(load(words, REST)), row * BLOCK)
         for e in range(count):
-            store(rest, e, load(other, e) if is_moved else load(one, e))
-        if not is_moved:
-            for e in range(count):
-                store(rest, BLOCK + e, load(other, e))
+            store(rest, e, load(one, e))
+        for e in range(count):
+            store(rest, BLOCK + e, load(other, e))
 
 
 @kernel
@@ -207,7 +180,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
     rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
     again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is recomputed from the quantized values
-    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0 or load(words, PARTS) != 0
+    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     rounded, spent, staged, of_values = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
@@ -230,14 +203,8 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        g, x = staged, of_values
-        if load(words, PLACES):
-            gather(load(words, X), i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, staged)
-        else:
-            g = stage(load(words, X), kind, first, count, staged)
-        if load(words, VALUES) and load(words, PLACES):
-            gather(load(words, VALUES), i64_at(load(words, PLACES)), OF_VALUES, first, count, of_values)
-        elif load(words, VALUES):
+        g, x = stage(load(words, X), kind, first, count, staged), of_values
+        if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
         target = advance(f32_at(load(words, OUT)), first) if direct else spent
         if has_codes and wants_terms:
@@ -300,9 +267,6 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                     store(steps, e, load(x, e) / load(scales, e))
                 settle(steps, kind, count)
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
-            if load(words, PARTS):  # elsewhere they are rounded as they are written
-                settle(first_terms, kind, count)
-                settle(second_terms, kind, count)
         _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
     if load(words, TOTALS):
         blocks = (numel + BLOCK - 1) // BLOCK
@@ -370,13 +334,15 @@ def fake_quantize_backward(
     parts: Tensor | None,
 ) -> None:
     """The kernel adds float32 where torch's order of a sum is known; else torch adds the terms."""
-    if not reads(grad, plan, scale, zero_point, values, target, terms, sums) or (
-        codes is not None and plan.bit_width > 8
+    if (
+        parts is not None
+        or not reads(grad, plan, scale, zero_point, values, target, terms, sums)
+        or (codes is not None and plan.bit_width > 8)
     ):
         return NotImplemented
     threads = torch.get_num_threads()
     blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
-    rows = next((each.shape[0] for each in (sums, terms, parts) if each is not None), 0)
+    rows = next((each.shape[0] for each in (sums, terms) if each is not None), 0)
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
     if runs is not None and (grad.dtype is not torch.float32 or not adds_as_torch(threads)):
         runs = None
@@ -386,64 +352,6 @@ def fake_quantize_backward(
     if runs is not None:
         lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
         totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
-    ends = address(terms), address(lanes), address(rest), address(parts), rows, address(totals), 0, 0
-    _launch(grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, ends)
-    if totals is not None:
-        return
-    if sums is not None and runs is not None and lanes is not None and rest is not None:
-        finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
-    elif sums is not None and terms is not None:
-        for place in range(first, rows):
-            sums[place] = terms[place].sum()
-
-
-def fake_quantize_backward_strided(
-    grad: Tensor,
-    values: Tensor | None,
-    places: array[int],
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    of_grad: Tensor,
-    sums: Tensor,
-) -> Any:
-    """Gradients where that of the result lies in memory in another order than the result; see `fake_quantize_backward`.
-
-    As stock ops do, the first terms of the scale's gradient are added in the order of the result's gradient, the second
-    in that of the result. All is float32, with one scale, rounded to nearest; the zero point does not learn. `values`,
-    behind the ReLU, are None with residuals, `codes` without. `places` are sizes in the order of the result, then
-    strides of the gradient and of the values. Written are `target`, dense in the order of the result, `of_grad`, terms
-    of the first sum with the strides of the gradient, and `sums`, (1,), the second sum. Returns NotImplemented where
-    torch's order of the second sum is not known.
-    """
-    threads, blocks = torch.get_num_threads(), -(-plan.numel // BLOCK)
-    runs = runs_of(plan.numel, threads)
-    if runs is None or not adds_as_torch(threads):
-        return NotImplemented
-    lanes, rest = grad.new_empty(1, blocks * LANES), grad.new_empty(1, BLOCK)
-    ends = 0, lanes.data_ptr(), rest.data_ptr(), 0, 2, 0, places.buffer_info()[0], of_grad.data_ptr()
-    _launch(grad, plan, scale, zero_point, residual_of, codes, None, values, residual, target, ends)
-    finish_into(sums, lanes, rest, plan.numel, runs, threads)
-    return None
-
-
-def _launch(
-    grad: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    values: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    ends: tuple[int, ...],
-) -> None:
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     words = array(
@@ -452,8 +360,15 @@ def _launch(
             *plan,
             *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
             *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype], *ends),
+            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype]),
+            *(address(terms), address(lanes), address(rest), rows, address(totals)),
         ),
     )
-    blocks = -(-plan.numel // BLOCK)
     share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    if totals is not None:
+        return
+    if sums is not None and runs is not None and lanes is not None and rest is not None:
+        finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
+    elif sums is not None and terms is not None:
+        for place in range(first, rows):
+            sums[place] = terms[place].sum()

@@ -15,6 +15,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import torch
+from torch import Tensor
+
 from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
@@ -88,3 +91,19 @@ def _run_by_pool(function: Callable[[ctypes.Array], None], words: ctypes.Array, 
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def takes(arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it."""
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from brevact.cpu_kernels import launch
-from brevact.cpu_kernels.dequantize_grid import dequantize_grid_blocks
-from brevact.cpu_kernels.quantize_grid import quantize_grid_blocks
-from brevact.cpu_kernels.tables import GroupTable
+from brevact.cpu_kernels.grids import dequantize_grid_blocks, quantize_grid_blocks
+from brevact.cpu_kernels.groups import GroupTable
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.philox import column_bits

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.groups import KINDS, GroupTable
 from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
-from brevact.cpu_kernels.tables import KINDS, GroupTable
 from brevact.geometry import Geometry, Place, Segments
 from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer
 from brevact.quantizers.philox import column_bits
