@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from brevact.quantizers.huge_pages import SMALLEST, prefer_huge_pages
+from brevact.heap import SMALLEST_MAPPED, prefer_huge_pages
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Layout:
         """An uninitialised tensor of this layout, by default of its dtype, with `shape` and `result_stride`."""
         dtype = dtype or self.dtype
         x = torch.empty_strided(self.shape, self.result_stride, dtype=dtype, device=device)
-        if self.numel * dtype.itemsize >= SMALLEST:
+        if self.numel * dtype.itemsize >= SMALLEST_MAPPED:  # which glibc maps by itself
             prefer_huge_pages(x)
         return x
 
