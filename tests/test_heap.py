@@ -181,8 +181,8 @@ def test_free_memory_inside_of_the_heap_is_returned(probe):
     assert kept < 100 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 400 / 2 < left
 
 
-#: Prints the MiB that a look returns of one large gap and of 20 small ones, beyond a bound, and whether their neighbours
-#: keep their values, and the heap works.
+#: Prints the MiB that a look returns of one large gap and of 20 small ones, beyond a bound, and whether their
+#: neighbours keep their values, and the heap works.
 RETURNED = """
 heap.tune_heap()
 process = heap.Tuning.heap

@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 
 from brevact.geometry import Geometry
-from brevact.triton_kernels.groups import group_of
+from brevact.triton_kernels.grids import moments_kernel
+from brevact.triton_kernels.groups import RANGES_TILE, group_of, ranges_kernel
 from brevact.triton_kernels.launch import over_groups
-from brevact.triton_kernels.moments import moments_kernel
-from brevact.triton_kernels.ranges import RANGES_TILE, ranges_kernel
 from tests.crosses import taking_turns
 from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
 from tests.triton_kernels.checks import SEED, check_grid, check_statistics

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.philox import column_bits
-from brevact.triton_kernels.dequantize import dequantize_whole_blocks
-from brevact.triton_kernels.quantize import quantize_whole_blocks
+from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
 from tests.crosses import taking_turns
 from tests.triton_kernels.checks import check_codes, check_mask, filled
 
