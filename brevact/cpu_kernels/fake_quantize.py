@@ -304,11 +304,6 @@ def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *othe
     return is_known and dtype in (torch.bfloat16, torch.float16)
 
 
-def numbers_of(x: Tensor) -> Tensor:
-    """Return scales or zero points as float32, in which they are exact."""
-    return x if x.dtype is torch.float32 else x.float()
-
-
 def address(x: Tensor | None) -> int:
     """Address of the elements of a tensor; 0 for none."""
     return 0 if x is None else x.data_ptr()
@@ -330,19 +325,24 @@ def fake_quantize(
 ) -> None:
     if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     of_residual, rows = (0, 0, 0, 0), None
     if residual is not None and seed is not None:
         rows = residual_of.rows(x.device)
         of_residual = (rows[0].data_ptr(), rows[1].data_ptr(), residual_of.bit_width, int(seed))
-    words = array(  # which ctypes takes twice the time to make
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),
-            *(address(missing), *of_residual, KINDS[x.dtype]),
-        ),
-    )
-    blocks = -(-plan.numel // BLOCK)
-    share(fake_quantize_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    arrays = x, out, values, codes, mask, residual, missing
+    run(fake_quantize_blocks, plan, scale, zero_point, arrays, *of_residual, KINDS[x.dtype])
+
+
+def run(
+    kernel: Any,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    arrays: tuple[Tensor | None, ...],
+    *words: int,
+) -> None:
+    """Run a kernel by the words of its fields, in their order."""
+    scale, zero_point = (z if z.dtype is torch.float32 else z.float() for z in (scale, zero_point))  # exact
+    numbers = scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()
+    given = array("q", (*plan, *numbers, *map(address, arrays), *words))  # ctypes takes twice the time
+    share(kernel, given.buffer_info()[:1], -(-plan.numel // BLOCK), BLOCK, torch.get_num_threads())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -35,10 +34,10 @@ from brevact.cpu_kernels.fake_quantize import (
     X,
     address,
     fill_groups,
-    numbers_of,
     pass_mask,
     reads,
     round_values,
+    run,
     settle,
     shift_values,
 )
@@ -58,7 +57,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
-from brevact.cpu_kernels.teams import share, takes_one_thread
+from brevact.cpu_kernels.teams import takes_one_thread
 from brevact.integers import IntegerPlan
 
 TERMS, SUMS, REST, KINDS_OF_TERMS, TOTALS = range(28, 33)
@@ -305,17 +304,8 @@ def decode_integers_blocks(words_at, start, stop):
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    words = array(
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
-        ),
-    )
-    blocks = -(-plan.numel // BLOCK)
-    share(decode_integers_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    arrays = None, target, None, codes, None, None, None
+    run(decode_integers_blocks, plan, scale, zero_point, arrays, 0, 0, 0, 0, KINDS[target.dtype])
 
 
 def fake_quantize_backward(
@@ -352,19 +342,10 @@ def fake_quantize_backward(
     if runs is not None:
         lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
         totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    levels = None if residual is None else residual_of.rows(grad.device)[0]
-    words = array(
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype]),
-            *(address(terms), address(lanes), address(rest), rows, address(totals)),
-        ),
-    )
-    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    levels, width = (None, 0) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
+    arrays = grad, target, values, codes, mask, residual, None
+    words = address(levels), 0, width, 0, KINDS[grad.dtype], address(terms), address(lanes), address(rest), rows
+    run(fake_quantize_backward_blocks, plan, scale, zero_point, arrays, *words, address(totals))
     if totals is not None:
         return
     if sums is not None and runs is not None and lanes is not None and rest is not None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec
@@ -70,11 +69,7 @@ class NormalizedPlan(NamedTuple):
         """Decode z * scale + shift, and add and mask as `decode_in_one_pass` does, with the same values."""
         target = addend if addend is not None and overwrites else self.layout.empty(buffer.device)
         shift, scale, place = self.groups(shift, scale)
-        is_plain = type(buffer) is type(scale) is type(target) is Tensor and (shift is None or type(shift) is Tensor)
-        kernels = cpu_kernels() if is_plain and addend is None and buffer.is_cpu else None
-        (kernel_ops if kernels is None else kernels).denormalize(
-            buffer, self.plan, shift, scale, place, addend, mask, target
-        )
+        kernel_ops.denormalize(buffer, self.plan, shift, scale, place, addend, mask, target)
         return target
 
 
