@@ -23,13 +23,8 @@ import mmap
 import os
 import platform
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SMALLEST_MAPPED, MOST_KEPT = 32 << 20, 128 << 20
 LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements packed or decoded between two checks
@@ -191,22 +186,3 @@ def _glibc() -> ctypes.CDLL | None:
         return libc if first == second else None
     except (AttributeError, OSError):
         return None
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-def prefer_huge_pages(x: Tensor) -> None:
-    """Ask the kernel to back the memory of a tensor that was not written with huge pages; no more than a hint."""
-    nbytes = x.untyped_storage().nbytes()
-    if nbytes < SMALLEST_MAPPED or not Tuning.is_on or not x.is_cpu or (madvise := _madvise()) is None:
-        return
-    start, stop = x.data_ptr(), x.data_ptr() + nbytes
-    first = -(-start // LARGE_PAGE) * LARGE_PAGE
-    madvise(first, (stop - first) // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)

@@ -19,8 +19,8 @@ def set_heap_tuning(enabled: bool) -> bool:
     False
 
     Args:
-        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), asks for no
-            large pages for decoded tensors (`madvise`), and unsets `THP_MEM_ALLOC_ENABLE` if the import has set it.
+        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), and unsets
+            `THP_MEM_ALLOC_ENABLE` if the import has set it.
 
     Returns:
         The former setting.
