@@ -64,7 +64,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
-from brevact.cpu_kernels.teams import share, takes_one_thread
+from brevact.cpu_kernels.teams import share
 from brevact.integers import IntegerPlan
 
 LANES = 32
@@ -88,53 +88,47 @@ def add_block(terms, sums, lanes):
         store(lanes, k, load(sums, k))
 
 
-@inlined
-def add_run(lanes, rest, run, numel, sums, index, levels):
-    """Add the elements of a run; `levels` is scratch. See `add_runs`."""
-    first = index * run
-    count = min(run, numel - first)
-    blocks, left = count // BLOCK, count % BLOCK
-    for k in range(LEVELS_OF_SUM * LANES):
-        store(levels, k, np.float32(0.0))
-    source = advance(f32_at(lanes), first // BLOCK * LANES)
-    for block in range(blocks):
-        for k in range(LANES):
-            store(levels, LANES + k, load(levels, LANES + k) + load(source, block * LANES + k))
-        number, level = block + 1, 1
-        while level < LEVELS_OF_SUM - 1 and number % _STEP == 0:
-            below, above = advance(levels, level * LANES), advance(levels, (level + 1) * LANES)
-            for k in range(LANES):
-                store(above, k, load(above, k) + load(below, k))
-                store(below, k, np.float32(0.0))
-            number, level = number // _STEP, level + 1
-    tail, rows = f32_at(rest), left // LANES
-    for row in range(rows):
-        for k in range(LANES):
-            store(levels, k, load(levels, k) + load(tail, row * LANES + k))
-    for level in range(1, LEVELS_OF_SUM):
-        for k in range(LANES):
-            store(levels, k, load(levels, k) + load(levels, level * LANES + k))
-    vectors = left // _VECTOR
-    for vector in range(rows * (LANES // _VECTOR), vectors):
-        for k in range(_VECTOR):
-            store(levels, k, load(levels, k) + load(tail, vector * _VECTOR + k))
-    for vector in range(1, LANES // _VECTOR):
-        for k in range(_VECTOR):
-            store(levels, k, load(levels, k) + load(levels, vector * _VECTOR + k))
-    total = np.float32(0.0)
-    for e in range(vectors * _VECTOR, left):
-        total = np.float32(total + load(tail, e))
-    for k in range(_VECTOR):
-        total = np.float32(total + load(levels, k))
-    store(f32_at(sums), index, np.float32(0.0) + total)
-
-
 @kernel
 def add_runs(lanes, rest, run, numel, sums, start, stop):
     """Add the elements of runs start to stop: lanes' sums of `run` full blocks each, and `rest` of the last block."""
     levels = f32_scratch(LEVELS_OF_SUM * LANES)
     for index in range(start, stop):
-        add_run(lanes, rest, run, numel, sums, index, levels)
+        first = index * run
+        count = min(run, numel - first)
+        blocks, left = count // BLOCK, count % BLOCK
+        for k in range(LEVELS_OF_SUM * LANES):
+            store(levels, k, np.float32(0.0))
+        source = advance(f32_at(lanes), first // BLOCK * LANES)
+        for block in range(blocks):
+            for k in range(LANES):
+                store(levels, LANES + k, load(levels, LANES + k) + load(source, block * LANES + k))
+            number, level = block + 1, 1
+            while level < LEVELS_OF_SUM - 1 and number % _STEP == 0:
+                below, above = advance(levels, level * LANES), advance(levels, (level + 1) * LANES)
+                for k in range(LANES):
+                    store(above, k, load(above, k) + load(below, k))
+                    store(below, k, np.float32(0.0))
+                number, level = number // _STEP, level + 1
+        tail, rows = f32_at(rest), left // LANES
+        for row in range(rows):
+            for k in range(LANES):
+                store(levels, k, load(levels, k) + load(tail, row * LANES + k))
+        for level in range(1, LEVELS_OF_SUM):
+            for k in range(LANES):
+                store(levels, k, load(levels, k) + load(levels, level * LANES + k))
+        vectors = left // _VECTOR
+        for vector in range(rows * (LANES // _VECTOR), vectors):
+            for k in range(_VECTOR):
+                store(levels, k, load(levels, k) + load(tail, vector * _VECTOR + k))
+        for vector in range(1, LANES // _VECTOR):
+            for k in range(_VECTOR):
+                store(levels, k, load(levels, k) + load(levels, vector * _VECTOR + k))
+        total = np.float32(0.0)
+        for e in range(vectors * _VECTOR, left):
+            total = np.float32(total + load(tail, e))
+        for k in range(_VECTOR):
+            total = np.float32(total + load(levels, k))
+        store(f32_at(sums), index, np.float32(0.0) + total)
 
 
 @kernel
@@ -175,20 +169,6 @@ def finish(lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threa
     return sums.sum() if sums.numel() > 1 else sums[0]
 
 
-def finish_into(sums: Tensor, lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threads: int) -> None:
-    """Write the sums, (k,), of several arrays, each by a row of `lanes` and of `rest`; see `finish`."""
-    run, count = runs
-    if count > 1 or (numel >= _GRAIN and threads > 1):
-        for place in range(len(sums)):
-            sums[place] = finish(lanes[place], rest[place], numel, runs, threads)
-        return
-    lane_bytes, rest_bytes = lanes.stride(0) * lanes.itemsize, rest.stride(0) * rest.itemsize
-    starts = lanes.data_ptr(), rest.data_ptr(), sums.data_ptr()
-    for place in range(len(sums)):
-        arguments = starts[0] + place * lane_bytes, starts[1] + place * rest_bytes, run, numel
-        share(add_runs, (*arguments, starts[2] + place * sums.itemsize), 1, run, 1)
-
-
 @functools.cache
 def adds_as_torch(threads: int) -> bool:
     """Whether `torch.sum` adds as this module says, by a few sums on so many threads."""
@@ -211,10 +191,9 @@ def cascade_sum(x: Tensor, runs: tuple[int, int], threads: int) -> Tensor:
     return finish(lanes, rest, x.numel(), runs, threads)
 
 
-TERMS, SUMS, REST, KINDS_OF_TERMS, TOTALS = range(28, 33)
+TERMS, SUMS, REST, KINDS_OF_TERMS = range(28, 32)
 """Addresses, 0 for none, of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last
-block that is not full; k, 4 where the zero point learns, else 2; the address of the (k,) sums, where a call has all
-blocks and adds them. X is the gradient, OUT that of the quantized tensor."""
+block that is not full; k, 4 where the zero point learns, else 2. X is the gradient, OUT that of the tensor."""
 
 
 @inlined
@@ -418,12 +397,6 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                 settle(steps, kind, count)
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
         _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
-    if load(words, TOTALS):
-        blocks = (numel + BLOCK - 1) // BLOCK
-        levels = f32_scratch(LEVELS_OF_SUM * LANES)
-        for row in range(0 if load(words, CODES) != 0 or again else 2, load(words, KINDS_OF_TERMS)):
-            lanes_at, rest_at = load(words, SUMS) + 4 * row * blocks * LANES, load(words, REST) + 4 * row * BLOCK
-            add_run(lanes_at, rest_at, numel, numel, load(words, TOTALS) + 4 * row, 0, levels)
 
 
 @kernel
@@ -489,18 +462,16 @@ def fake_quantize_backward(
         runs = None
     if sums is not None and runs is None and terms is None:
         terms = grad.new_empty(rows, plan.numel)
-    lanes = rest = totals = None
+    lanes = rest = None
     if runs is not None:
         lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
-        totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
     levels, width = (None, 0) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
     arrays = grad, target, values, codes, mask, residual, None
     words = address(levels), 0, width, 0, KINDS[grad.dtype], address(terms), address(lanes), address(rest), rows
-    run(fake_quantize_backward_blocks, plan, scale, zero_point, arrays, *words, address(totals))
-    if totals is not None:
-        return
+    run(fake_quantize_backward_blocks, plan, scale, zero_point, arrays, *words)
     if sums is not None and runs is not None and lanes is not None and rest is not None:
-        finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
+        for place in range(first, rows):
+            sums[place] = finish(lanes[place], rest[place], plan.numel, runs, threads)
     elif sums is not None and terms is not None:
         for place in range(first, rows):
             sums[place] = terms[place].sum()

@@ -53,14 +53,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_afresh)
 
 
-def takes_one_thread(elements: int, most_threads: int) -> bool:
-    """Return whether the caller of `share` does all of the work, in one call of the kernel."""
-    return most_threads == 1 or elements < 2 * SMALLEST_SHARE
-
-
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces of all blocks, by the caller and more threads if that pays."""
-    if takes_one_thread(blocks * block_size, most_threads):
+    if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))
         return
