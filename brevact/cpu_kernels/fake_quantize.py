@@ -87,6 +87,13 @@ def fill_groups(words, source, count_of, first, count, out):
 
 
 @inlined
+def fill_numbers(words, first, count, scales, zero_points):
+    """Write scale and zero point of each element of a block."""
+    fill_groups(words, SCALE, SCALES, first, count, scales)
+    fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+
+
+@inlined
 def settle(values, kind, count):
     """Round float32 values to a type, as each op of torch does."""
     if kind == BFLOAT16:
@@ -239,16 +246,14 @@ def fake_quantize_blocks(words_at, start, stop):
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     is_fused = kind == FLOAT32 and rounding == 0
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+            fill_numbers(words, first, count, scales, zero_points)
         x = stage(load(words, X), kind, first, count, staged)
         direct = kind == FLOAT32
         out = advance(f32_at(load(words, OUT)), first) if direct else made

@@ -32,7 +32,6 @@ from brevact.cpu_kernels.fake_quantize import (
     RECTIFIES,
     RESIDUAL,
     ROUNDING,
-    SCALE,
     SCALES,
     VALUES,
     WIDTH,
@@ -40,7 +39,7 @@ from brevact.cpu_kernels.fake_quantize import (
     ZERO_POINTS,
     X,
     address,
-    fill_groups,
+    fill_numbers,
     pass_mask,
     reads,
     round_values,
@@ -318,8 +317,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(0.0)
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
     direct, learns, has_codes = kind == FLOAT32, load(words, KINDS_OF_TERMS) == 4, load(words, CODES) != 0
@@ -330,8 +328,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+            fill_numbers(words, first, count, scales, zero_points)
         g, x = stage(load(words, X), kind, first, count, staged), of_values
         if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
@@ -406,14 +403,12 @@ def decode_integers_blocks(words_at, start, stop):
     lowest, kind = np.float32(load(words, LOWEST)), load(words, KIND)
     scales, zero_points, q, codes = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), u32_scratch(BLOCK)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+            fill_numbers(words, first, count, scales, zero_points)
         columns = (count + 7) // 8
         bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
         _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)

@@ -84,17 +84,6 @@ def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of_decoding(
-    spec: PackedSpec[UniformQuantizer], dtype: torch.dtype, shape: tuple[int, ...]
-) -> NormalizedPlan | None:
-    """Plan of packed values that are decoded to this type; None for values that were rounded to a type of 16 bits."""
-    if spec.layout.dtype is not torch.float32:
-        return None
-    layout = Layout.of_sizes(spec.layout.shape, spec.layout.stride, dtype)
-    return plan_of_statistics(spec.quantizer, layout, shape)
-
-
-@functools.lru_cache(maxsize=4096)
 def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
     """Plan of tensors whose second dimension is that of channels, and of (C,) statistics; None as above."""
     if not getattr(quantizer, "has_uniform_codes", False) or len(layout.shape) < 2:

@@ -246,10 +246,7 @@ def fake_quantize_backward_tile(
             if AGAIN:
                 q = _clipped(r, lowest, highest)
             else:
-                code = unpack_code(codes, i, BIT_WIDTH)
-                q = float_of_code(code, BIT_WIDTH) + lowest
-                if HAS_SPARE:
-                    q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
+                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
             q = settle(q - zero, dtype)
             if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
                 q = tl.where(code_of_residual != 0, q * 0.0, q)
