@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +21,6 @@ _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
 LANES = 16
 """Elements that CPU kernels fill at once."""
-
-MOST_DIMS = 4
-"""Maximum dimensions of a tensor that kernels read by its strides."""
 
 
 def block_size_for(bucket_size: int | None) -> int:
@@ -45,21 +40,6 @@ def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
     """Bytes of packed codes: `bit_width` bits per element, the last block rounded up to eight elements."""
     blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
     return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
-
-
-def sizes_and_strides(sizes: Sequence[int], *strides: Sequence[int]) -> array[int] | None:
-    """Return sizes and several tensors' strides as words, adjacent dimensions merged; None for too many dimensions."""
-    found: list[tuple[int, ...]] = []
-    for size, *steps in zip(sizes, *strides, strict=True):
-        if found and all(outer == size * step for outer, step in zip(found[-1][1:], steps, strict=True)):
-            size *= found.pop()[0]
-        found.append((size, *steps))
-    if len(found) > MOST_DIMS:
-        return None
-    missing = MOST_DIMS - len(found)
-    columns = list(zip(*found, strict=True)) if found else [()] * (1 + len(strides))
-    ones = [1, *[0] * len(strides)]
-    return array("q", (word for one, column in zip(ones, columns, strict=True) for word in (*[one] * missing, *column)))
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ would otherwise return and fault in again at each step, and tensors from 32 MiB 
 
 PyTorch allocates aligned blocks, and glibc gives the rest of a free block to others: the block that an activation frees
 is too small for the next one, and the heap grows. So kernels check the process every 4 million elements, or as many as
-the last check found room for. If 96 MiB more are resident than were ever in use, or more is free than the container has
-left, free blocks go back to the system. The largest ones are taken by `malloc` and returned in place (`madvise`), those
-above 8 MiB as whole large pages, which one fault brings back; `malloc_trim` returns the rest.
+the last check found room for. If 96 MiB more are resident than were ever in use, free blocks go back to the system. The
+largest ones are taken by `malloc` and returned in place (`madvise`), those above 8 MiB as whole large pages, which one
+fault brings back; `malloc_trim` returns the rest.
 
 PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed, so importing `brevact`
 sets it: with small pages the heap keeps more gaps, and a step faults in four to twenty times as many pages.
@@ -29,15 +29,13 @@ from pathlib import Path
 SMALLEST_MAPPED, MOST_KEPT = 32 << 20, 128 << 20
 LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements packed or decoded between two checks
 MOST_FREE = 96 << 20  # bytes that may be free and resident above the highest use so far
-FEW_FREE = 16 << 20  # bytes that may always be free
+FEW_FREE = 16 << 20  # bytes that a check leaves to the next one, at least
 MORE_RETURNED = 32 << 20  # on top of the excess, or the next check would find excess again
 LARGE_PAGE = 2 << 20
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # of <sys/mman.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "PERTURB_")
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _log = logging.getLogger("brevact")
-
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 _is_ours = VARIABLE not in os.environ
@@ -73,7 +71,7 @@ class Heap:
             function = getattr(libc, name)
             function.restype, function.argtypes = result, arguments
         self.libc = libc
-        maps = (PROC / "self" / "maps").read_text()
+        maps = Path("/proc/self/maps").read_text()
         self.start = int(re.search(r"^(\w+)-.*\[heap\]$", maps, re.M)[1], 16)  # type: ignore[index]
         self.beside = self.resident() - self.in_use()  # resident memory outside malloc, such as Python's objects
         self.most_in_use = 0
@@ -91,16 +89,13 @@ class Heap:
         """Return excess memory to the system; return the bytes by which the process may grow until the next check."""
         in_use, resident = self.in_use(), self.resident()
         self.most_in_use = max(self.most_in_use, in_use)
-        free, most = resident - self.beside - in_use, self.beside + self.most_in_use + MOST_FREE
-        if free <= FEW_FREE:
-            return 0
-        left = memory_left()
-        if free <= left and resident > most:
+        most = self.beside + self.most_in_use + MOST_FREE
+        if resident > most:
             self.return_gaps(most - MORE_RETURNED)
-        if free > left or (resident > most and self.resident() > most - FEW_FREE):  # large blocks held too little
-            self.libc.malloc_trim(0)
-            self.beside = max(self.beside, self.resident() - self.in_use() - FEW_FREE)
-        return 0 if free > left else min(most - resident, (left - free) // 2)
+            if self.resident() > most - FEW_FREE:  # large blocks held too little
+                self.libc.malloc_trim(0)
+                self.beside = max(self.beside, self.resident() - self.in_use() - FEW_FREE)
+        return most - resident
 
     def return_gaps(self, enough: int) -> None:
         """Return free blocks to the system, largest first, until at most `enough` bytes are resident."""
@@ -191,33 +186,3 @@ def _glibc() -> ctypes.CDLL | None:
         return libc if first == second else None
     except (AttributeError, OSError):
         return None
-
-
-def memory_left() -> int:
-    """Return the bytes left to the machine or to a control group of this process; an OSError if unknown."""
-    lines = (PROC / "meminfo").read_text("ascii").splitlines()
-    left = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    for group in _groups():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or no limit
-            of = {name: int(count) for name, count in map(str.split, (group / "memory.stat").read_text().splitlines())}
-            if "hierarchical_memory_limit" in of:  # version 1
-                left.append(of["hierarchical_memory_limit"] - of["total_rss"] - of["total_shmem"])
-            else:
-                left.append(int((group / "memory.max").read_text()) - of["anon"] - of["shmem"])
-    if not left:
-        raise OSError("/proc/meminfo has no line MemAvailable:")
-    return min(left)
-
-
-@functools.cache
-def _groups() -> list[Path]:
-    """Return the folders of this process's control groups that may limit its memory, and their parents."""
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in (PROC / "self" / "cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if not kinds or "memory" in kinds.split(","):
-                top = GROUPS / ("memory" if kinds else "")
-                folder = top / path.lstrip("/")
-                found += [each for each in (folder, *folder.parents) if each.is_relative_to(top)]
-    return found

@@ -30,7 +30,7 @@ from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
-from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
+from brevact.quantizers import Layout, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
 from brevact.quantizers.tracing import is_traced
 
@@ -84,9 +84,9 @@ class IntegerCodes(Decoder):
         if self.minimum:
             q = q.add_(self.minimum)
         if self.has_spare:
-            masked_fill_(q, codes == self._last, torch.nan)
+            q.masked_fill_(codes == self._last, torch.nan)
         for missing in mask:
-            masked_fill_(q, unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
+            q.masked_fill_(unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -21,15 +21,16 @@ from brevact.cpu_kernels.groups import (
     ROWS,
     SCALE_KIND,
     UNEVEN,
+    GroupTable,
     any_flagged,
     in_one_run,
     is_flagged,
     place_of,
     read_metadata,
     run_of,
+    table_of,
+    uniform_table,
 )
-from brevact.cpu_kernels.masks import BLOCK as BITS
-from brevact.cpu_kernels.masks import mask_multiply, spread_bits
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -44,8 +45,8 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, words_of
-from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
-from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
+from brevact.cpu_kernels.packing import BLOCK as BITS
+from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.geometry import Place, UniformPlan

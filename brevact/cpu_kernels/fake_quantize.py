@@ -21,8 +21,7 @@ from brevact.cpu_kernels.floats import (
     half_to_float,
     stage,
 )
-from brevact.cpu_kernels.levels import place
-from brevact.cpu_kernels.masks import bits_to_bytes
+from brevact.cpu_kernels.grids import place
 from brevact.cpu_kernels.memory import (
     advance,
     as_u32,
@@ -38,11 +37,9 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u32_scratch,
 )
-from brevact.cpu_kernels.philox import halves_of
-from brevact.cpu_kernels.rounding import write_codes
-from brevact.cpu_kernels.strided import gather
+from brevact.cpu_kernels.packing import bits_to_bytes
+from brevact.cpu_kernels.rounding import halves_of, write_codes
 from brevact.cpu_kernels.teams import share
-from brevact.geometry import MOST_DIMS
 from brevact.integers import IntegerPlan
 
 BLOCK = 512
@@ -58,9 +55,6 @@ X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = ran
 
 KIND = 27
 """Code of the type of elements; each op rounds to it."""
-
-PLACES = 28
-"""Address of the sizes and the strides of float32 elements that are not one after the other, else 0."""
 
 _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
 
@@ -90,6 +84,13 @@ def fill_groups(words, source, count_of, first, count, out):
             for g in range(e, e + run):
                 store(out, g, number)
         e += run
+
+
+@inlined
+def fill_numbers(words, first, count, scales, zero_points):
+    """Write scale and zero point of each element of a block."""
+    fill_groups(words, SCALE, SCALES, first, count, scales)
+    fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
 
 
 @inlined
@@ -245,21 +246,15 @@ def fake_quantize_blocks(words_at, start, stop):
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     is_fused = kind == FLOAT32 and rounding == 0
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        x = staged
-        if load(words, PLACES):
-            gather(load(words, X), i64_at(load(words, PLACES)), MOST_DIMS, first, count, staged)
-        else:
-            x = stage(load(words, X), kind, first, count, staged)
+            fill_numbers(words, first, count, scales, zero_points)
+        x = stage(load(words, X), kind, first, count, staged)
         direct = kind == FLOAT32
         out = advance(f32_at(load(words, OUT)), first) if direct else made
         values = advance(f32_at(load(words, VALUES)), first) if direct and load(words, VALUES) else spent
@@ -314,11 +309,6 @@ def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *othe
     return is_known and dtype in (torch.bfloat16, torch.float16)
 
 
-def numbers_of(x: Tensor) -> Tensor:
-    """Return scales or zero points as float32, in which they are exact."""
-    return x if x.dtype is torch.float32 else x.float()
-
-
 def address(x: Tensor | None) -> int:
     """Address of the elements of a tensor; 0 for none."""
     return 0 if x is None else x.data_ptr()
@@ -340,45 +330,24 @@ def fake_quantize(
 ) -> None:
     if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
-    _launch(x, None, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing)
-
-
-def fake_quantize_strided(x: Tensor, places: array[int], *rest: Any) -> None:
-    """Quantize a float32 tensor that lies in memory in another order than the result; see `fake_quantize`.
-
-    `places` are sizes in the result's order, and strides (`geometry.sizes_and_strides`). Numbers are float32.
-    """
-    _launch(x, places, *rest)
-
-
-def _launch(
-    x: Tensor,
-    places: array[int] | None,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    seed: int | Tensor | None,
-    out: Tensor,
-    values: Tensor | None,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    residual: Tensor | None,
-    missing: Tensor | None,
-) -> None:
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     of_residual, rows = (0, 0, 0, 0), None
     if residual is not None and seed is not None:
         rows = residual_of.rows(x.device)
         of_residual = (rows[0].data_ptr(), rows[1].data_ptr(), residual_of.bit_width, int(seed))
-    words = array(  # which ctypes takes twice the time to make
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),
-            *(address(missing), *of_residual, KINDS[x.dtype], 0 if places is None else places.buffer_info()[0]),
-        ),
-    )
-    blocks = -(-plan.numel // BLOCK)
-    share(fake_quantize_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    arrays = x, out, values, codes, mask, residual, missing
+    run(fake_quantize_blocks, plan, scale, zero_point, arrays, *of_residual, KINDS[x.dtype])
+
+
+def run(
+    kernel: Any,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    arrays: tuple[Tensor | None, ...],
+    *words: int,
+) -> None:
+    """Run a kernel by the words of its fields, in their order."""
+    scale, zero_point = (z if z.dtype is torch.float32 else z.float() for z in (scale, zero_point))  # exact
+    numbers = scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()
+    given = array("q", (*plan, *numbers, *map(address, arrays), *words))  # ctypes takes twice the time
+    share(kernel, given.buffer_info()[:1], -(-plan.numel // BLOCK), BLOCK, torch.get_num_threads())

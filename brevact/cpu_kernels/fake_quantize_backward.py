@@ -1,15 +1,21 @@
-"""Kernel of the gradient of fake quantization: `integer_ops.fake_quantize_backward`'s bytes, in one pass."""
+"""Kernels of the gradient of fake quantization: `integer_ops.fake_quantize_backward`'s bytes, in one pass.
+
+Sums of float32 numbers are in the order of `torch.sum` on the CPU, from kernels that make the numbers in blocks. ATen
+adds a contiguous array in 32 lanes: the elements of 16 rows, that is of a block, one below the other; sums of 16
+blocks, of 256 and of 4096 likewise; then the rest, and last the lanes. Each thread does so for its own run of
+elements. Blocks are independent of each other. Source: aten/src/ATen/native/cpu/SumKernel.cpp, `cascade_sum`, and
+TensorIteratorReduce.cpp, `two_pass_reduction`. Whether this is so where the package runs is tried once.
+"""
 
 from __future__ import annotations
 
-from array import array
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.cascade import LANES, LEVELS_OF_SUM, add_block, add_run, adds_as_torch, finish_into, runs_of
 from brevact.cpu_kernels.fake_quantize import (
     BIT_WIDTH,
     BLOCK,
@@ -26,7 +32,6 @@ from brevact.cpu_kernels.fake_quantize import (
     RECTIFIES,
     RESIDUAL,
     ROUNDING,
-    SCALE,
     SCALES,
     VALUES,
     WIDTH,
@@ -34,16 +39,15 @@ from brevact.cpu_kernels.fake_quantize import (
     ZERO_POINTS,
     X,
     address,
-    fill_groups,
-    numbers_of,
+    fill_numbers,
     pass_mask,
     reads,
     round_values,
+    run,
     settle,
     shift_values,
 )
 from brevact.cpu_kernels.floats import FLOAT32, KINDS, emit, stage
-from brevact.cpu_kernels.masks import spread_bits
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -58,19 +62,137 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u32_scratch,
 )
-from brevact.cpu_kernels.planes import bytes_to_codes
-from brevact.cpu_kernels.strided import OF_GRAD as OF_GRAD_STRIDES
-from brevact.cpu_kernels.strided import OF_VALUES, gather, scatter
-from brevact.cpu_kernels.teams import share, takes_one_thread
+from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
+from brevact.cpu_kernels.teams import share
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS, PLACES, OF_GRAD = range(28, 36)
-"""Addresses of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last block that
-is not full, and of (k, B * 64) sums of columns, 0 for none; k is 4 where the zero point learns, else 2; and of the
-(k,) sums, where a call has all blocks and adds them. X is the gradient, OUT that of the quantized tensor. Where the
-gradient lies in memory in another order: the address of sizes and strides, and that of the terms of the first sum,
-which are written in that order; SUMS are then those of the second."""
-COLUMNS = BLOCK // 8
+LANES = 32
+LEVELS_OF_SUM, _STEP = 4, 16
+_VECTOR = 8
+_GRAIN = 32768
+"""Elements of a thread below which ATen takes fewer threads."""
+_MOST = 1 << 24
+"""Elements of a run from which ATen's blocks are larger."""
+
+
+@inlined
+def add_block(terms, sums, lanes):
+    """Write the sums of the lanes of a full block; `sums` is scratch for them."""
+    for k in range(LANES):
+        store(sums, k, np.float32(0.0) + load(terms, k))
+    for row in range(LANES, BLOCK, LANES):
+        for k in range(LANES):
+            store(sums, k, load(sums, k) + load(terms, row + k))
+    for k in range(LANES):
+        store(lanes, k, load(sums, k))
+
+
+@kernel
+def add_runs(lanes, rest, run, numel, sums, start, stop):
+    """Add the elements of runs start to stop: lanes' sums of `run` full blocks each, and `rest` of the last block."""
+    levels = f32_scratch(LEVELS_OF_SUM * LANES)
+    for index in range(start, stop):
+        first = index * run
+        count = min(run, numel - first)
+        blocks, left = count // BLOCK, count % BLOCK
+        for k in range(LEVELS_OF_SUM * LANES):
+            store(levels, k, np.float32(0.0))
+        source = advance(f32_at(lanes), first // BLOCK * LANES)
+        for block in range(blocks):
+            for k in range(LANES):
+                store(levels, LANES + k, load(levels, LANES + k) + load(source, block * LANES + k))
+            number, level = block + 1, 1
+            while level < LEVELS_OF_SUM - 1 and number % _STEP == 0:
+                below, above = advance(levels, level * LANES), advance(levels, (level + 1) * LANES)
+                for k in range(LANES):
+                    store(above, k, load(above, k) + load(below, k))
+                    store(below, k, np.float32(0.0))
+                number, level = number // _STEP, level + 1
+        tail, rows = f32_at(rest), left // LANES
+        for row in range(rows):
+            for k in range(LANES):
+                store(levels, k, load(levels, k) + load(tail, row * LANES + k))
+        for level in range(1, LEVELS_OF_SUM):
+            for k in range(LANES):
+                store(levels, k, load(levels, k) + load(levels, level * LANES + k))
+        vectors = left // _VECTOR
+        for vector in range(rows * (LANES // _VECTOR), vectors):
+            for k in range(_VECTOR):
+                store(levels, k, load(levels, k) + load(tail, vector * _VECTOR + k))
+        for vector in range(1, LANES // _VECTOR):
+            for k in range(_VECTOR):
+                store(levels, k, load(levels, k) + load(levels, vector * _VECTOR + k))
+        total = np.float32(0.0)
+        for e in range(vectors * _VECTOR, left):
+            total = np.float32(total + load(tail, e))
+        for k in range(_VECTOR):
+            total = np.float32(total + load(levels, k))
+        store(f32_at(sums), index, np.float32(0.0) + total)
+
+
+@kernel
+def add_blocks(source, lanes, rest, numel, start, stop):
+    """Sums of the lanes of blocks start to stop of an array; a block that is not full is copied."""
+    own = f32_scratch(LANES)
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        x = advance(f32_at(source), first)
+        if count == BLOCK:
+            add_block(x, own, advance(f32_at(lanes), index * LANES))
+        else:
+            for e in range(count):
+                store(f32_at(rest), e, load(x, e))
+
+
+def runs_of(numel: int, threads: int) -> tuple[int, int] | None:
+    """Elements of a run and number of runs that ATen divides a sum into; None where blocks would not fit into them."""
+    if numel < _GRAIN or threads == 1:
+        run, count = max(numel, 1), 1
+    else:
+        count = min(threads, -(-numel // _GRAIN))
+        run = -(-numel // count)
+        count = -(-numel // run)
+        if run % BLOCK:
+            return None
+    is_short = numel - (count - 1) * run < _VECTOR  # which is added in another order
+    return None if run > _MOST or is_short else (run, count)
+
+
+def finish(lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threads: int) -> Tensor:
+    """Return the sum, (), of the sums of the lanes of blocks, (B * 32,), and the elements of a ragged last block."""
+    run, count = runs
+    sums = torch.zeros(threads if count > 1 or (numel >= _GRAIN and threads > 1) else 1)
+    arguments = (lanes.data_ptr(), rest.data_ptr(), run, numel, sums.data_ptr())
+    share(add_runs, arguments, count, run, threads)
+    return sums.sum() if sums.numel() > 1 else sums[0]
+
+
+@functools.cache
+def adds_as_torch(threads: int) -> bool:
+    """Whether `torch.sum` adds as this module says, by a few sums on so many threads."""
+    generator = torch.Generator().manual_seed(0)
+    return all(
+        _is_as_torch(torch.randn(numel, generator=generator), threads)
+        for numel in (8, 1000, 16 * BLOCK + 77, threads * 128 * BLOCK, threads * 289 * BLOCK)
+    )
+
+
+def _is_as_torch(x: Tensor, threads: int) -> bool:
+    runs = runs_of(x.numel(), threads)
+    return runs is None or torch.equal(cascade_sum(x, runs, threads), x.sum())
+
+
+def cascade_sum(x: Tensor, runs: tuple[int, int], threads: int) -> Tensor:
+    blocks = -(-x.numel() // BLOCK)
+    lanes, rest = torch.empty(blocks * LANES), torch.empty(BLOCK)
+    share(add_blocks, (x.data_ptr(), lanes.data_ptr(), rest.data_ptr(), x.numel()), blocks, BLOCK, threads)
+    return finish(lanes, rest, x.numel(), runs, threads)
+
+
+TERMS, SUMS, REST, KINDS_OF_TERMS = range(28, 32)
+"""Addresses, 0 for none, of (k, n) terms, of the sums of lanes of full blocks, (k, B * 32), of (k, 512) terms of a last
+block that is not full; k, 4 where the zero point learns, else 2. X is the gradient, OUT that of the tensor."""
 
 
 @inlined
@@ -149,17 +271,6 @@ def _all_of_residuals(g, codes, residuals, steps, scales, zero_points, count, lo
 
 
 @inlined
-def _add_columns(terms, count, out):
-    """Sums of the eight terms of each column of a block, 0 for columns that it lacks."""
-    columns = (count + 7) // 8
-    for c in range(COLUMNS):
-        store(out, c, load(terms, c) if c < columns else np.float32(0.0))
-    for i in range(1, 8):
-        for c in range(min(columns, count - i * columns)):
-            store(out, c, load(out, c) + load(terms, i * columns + c))
-
-
-@inlined
 def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
     """-g s, and g s where nothing was clipped."""
     for e in range(count):
@@ -171,32 +282,22 @@ def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
 
 @inlined
 def _place_terms(words, index, count, row, one, other, kind, own):
-    """Write or add the terms of rows `row` and `row + 1`; for a gradient in another order, write one, add the other."""
+    """Write or add the terms of rows `row` and `row + 1`."""
     numel = load(words, NUMEL)
-    blocks, first, is_moved = (numel + BLOCK - 1) // BLOCK, index * BLOCK, load(words, OF_GRAD) != 0
-    if is_moved:
-        scatter(one, i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, load(words, OF_GRAD))
-    if load(words, PARTS):
-        sums = advance(f32_at(load(words, PARTS)), (row * blocks + index) * COLUMNS)
-        _add_columns(one, count, sums)
-        _add_columns(other, count, advance(sums, blocks * COLUMNS))
+    blocks, first = (numel + BLOCK - 1) // BLOCK, index * BLOCK
     if load(words, TERMS):
         emit(one, load(words, TERMS), kind, row * numel + first, count)
         emit(other, load(words, TERMS), kind, (row + 1) * numel + first, count)
     elif load(words, SUMS) and count == BLOCK:
         lanes = advance(f32_at(load(words, SUMS)), (row * blocks + index) * LANES)
-        if is_moved:
-            add_block(other, own, lanes)
-        else:
-            add_block(one, own, lanes)
-            add_block(other, own, advance(lanes, blocks * LANES))
+        add_block(one, own, lanes)
+        add_block(other, own, advance(lanes, blocks * LANES))
     elif load(words, SUMS):
         rest = advance(f32_at(load(words, REST)), row * BLOCK)
         for e in range(count):
-            store(rest, e, load(other, e) if is_moved else load(one, e))
-        if not is_moved:
-            for e in range(count):
-                store(rest, BLOCK + e, load(other, e))
+            store(rest, e, load(one, e))
+        for e in range(count):
+            store(rest, BLOCK + e, load(other, e))
 
 
 @kernel
@@ -207,7 +308,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
     rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
     again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is recomputed from the quantized values
-    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0 or load(words, PARTS) != 0
+    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     rounded, spent, staged, of_values = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
@@ -216,8 +317,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(0.0)
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
     direct, learns, has_codes = kind == FLOAT32, load(words, KINDS_OF_TERMS) == 4, load(words, CODES) != 0
@@ -228,16 +328,9 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        g, x = staged, of_values
-        if load(words, PLACES):
-            gather(load(words, X), i64_at(load(words, PLACES)), OF_GRAD_STRIDES, first, count, staged)
-        else:
-            g = stage(load(words, X), kind, first, count, staged)
-        if load(words, VALUES) and load(words, PLACES):
-            gather(load(words, VALUES), i64_at(load(words, PLACES)), OF_VALUES, first, count, of_values)
-        elif load(words, VALUES):
+            fill_numbers(words, first, count, scales, zero_points)
+        g, x = stage(load(words, X), kind, first, count, staged), of_values
+        if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
         target = advance(f32_at(load(words, OUT)), first) if direct else spent
         if has_codes and wants_terms:
@@ -300,16 +393,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                     store(steps, e, load(x, e) / load(scales, e))
                 settle(steps, kind, count)
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
-            if load(words, PARTS):  # elsewhere they are rounded as they are written
-                settle(first_terms, kind, count)
-                settle(second_terms, kind, count)
         _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
-    if load(words, TOTALS):
-        blocks = (numel + BLOCK - 1) // BLOCK
-        levels = f32_scratch(LEVELS_OF_SUM * LANES)
-        for row in range(0 if load(words, CODES) != 0 or again else 2, load(words, KINDS_OF_TERMS)):
-            lanes_at, rest_at = load(words, SUMS) + 4 * row * blocks * LANES, load(words, REST) + 4 * row * BLOCK
-            add_run(lanes_at, rest_at, numel, numel, load(words, TOTALS) + 4 * row, 0, levels)
 
 
 @kernel
@@ -319,14 +403,12 @@ def decode_integers_blocks(words_at, start, stop):
     lowest, kind = np.float32(load(words, LOWEST)), load(words, KIND)
     scales, zero_points, q, codes = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), u32_scratch(BLOCK)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
-    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         if not single:
-            fill_groups(words, SCALE, SCALES, first, count, scales)
-            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+            fill_numbers(words, first, count, scales, zero_points)
         columns = (count + 7) // 8
         bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
         _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
@@ -341,17 +423,8 @@ def decode_integers_blocks(words_at, start, stop):
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    words = array(
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
-        ),
-    )
-    blocks = -(-plan.numel // BLOCK)
-    share(decode_integers_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
+    arrays = None, target, None, codes, None, None, None
+    run(decode_integers_blocks, plan, scale, zero_point, arrays, 0, 0, 0, 0, KINDS[target.dtype])
 
 
 def fake_quantize_backward(
@@ -370,90 +443,30 @@ def fake_quantize_backward(
     parts: Tensor | None,
 ) -> None:
     """The kernel adds float32 where torch's order of a sum is known; else torch adds the terms."""
-    if not reads(grad, plan, scale, zero_point, values, target, terms, sums) or (
-        codes is not None and plan.bit_width > 8
+    if (
+        parts is not None
+        or not reads(grad, plan, scale, zero_point, values, target, terms, sums)
+        or (codes is not None and plan.bit_width > 8)
     ):
         return NotImplemented
     threads = torch.get_num_threads()
     blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
-    rows = next((each.shape[0] for each in (sums, terms, parts) if each is not None), 0)
+    rows = next((each.shape[0] for each in (sums, terms) if each is not None), 0)
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
     if runs is not None and (grad.dtype is not torch.float32 or not adds_as_torch(threads)):
         runs = None
     if sums is not None and runs is None and terms is None:
         terms = grad.new_empty(rows, plan.numel)
-    lanes = rest = totals = None
+    lanes = rest = None
     if runs is not None:
         lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
-        totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
-    ends = address(terms), address(lanes), address(rest), address(parts), rows, address(totals), 0, 0
-    _launch(grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, ends)
-    if totals is not None:
-        return
+    levels, width = (None, 0) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
+    arrays = grad, target, values, codes, mask, residual, None
+    words = address(levels), 0, width, 0, KINDS[grad.dtype], address(terms), address(lanes), address(rest), rows
+    run(fake_quantize_backward_blocks, plan, scale, zero_point, arrays, *words)
     if sums is not None and runs is not None and lanes is not None and rest is not None:
-        finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
+        for place in range(first, rows):
+            sums[place] = finish(lanes[place], rest[place], plan.numel, runs, threads)
     elif sums is not None and terms is not None:
         for place in range(first, rows):
             sums[place] = terms[place].sum()
-
-
-def fake_quantize_backward_strided(
-    grad: Tensor,
-    values: Tensor | None,
-    places: array[int],
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    of_grad: Tensor,
-    sums: Tensor,
-) -> Any:
-    """Gradients where that of the result lies in memory in another order than the result; see `fake_quantize_backward`.
-
-    As stock ops do, the first terms of the scale's gradient are added in the order of the result's gradient, the second
-    in that of the result. All is float32, with one scale, rounded to nearest; the zero point does not learn. `values`,
-    behind the ReLU, are None with residuals, `codes` without. `places` are sizes in the order of the result, then
-    strides of the gradient and of the values. Written are `target`, dense in the order of the result, `of_grad`, terms
-    of the first sum with the strides of the gradient, and `sums`, (1,), the second sum. Returns NotImplemented where
-    torch's order of the second sum is not known.
-    """
-    threads, blocks = torch.get_num_threads(), -(-plan.numel // BLOCK)
-    runs = runs_of(plan.numel, threads)
-    if runs is None or not adds_as_torch(threads):
-        return NotImplemented
-    lanes, rest = grad.new_empty(1, blocks * LANES), grad.new_empty(1, BLOCK)
-    ends = 0, lanes.data_ptr(), rest.data_ptr(), 0, 2, 0, places.buffer_info()[0], of_grad.data_ptr()
-    _launch(grad, plan, scale, zero_point, residual_of, codes, None, values, residual, target, ends)
-    finish_into(sums, lanes, rest, plan.numel, runs, threads)
-    return None
-
-
-def _launch(
-    grad: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    values: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    ends: tuple[int, ...],
-) -> None:
-    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    levels = None if residual is None else residual_of.rows(grad.device)[0]
-    words = array(
-        "q",
-        (
-            *plan,
-            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-            *(address(levels), 0, 0 if residual is None else residual_of.bit_width, 0, KINDS[grad.dtype], *ends),
-        ),
-    )
-    blocks = -(-plan.numel // BLOCK)
-    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())

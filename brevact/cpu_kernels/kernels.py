@@ -37,16 +37,10 @@ ENTRY = "brevact_kernel"
 
 PACKAGE = Path(__file__).parent
 
-_USUAL = "quantize", "dequantize", "batch_norm", "batch_norm_backward", "segments", "masks"
+_USUAL = "quantize", "dequantize", "batch_norm", "segments", "packing"
 """Modules of the kernels of a training step, which are compiled together."""
 _MOST_PROCESSES = 4
 _WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_OPT"}
-_OF_PROCESSOR = {
-    *("vendor_id", "cpu family", "model", "model name", "flags"),
-    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
-    *("cpu", "isa", "features"),
-}
-"""Fields of /proc/cpuinfo that name the instructions of a processor: of x86, of Arm, of others."""
 
 
 class Kernel:
@@ -133,13 +127,10 @@ def _versions() -> tuple[str, str]:
 
 
 @functools.cache
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            first = file.read(1 << 13).partition("\n\n")[0]
-    except OSError:
-        return platform.processor()
-    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in _OF_PROCESSOR)
+def _processor() -> tuple[str, str]:
+    from llvmlite import binding
+
+    return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
 
 
 def folders() -> list[Path]:

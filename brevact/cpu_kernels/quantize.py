@@ -22,6 +22,7 @@ from brevact.cpu_kernels.groups import (
     SCALE_KIND,
     STOCHASTIC,
     UNEVEN,
+    GroupTable,
     any_flagged,
     calibrate,
     calibrate_groups,
@@ -32,11 +33,14 @@ from brevact.cpu_kernels.groups import (
     is_finite_range,
     is_flagged,
     place_zeros,
+    range_keys,
     read_metadata,
     run_of,
     shows_errors,
     stage_rows,
     store_shifted,
+    table_of,
+    uniform_table,
     zero_in_range,
 )
 from brevact.cpu_kernels.memory import (
@@ -52,10 +56,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, normalize_elements, words_of
-from brevact.cpu_kernels.philox import halves_of, shift_of
-from brevact.cpu_kernels.ranges import range_keys
-from brevact.cpu_kernels.rounding import is_spread, shift_to_levels, write_codes
-from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
+from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends
 from brevact.geometry import Place, UniformPlan

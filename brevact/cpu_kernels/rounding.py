@@ -1,12 +1,74 @@
-"""Rounding of positions on a grid to codes: to nearest, stochastically, or on shifted levels."""
+"""Rounding of positions on a grid to codes: to nearest, stochastically, or on shifted levels; and Philox4x32."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.memory import advance, inlined, load, rint, store
-from brevact.cpu_kernels.philox import column_words
-from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.memory import advance, i64_at, inlined, kernel, load, rint, store, u32_scratch
+from brevact.cpu_kernels.packing import codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.teams import share
+
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_ROUNDS = 7
+_LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@inlined
+def _round(c0, c1, c2, c3, k0, k1):
+    """One round on 32-bit words held in uint64."""
+    p0, p1 = c0 * _M0, c2 * _M1
+    return (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
+
+
+@inlined
+def _bump(key, step):
+    return (key + step) & _LOW
+
+
+@inlined
+def halves_of(seed):
+    """The low and the high half of a seed, each in a uint64."""
+    return np.uint64(seed) & _LOW, np.uint64(seed) >> _32
+
+
+@inlined
+def shift_of(group, k0, k1):
+    """The shift of a group's levels; see `reference.shifts`."""
+    counter = np.uint64(group)
+    c0, c1, c2, c3 = counter & _LOW, counter >> _32, np.uint64(1), np.uint64(0)
+    for _ in range(_ROUNDS):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0, k1 = _bump(k0, _W0), _bump(k1, _W1)
+    return np.float32(c0 >> np.uint64(8)) * np.float32(2.0**-24) - np.float32(0.5)
+
+
+@inlined
+def column_words(first, columns, k0, k1, w0, w1, w2, w3):
+    """Write random words w0 to w3 of columns, whose indices are the counters; k0 is the low half of the seed."""
+    a1, b1 = _bump(k0, _W0), _bump(k1, _W1)
+    a2, b2 = _bump(a1, _W0), _bump(b1, _W1)
+    a3, b3 = _bump(a2, _W0), _bump(b2, _W1)
+    a4, b4 = _bump(a3, _W0), _bump(b3, _W1)
+    a5, b5 = _bump(a4, _W0), _bump(b4, _W1)
+    a6, b6 = _bump(a5, _W0), _bump(b5, _W1)
+    zero = np.uint64(0)
+    for j in range(columns):
+        c = np.uint64(first + j)
+        c0, c1, c2, c3 = _round(c & _LOW, c >> _32, zero, zero, k0, k1)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a1, b1)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a2, b2)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a3, b3)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a4, b4)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a5, b5)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, a6, b6)
+        store(w0, j, np.uint32(c0))
+        store(w1, j, np.uint32(c1))
+        store(w2, j, np.uint32(c2))
+        store(w3, j, np.uint32(c3))
+
 
 _LEAST_SPREAD, _MOST_ALIKE = np.int64(8192), np.int64(6)
 
@@ -129,3 +191,26 @@ def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide,
     else:
         round_wide(t, columns, (np.int64(1) << bit_width) - 1, stochastic, *random, wide)
         codes_to_bytes(wide, columns, bit_width, out)
+
+
+BLOCK = 1024
+
+
+@kernel
+def random_word_blocks(seed, words_at, count, start, stop):
+    k0, k1 = halves_of(seed)
+    columns = BLOCK // 4
+    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    for index in range(start, stop):
+        first = index * BLOCK
+        words = advance(i64_at(words_at), first)
+        column_words(first // 4, columns, k0, k1, w0, w1, w2, w3)
+        for i in range(min(BLOCK, count - first)):
+            word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
+            store(words, i, np.int64(load(word, i >> 2)))
+
+
+def random_words(seed: int | Tensor, words: Tensor) -> None:
+    block, count = BLOCK, words.numel()
+    arguments = (int(seed), words.data_ptr(), count)
+    share(random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())

@@ -36,6 +36,7 @@ from brevact.cpu_kernels.groups import (
     UNEVEN,
     is_flagged,
     read_metadata,
+    uniform_table,
 )
 from brevact.cpu_kernels.memory import (
     advance,
@@ -52,7 +53,6 @@ from brevact.cpu_kernels.memory import (
 )
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
-from brevact.cpu_kernels.tables import uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.geometry import Place, Segments, UniformPlan

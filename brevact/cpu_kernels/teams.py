@@ -15,6 +15,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import torch
+from torch import Tensor
+
 from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
@@ -50,14 +53,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_afresh)
 
 
-def takes_one_thread(elements: int, most_threads: int) -> bool:
-    """Return whether the caller of `share` does all of the work, in one call of the kernel."""
-    return most_threads == 1 or elements < 2 * SMALLEST_SHARE
-
-
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces of all blocks, by the caller and more threads if that pays."""
-    if takes_one_thread(blocks * block_size, most_threads):
+    if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))
         return
@@ -88,3 +86,19 @@ def _run_by_pool(function: Callable[[ctypes.Array], None], words: ctypes.Array, 
             interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def takes(arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it."""
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True

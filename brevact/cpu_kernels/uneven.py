@@ -127,15 +127,6 @@ def _count_from(sizes, count, least):
 
 
 @inlined
-def _sentinel(place):
-    """Of `SENTINELS`; an index that is no constant may raise."""
-    first = _SENTINELS[0] if place == 0 else _SENTINELS[1] if place == 1 else _SENTINELS[2]
-    second = _SENTINELS[3] if place == 3 else _SENTINELS[4] if place == 4 else _SENTINELS[5]
-    last = _SENTINELS[6] if place == 6 else _SENTINELS[7]
-    return first if place < 3 else second if place < 6 else last
-
-
-@inlined
 def _far_bits(x, count, far, has_missing):
     if has_missing:
         plus, minus = True, True
@@ -153,9 +144,11 @@ def _far_bits(x, count, far, has_missing):
     rounded = np.int32(
         np.int32(bits + np.int32(0x7F) + np.int32(np.int32(bits >> np.int32(8)) & np.int32(1))) & np.int32(-256)
     )
-    for place in range(8):
-        if abs(far) == _sentinel(place):
-            rounded = np.int32(np.int32(bits & _SIGN) | np.int32(_QUIET | np.int32((2 + place) << 8)))
+    pattern = np.int32(_QUIET | np.int32(2 << 8))
+    for sentinel in _SENTINELS:
+        if abs(far) == sentinel:
+            rounded = np.int32(np.int32(bits & _SIGN) | pattern)
+        pattern = np.int32(pattern + np.int32(1 << 8))
     return rounded
 
 
@@ -246,9 +239,11 @@ def _value(q, m, s, top, octave, limit):
         value = np.float32(np.nan) if size > _SPECIAL else min(float_of(size), limit)
         if size == np.int32(_QUIET | np.int32(1 << 8)):
             value = _INFINITY
-        for place in range(8):
-            if size == np.int32(_QUIET | np.int32((2 + place) << 8)):
-                value = min(_sentinel(place), limit)
+        pattern = np.int32(_QUIET | np.int32(2 << 8))
+        for sentinel in _SENTINELS:
+            if size == pattern:
+                value = min(sentinel, limit)
+            pattern = np.int32(pattern + np.int32(1 << 8))
         return -value if far < np.int32(0) else value
     step = float_of(np.int32(np.int32(word & np.int32(0x7FF0)) << np.int32(16)))
     if form >= np.int32(0x800):

@@ -1,7 +1,7 @@
 """Activation quantizers: a float tensor to a `PackedActivation` and back. Needs torch only."""
 
 from brevact.quantizers import ops as ops
-from brevact.quantizers.bits import mask_multiply, masked_fill_, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.bits import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
 from brevact.quantizers.formats.lossless.quantizer import ElementsQuantizer, LosslessQuantizer
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
@@ -60,7 +60,6 @@ __all__ = [
     "from_text",
     "is_traced",
     "mask_multiply",
-    "masked_fill_",
     "multiply_by_function",
     "normalize",
     "pack_codes",

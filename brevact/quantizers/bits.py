@@ -123,16 +123,6 @@ def mask_multiply(
     return target
 
 
-def masked_fill_(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """`x.masked_fill_(mask, value)`; ATen takes one element at a time on the CPU."""
-    is_flat = x.shape == mask.shape and x.stride() == mask.stride() and Layout.of(x).is_dense
-    if not is_flat or is_traced(x):
-        return x.masked_fill_(mask, value)
-    kernel_ops.fill(x, mask, value)
-    increment_version(x)
-    return x
-
-
 def _check_widths(bit_width: int, block_size: int) -> None:
     if isinstance(bit_width, bool) or not isinstance(bit_width, int) or not 1 <= bit_width <= 32:
         raise ValueError(f"bit_width: got {brief(bit_width)}; accepted is an int from 1 to 32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brevact.heap import Tuning, ask_for_large_pages
-from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_bool
 
 
 def set_heap_tuning(enabled: bool) -> bool:
@@ -19,8 +19,8 @@ def set_heap_tuning(enabled: bool) -> bool:
     False
 
     Args:
-        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), asks for no
-            large pages for decoded tensors (`madvise`), and unsets `THP_MEM_ALLOC_ENABLE` if the import has set it.
+        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), and unsets
+            `THP_MEM_ALLOC_ENABLE` if the import has set it.
 
     Returns:
         The former setting.
@@ -28,8 +28,7 @@ def set_heap_tuning(enabled: bool) -> bool:
     Raises:
         TypeError: `enabled` is no bool.
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled: got {brief(enabled)} of type {type(enabled).__name__}; accepted are True and False")
+    check_bool("enabled", enabled)
     before, Tuning.is_on = Tuning.is_on, enabled
     ask_for_large_pages(enabled)
     return before

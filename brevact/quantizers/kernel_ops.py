@@ -85,12 +85,6 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: floa
 
 
 @run_by_kernels
-def fill(x: Tensor, mask: Tensor, value: float) -> None:
-    """Overwrite elements where a mask of equal strides is set: ATen takes one element at a time on the CPU."""
-    x.masked_fill_(mask, value)
-
-
-@run_by_kernels
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from brevact.quantizers.huge_pages import SMALLEST, prefer_huge_pages
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -114,11 +112,7 @@ class Layout:
 
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor of this layout, by default of its dtype, with `shape` and `result_stride`."""
-        dtype = dtype or self.dtype
-        x = torch.empty_strided(self.shape, self.result_stride, dtype=dtype, device=device)
-        if self.numel * dtype.itemsize >= SMALLEST:
-            prefer_huge_pages(x)
-        return x
+        return torch.empty_strided(self.shape, self.result_stride, dtype=dtype or self.dtype, device=device)
 
     def restore(self, flat: Tensor) -> Tensor:
         """Put (numel,) elements in memory order back into place, inverting `flatten`; a view if the result is dense."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing_plans import FUSED, plan_of_decoding, plan_of_statistics, reciprocal_of
+from brevact.quantizers.normalizing_plans import FUSED, plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
@@ -128,10 +128,12 @@ def decode_in_one_pass(
     Returns:
         Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
     """
-    spec, buffer = packed.spec, packed.buffer
+    spec, layout, buffer = packed.spec, packed.layout, packed.buffer
     if scale is None or scale.dtype is torch.float64 or type(buffer) is not Tensor or not has_uniform_codes(spec):
         return None
-    plan = plan_of_decoding(spec, dtype, scale.shape)
+    if layout.dtype is not torch.float32:  # rounded to a type of 16 bits
+        return None
+    plan = plan_of_statistics(spec.quantizer, Layout.of_sizes(layout.shape, layout.stride, dtype), scale.shape)
     if plan is None or (addend is not None and not plan.matches(addend)):
         return None
     return plan.decode_affine(buffer, scale, shift, addend, mask, overwrites=overwrites)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec
@@ -70,11 +69,7 @@ class NormalizedPlan(NamedTuple):
         """Decode z * scale + shift, and add and mask as `decode_in_one_pass` does, with the same values."""
         target = addend if addend is not None and overwrites else self.layout.empty(buffer.device)
         shift, scale, place = self.groups(shift, scale)
-        is_plain = type(buffer) is type(scale) is type(target) is Tensor and (shift is None or type(shift) is Tensor)
-        kernels = cpu_kernels() if is_plain and addend is None and buffer.is_cpu else None
-        (kernel_ops if kernels is None else kernels).denormalize(
-            buffer, self.plan, shift, scale, place, addend, mask, target
-        )
+        kernel_ops.denormalize(buffer, self.plan, shift, scale, place, addend, mask, target)
         return target
 
 
@@ -86,17 +81,6 @@ def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple
         return None
     spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
     return NormalizedPlan(spec, plan_of(spec), found[0], layout, found[1])
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_of_decoding(
-    spec: PackedSpec[UniformQuantizer], dtype: torch.dtype, shape: tuple[int, ...]
-) -> NormalizedPlan | None:
-    """Plan of packed values that are decoded to this type; None for values that were rounded to a type of 16 bits."""
-    if spec.layout.dtype is not torch.float32:
-        return None
-    layout = Layout.of_sizes(spec.layout.shape, spec.layout.stride, dtype)
-    return plan_of_statistics(spec.quantizer, layout, shape)
 
 
 @functools.lru_cache(maxsize=4096)

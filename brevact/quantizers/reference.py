@@ -230,26 +230,27 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
 
 def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """(G,) float32 ends of finite values, infinity and -infinity without any, and int64 numbers of other elements."""
-    n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     flat = flat.float()
     if not geometry.one_run:
-        return finite_range(flat.view(-1, groups, inner), (0, 2))
-    whole = n // inner * inner
-    runs = [run for run in (flat[:whole].view(-1, inner), flat[whole:].view(1, -1)) if run.numel()]
-    if not runs:
-        return flat.new_empty(0), flat.new_empty(0), flat.new_empty(0, dtype=torch.int64)
-    low, high, missing = (torch.cat(parts) for parts in zip(*(finite_range(run, 1) for run in runs), strict=True))
+        return finite_range(flat.view(-1, geometry.groups, geometry.inner), (0, 2))
+    low, high, missing = (
+        torch.cat(parts) for parts in zip(*(finite_range(run, 1) for run in _runs(flat, geometry)), strict=True)
+    )
     return low, high, missing
 
 
 def group_zeros(flat: Tensor, geometry: Geometry) -> Tensor:
-    n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     is_zero = flat.float() == 0
     if not geometry.one_run:
-        return is_zero.view(-1, groups, inner).any(2).any(0)
-    whole = n // inner * inner
-    runs = [run for run in (is_zero[:whole].view(-1, inner), is_zero[whole:].view(1, -1)) if run.numel()]
-    return torch.cat([run.any(1) for run in runs]) if runs else is_zero.new_empty(0)
+        return is_zero.view(-1, geometry.groups, geometry.inner).any(2).any(0)
+    return torch.cat([run.any(1) for run in _runs(is_zero, geometry)])
+
+
+def _runs(flat: Tensor, geometry: Geometry) -> list[Tensor]:
+    """Whole groups as rows, and the ragged last one; rows of nothing for an empty tensor."""
+    whole = geometry.numel // geometry.inner * geometry.inner
+    rows, last = flat[:whole].view(-1, geometry.inner), flat[whole:].view(1, -1)
+    return [rows, last] if last.numel() else [rows]
 
 
 def finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

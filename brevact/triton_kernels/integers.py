@@ -1,4 +1,9 @@
-"""Launches of fake quantization to integers: one read of the elements forward, one of the gradient backward."""
+"""Fake quantization to integers, one read of the elements forward, one of the gradient backward; as `integer_ops`.
+
+Brevitas' ops are computed in their order, each rounded once to the elements' dtype. Pointers of unwanted arrays are
+None. Scales and zero points are one number, or one per group. With NUMBERS_ROUND they are first rounded to the
+elements' dtype: CUDA does so with 0-d tensors of another dtype, the CPU does not.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,331 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry
 from brevact.integers import IntegerPlan
-from brevact.triton_kernels.fake_quantization import (
-    decode_integers_kernel,
-    fake_quantize_backward_kernel,
-    fake_quantize_kernel,
-)
+from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint, settle, widen
+from brevact.triton_kernels.grids import codes_on_row, group_of_plane
+from brevact.triton_kernels.groups import is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
+from brevact.triton_kernels.philox import seed_words
+from brevact.triton_kernels.tiles import (
+    element_mask,
+    load_bytes,
+    load_planes,
+    single_block,
+    store_codes,
+    tile,
+    unpack_code,
+    whole_blocks,
+)
+
+BLOCK = tl.constexpr(512)
+_COLUMNS = tl.constexpr(64)
+_FLOOR, _CEIL, _TO_ZERO, _DPU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+_UNALIGNED = ["scale_ptr", "zero_ptr", "levels_ptr", "steps_ptr", "seed_ptr", "missing_ptr"]
+_SIZES = ["numel", "inner", "groups", "repeats", "rows"]
+
+
+@triton.jit
+def _group(
+    i: tl.constexpr, first, row, column, stride, inner, groups, repeats, rows,
+    NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Groups of plane i of a tile; NESTED: in several rows, see `integers.IntegerPlan`, of fewer than 2^31 elements."""
+    if NESTED:
+        columns = groups // rows
+        start = first % (inner * columns * repeats * rows)
+        place = (start.to(tl.int32) + (row * BLOCK + i * stride + column)) // inner
+        group = place // (columns * repeats) % rows * columns + place % columns
+    else:
+        group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+    return group
+
+
+@triton.jit
+def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.constexpr, GROUPED: tl.constexpr):
+    if GROUPED:
+        number = widen(tl.load(pointer + group, mask=valid, other=1.0))
+    else:
+        number = widen(tl.load(pointer))
+    if NUMBERS_ROUND:
+        number = settle(number, dtype)
+    return number
+
+
+@triton.jit
+def _rounded(t, ROUNDING: tl.constexpr):
+    if ROUNDING == _FLOOR:
+        r = tl.floor(t)
+    elif ROUNDING == _CEIL:
+        r = tl.ceil(t)
+    elif ROUNDING == _TO_ZERO:
+        r = tl.where(t < 0.0, tl.ceil(t), tl.floor(t))
+    elif ROUNDING == _DPU:
+        below = tl.floor(t)
+        r = tl.where((t < 0.0) & (t - below == 0.5), below + 1.0, rint(t))
+    else:
+        r = rint(t)
+    return r
+
+
+@triton.jit
+def _shifted(x, scale, zero, dtype: tl.constexpr):
+    return settle(settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype) + zero, dtype)
+
+
+@triton.jit
+def _clipped(r, lowest, highest):
+    r = tl.where(r > highest, highest, r)
+    return tl.where(r < lowest, lowest, r)
+
+
+@triton.jit
+def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
+    if CLIPS and RECTIFIES:
+        cut = (r > highest) | (r < lowest) | (x <= 0.0)
+    elif CLIPS:
+        cut = (r > highest) | (r < lowest)
+    elif RECTIFIES:
+        cut = x <= 0.0
+    else:
+        cut = tl.zeros_like(x) != 0.0
+    return cut == 0
+
+
+@triton.jit
+def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr):
+    """Integers of plane i, NaN for the spare code."""
+    code = unpack_code(codes, i, BIT_WIDTH)
+    q = float_of_code(code, BIT_WIDTH) + lowest
+    if HAS_SPARE:
+        q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
+    return q
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
+def fake_quantize_kernel(
+    x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
+    out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
+    lowest, highest, numel, inner, groups, repeats, rows,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    TOP: tl.constexpr = (1 << WIDTH) - 1
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if limit > 0:
+            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            words = seed_words(first, row, column, seed_ptr, BLOCK, seed_ptr is not None)
+            spare = (1 << BIT_WIDTH) - 1.0 if HAS_SPARE else 0.0
+            codes, bits, residuals, missing = (), (), (), False
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                group = 0
+                if SCALES or ZEROS:
+                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                pointers = first + (row * BLOCK + i * stride + column)
+                x = widen(planes[i])
+                v = x
+                if RECTIFIES:
+                    v = tl.where(x < 0.0, 0.0, x)
+                t = _shifted(v, scale, zero, dtype)
+                r = _rounded(t, ROUNDING)
+                q = _clipped(r, lowest, highest)
+                tl.store(out_ptr + pointers, cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
+                if values_ptr is not None:
+                    tl.store(values_ptr + pointers, cast(v, dtype), mask=valid)
+                if codes_ptr is not None:
+                    code = nearest_int(tl.where(q == q, q - lowest, spare))
+                    if RAGGED:
+                        code = tl.where(valid, code, 0)
+                    codes += (code,)
+                if missing_ptr is not None:
+                    missing = missing | ((q != q) & valid)
+                if mask_ptr is not None or residual_ptr is not None:
+                    passes = _passes(x, r, lowest, highest, RECTIFIES, CLIPS)
+                    if RAGGED:
+                        passes = passes & valid
+                if mask_ptr is not None:
+                    bits += (passes.to(tl.int32),)
+                if residual_ptr is not None:
+                    left = settle(t - r, dtype)
+                    left = _clipped(left, tl.load(levels_ptr + 1), tl.load(levels_ptr + TOP))
+                    left = tl.where(passes, left, tl.load(levels_ptr))
+                    code = codes_on_row(left, words, levels_ptr, steps_ptr, i, TOP + 1, WIDTH, True)
+                    code = tl.where(is_finite(left), code, TOP)
+                    if RAGGED:
+                        code = tl.where(valid, code, 0)
+                    residuals += (code,)
+            if codes_ptr is not None:
+                place = codes_ptr + first // 8 * BIT_WIDTH
+                store_codes(place, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            if mask_ptr is not None:
+                store_codes(mask_ptr + first // 8, bits, row, column, stride, limit, BLOCK, 1, RAGGED)
+            if residual_ptr is not None:
+                store_codes(
+                    residual_ptr + first // 8 * WIDTH, residuals, row, column, stride, limit, BLOCK, WIDTH, RAGGED
+                )
+            if missing_ptr is not None:
+                tl.store(missing_ptr + (row * 0 + column * 0), 1, mask=missing)
+
+
+@triton.jit
+def fake_quantize_backward_tile(
+    g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
+    target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+    parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile."""
+    dtype: tl.constexpr = g_ptr.dtype.element_ty
+    AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
+    LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
+    ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
+    grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+    if values_ptr is not None:
+        values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+    if codes_ptr is not None:
+        place = codes_ptr + first // 8 * BIT_WIDTH
+        codes = load_bytes(place, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    if mask_ptr is not None:
+        bits = load_bytes(mask_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
+    if residual_ptr is not None:
+        place = residual_ptr + first // 8 * WIDTH
+        residuals = load_bytes(place, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
+    if parts_ptr is not None:
+        sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
+        more_sums, zero_sums, more_zero_sums = sums, sums, sums
+    for i in tl.static_range(8):
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        group = 0
+        if SCALES or ZEROS:
+            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+        scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+        zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+        pointers = first + (row * BLOCK + i * stride + column)
+        g = widen(grads[i])
+        through = settle(g * scale, dtype)
+        clipped = through
+        if AGAIN:
+            x = widen(values[i])
+            v = x
+            if RECTIFIES:
+                v = tl.where(x < 0.0, 0.0, x)
+            r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
+            clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
+        elif residual_ptr is not None:
+            code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
+            left = settle(tl.load(levels_ptr + code_of_residual), dtype)
+            clipped = tl.where(code_of_residual != 0, clipped, 0.0)
+        elif mask_ptr is not None:
+            clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
+        tl.store(target_ptr + pointers, cast(tl.div_rn(clipped, tl.zeros_like(clipped) + scale), dtype), mask=valid)
+        if LEARNS:
+            if AGAIN:
+                q = _clipped(r, lowest, highest)
+            else:
+                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
+            q = settle(q - zero, dtype)
+            if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
+                q = tl.where(code_of_residual != 0, q * 0.0, q)
+                steps = left
+            else:
+                x = widen(values[i])
+                steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
+            slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
+            term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
+            if terms_ptr is not None:
+                tl.store(terms_ptr + pointers, term, mask=valid)
+                tl.store(more_terms_ptr + pointers, more, mask=valid)
+            if parts_ptr is not None:
+                sums += tl.where(valid, widen(term), 0.0)
+                more_sums += tl.where(valid, widen(more), 0.0)
+        if ZERO_LEARNS:
+            if AGAIN and RECTIFIES:
+                clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
+            if zero_terms_ptr is not None:
+                tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
+                tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
+            if zero_parts_ptr is not None:
+                zero_sums += tl.where(valid, through * -1.0, 0.0)
+                more_zero_sums += tl.where(valid, clipped, 0.0)
+    if parts_ptr is not None:
+        pointers = first // 8 + (row * _COLUMNS + column)
+        exists = row < (1 if RAGGED else limit)
+        tl.store(parts_ptr + pointers, sums, mask=exists)
+        tl.store(more_parts_ptr + pointers, more_sums, mask=exists)
+        if zero_parts_ptr is not None:
+            tl.store(zero_parts_ptr + pointers, zero_sums, mask=exists)
+            tl.store(more_zero_parts_ptr + pointers, more_zero_sums, mask=exists)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
+def fake_quantize_backward_kernel(
+    g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
+    target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+    parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+    lowest, highest, numel, inner, groups, repeats, rows,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradients, in the same tiles."""
+    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
+    fake_quantize_backward_tile(
+        g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
+        target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+        parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
+        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+        RAGGED=False,
+    )  # fmt: skip
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
+    if count > 0:
+        fake_quantize_backward_tile(
+            g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
+            target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+            parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
+            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+            RAGGED=True,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
+def decode_integers_kernel(
+    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, numel, inner, groups, repeats, rows,
+    BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = target_ptr.dtype.element_ty
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if limit > 0:
+            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
+            codes = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                group = 0
+                if SCALES or ZEROS:
+                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
+                y = cast(settle(q - zero, dtype) * scale, dtype)
+                tl.store(target_ptr + first + (row * BLOCK + i * stride + column), y, mask=valid)
+
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _LARGEST_CODE = 8

@@ -1,4 +1,4 @@
-"""Launches of lossless packing: integer codes and one-bit masks."""
+"""Lossless packing: integer codes of 1 to 32 bits, and one-bit masks, in blocks of any multiple of 8."""
 
 from __future__ import annotations
 
@@ -6,11 +6,72 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry
-from brevact.triton_kernels.codes import mask_multiply_kernel, pack_codes_kernel, unpack_codes_kernel
+from brevact.triton_kernels.floats import cast, widen
 from brevact.triton_kernels.launch import Program, over_blocks
+from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
+
+
+@triton.jit(do_not_specialize=["numel"])
+def pack_codes_kernel(
+    x_ptr, packed_ptr, numel,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+):  # fmt: skip
+    for RAGGED in tl.static_range(ROWS == 0, 2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if limit > 0:
+            planes, codes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED), ()
+            for i in tl.static_range(8):
+                if planes[i].dtype.is_floating():
+                    code = tl.where(widen(planes[i]) <= 0.0, 0, 1)
+                else:
+                    code = planes[i].to(tl.uint32) & ((1 << BIT_WIDTH) - 1)
+                if RAGGED:
+                    code = tl.where(element_mask(i, row, column, stride, limit, RAGGED), code, 0)
+                codes += (code,)
+            out_ptr = packed_ptr + first // 8 * BIT_WIDTH
+            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def unpack_codes_kernel(
+    packed_ptr, target_ptr, numel,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+):  # fmt: skip
+    for RAGGED in tl.static_range(ROWS == 0, 2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if limit > 0:
+            in_ptr = packed_ptr + first // 8 * BIT_WIDTH
+            packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            for i in tl.static_range(8):
+                code = unpack_code(packed, i, BIT_WIDTH).to(target_ptr.dtype.element_ty)
+                pointers = target_ptr + first + (row * BLOCK + i * stride + column)
+                tl.store(pointers, code, mask=element_mask(i, row, column, stride, limit, RAGGED))
+
+
+@triton.jit(do_not_specialize=["numel"])
+def mask_multiply_kernel(
+    packed_ptr, grad_ptr, target_ptr, slope, numel,
+    HAS_SLOPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+):  # fmt: skip
+    for RAGGED in tl.static_range(ROWS == 0, 2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if limit > 0:
+            packed = load_bytes(packed_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
+            planes = load_planes(grad_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            for i in tl.static_range(8):
+                if HAS_SLOPE:
+                    other = cast(widen(planes[i]) * slope, planes[i].dtype)
+                else:
+                    other = tl.zeros_like(planes[i])
+                pointers = target_ptr + first + (row * BLOCK + i * stride + column)
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                tl.store(pointers, tl.where(unpack_code(packed, i, 1) != 0, planes[i], other), mask=valid)
+
 
 _MASKED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.bool))
 

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
-from brevact.triton_kernels.dequantize import load_grid, value_of
 from brevact.triton_kernels.floats import cast, maximum, minimum, widen
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of
 from brevact.triton_kernels.normalize import LARGEST_RUN
 from brevact.triton_kernels.tiles import element_mask, load_bytes, tile, unpack_code
+from brevact.triton_kernels.uniform import load_grid, value_of
 
 LEVELS_TILE = 1024
 """Entries of a table that a program writes."""

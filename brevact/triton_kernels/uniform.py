@@ -1,4 +1,7 @@
-"""Launches of the uniform quantizer: one pass over x where a program holds whole groups, else two."""
+"""The uniform quantizer: one pass over x where a program holds whole groups, else two; and decoding.
+
+R blocks, W columns, Q or G groups.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,486 @@ import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import Place, UniformPlan
-from brevact.triton_kernels.dequantize import dequantize_kernel
+from brevact.triton_kernels.floats import (
+    cast,
+    float_of_code,
+    key_of,
+    maximum,
+    minimum,
+    nearest_int,
+    round_nearest,
+    round_stochastic,
+    widen,
+)
+from brevact.triton_kernels.groups import (
+    RANGES_TILE,
+    calibrate,
+    finite_keys,
+    group_of,
+    has_missing,
+    is_finite,
+    is_flagged,
+    join_ranges_kernel,
+    ranges_kernel,
+    shifted_minimum,
+    store_metadata,
+    zero_part,
+)
 from brevact.triton_kernels.launch import Program, one_pass, over_blocks, over_groups, parts_of, rows_in_groups, seed_on
-from brevact.triton_kernels.normalize import fits, values_of
+from brevact.triton_kernels.normalize import denormalize_elements, fits, normalize_elements, normalize_planes, values_of
 from brevact.triton_kernels.packing import mask_multiply
-from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
-from brevact.triton_kernels.ranges import RANGES_TILE, join_ranges_kernel, ranges_kernel
+from brevact.triton_kernels.philox import element_bits, seed_words, shifts
+from brevact.triton_kernels.tiles import (
+    element_mask,
+    load_bytes,
+    load_planes,
+    single_block,
+    store_codes,
+    tile,
+    unpack_code,
+    whole_blocks,
+)
+from brevact.triton_kernels.uneven import fit, inverse_of, is_uneven, may_be_uneven, positions, values
+
+
+@triton.jit
+def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
+    """Stored minimum and scale, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
+    scale = widen(tl.load(scale_ptr, mask=valid))
+    base, flagged = widen(tl.load(minimum_ptr, mask=valid)), is_flagged(scale)
+    if BIT_WIDTH == 1:
+        base = tl.where(flagged, base + tl.abs(scale) * 0.5, base)
+    return base, scale, flagged
+
+
+@triton.jit
+def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr):
+    """Values of codes (uint32), within +-largest; FLAGGED: groups may be, with NaN last, or uneven ones if UNEVEN."""
+    y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
+    y = maximum(minimum(y, largest), -largest)
+    if FLAGGED and UNEVEN:
+        own = values(q, base.to(tl.int32, bitcast=True), scale, largest, BIT_WIDTH)
+        y = tl.where(flagged, own, y)
+    elif FLAGGED:
+        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+    return y
+
+
+@triton.jit
+def dequantize_blocks(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
+):  # fmt: skip
+    """ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, undo a normalization and add `other`."""
+    PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
+    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    for i in tl.static_range(8):
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        offset = row * BLOCK + i * stride
+        if RAGGED or not ALIGNED:
+            group = group_of(first, offset + column, inner, groups, INNER)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+        elif i % PLANES == 0:
+            group = group_of(first, offset, inner, groups, INNER)
+            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+        y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
+        if PLACE:
+            places_of = offset
+            if RAGGED or PLACE < 8:
+                places_of += column
+            y = denormalize_elements(
+                y, mean_ptr, factor_ptr, outer, places, span, run, first, places_of, valid,
+                target_ptr.dtype.element_ty, PLACE,
+            )  # fmt: skip
+        y = cast(y, target_ptr.dtype.element_ty)
+        pointers = first + (offset + column)
+        if other_ptr is not None:
+            other = widen(tl.load(other_ptr + pointers, mask=valid))
+            y = cast(widen(y) + other if PLACE else widen(y) * other, target_ptr.dtype.element_ty)
+        tl.store(target_ptr + pointers, y, mask=valid)
+
+
+@triton.jit
+def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
+    group = tl.arange(0, MOST)
+    scale = widen(tl.load(scale_ptr + group, mask=group < count, other=0.0))
+    return tl.min(scale.to(tl.int32, bitcast=True), axis=0) < 0
+
+
+@triton.jit
+def dequantize_whole_blocks(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    UNEVEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same for ROWS whole blocks; if one has an uneven group, a few blocks at a time, which takes few registers."""
+    some_uneven = False
+    if UNEVEN:
+        some_uneven = _some_flagged(scale_ptr + first // INNER, limit * (BLOCK // INNER), ROWS * BLOCK // INNER)
+    if some_uneven:
+        CHUNK: tl.constexpr = max(ROWS // 4, 1)
+        for start in range(0, limit, CHUNK):
+            dequantize_blocks(
+                codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr,
+                first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start,
+                inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+                BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=True,
+            )  # fmt: skip
+    else:
+        dequantize_blocks(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=not UNEVEN,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
+)
+def dequantize_kernel(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
+):  # fmt: skip
+    if ROWS > 0:
+        first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+        dequantize_whole_blocks(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, UNEVEN, ROWS,
+        )  # fmt: skip
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+    if count > 0:
+        dequantize_blocks(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
+            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, FLAGGED=True,
+        )  # fmt: skip
+
+
+_UNEVEN_TILE = tl.constexpr(2048)
+"""Elements of whole blocks that are quantized at a time where a bucket may be uneven."""
+_LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
+"""See `reference.spreads`."""
+
+
+@triton.jit
+def _positions(
+    x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, MISSING: tl.constexpr = True
+):  # fmt: skip
+    """clip((x - m) / s): 0 in constant and empty groups and where not valid. Unless MISSING all is finite and valid."""
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
+    x, flagged, most = widen(x), is_flagged(inverse), TOP
+    if MISSING:
+        base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
+        inverse = tl.abs(inverse)
+        most = tl.where(flagged, TOP - 1.0, TOP)
+    t = tl.minimum(tl.maximum((x - base) * inverse, 0.0), most)
+    if BIT_WIDTH > 16 or (BIT_WIDTH > 5 and STOCHASTIC):  # see `reference.positions_of_zeros`
+        whole = ((t.to(tl.int32, bitcast=True) + 0x80) & -256).to(tl.float32, bitcast=True)
+        t = tl.where(x == 0.0, whole, t)
+    if MISSING:
+        t = tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
+    return t
+
+
+@triton.jit
+def _parts_of_steps(t):
+    return nearest_int((t - tl.floor(t)) * 256.0)
+
+
+@triton.jit
+def _halves(part):
+    """Whether parts of a step are in its upper half, plus 2^16 times whether they are in its middle half; int32."""
+    return ((part >> 7) & 1) + ((((part + 64) >> 7) & 1) << 16)
+
+
+@triton.jit
+def _spreads(spread, halves, size, inverse):
+    """Whether groups shift their levels, from sums over their elements; see `reference.spreads`."""
+    a, b = size - 2 * (halves & 0xFFFF), size - 2 * (halves >> 16)
+    return (spread >= size * _LEAST_SPREAD) & (a * a + b * b <= size * _MOST_ALIKE) & ~is_flagged(inverse)
+
+
+@triton.jit
+def _closest_shifted(t, shift, BIT_WIDTH: tl.constexpr):
+    """The closest of shifted levels, for each position; a shift of NaN changes none."""
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
+    moved = tl.minimum(tl.maximum(t + shift, 0.0), TOP)
+    return tl.where(shift == shift, round_nearest(moved, BIT_WIDTH).to(tl.float32), t)
+
+
+@triton.jit
+def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
+    else:
+        q = round_nearest(t, BIT_WIDTH)
+    return q
+
+
+@triton.jit
+def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """Ranges of keys, [GROUPS] each, of groups that lie in planes start to stop; NaN wins."""
+    low = widen(planes[start])
+    high = low
+    for i in tl.static_range(start + 1, stop):
+        x = widen(planes[i])
+        low, high = minimum(low, x), maximum(high, x)
+    low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
+    return low_Q, tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+
+
+@triton.jit
+def _zeros_in_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    least = zero_part(widen(planes[start]), True)
+    for i in tl.static_range(start + 1, stop):
+        least = tl.minimum(least, zero_part(widen(planes[i]), True))
+    return tl.min(tl.reshape(least, (GROUPS, LANES)), axis=1) == 0
+
+
+@triton.jit
+def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """The same for finite elements alone."""
+    low, high = finite_keys(widen(planes[start]), True)
+    for i in tl.static_range(start + 1, stop):
+        bottom, ceiling = finite_keys(widen(planes[i]), True)
+        low, high = tl.minimum(low, bottom), tl.maximum(high, ceiling)
+    low_Q = tl.min(tl.reshape(low, (GROUPS, LANES)), axis=1)
+    return low_Q, tl.max(tl.reshape(high, (GROUPS, LANES)), axis=1)
+
+
+@triton.jit
+def quantize_whole_blocks(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PLACE: tl.constexpr,
+):  # fmt: skip
+    """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
+
+    `first` (int64) is a multiple of BLOCK and of INNER, which is at most ROWS * BLOCK; `rows` blocks exist, of whole
+    groups. If groups may be uneven (INNER is at most BLOCK), blocks that seem to have one are written again.
+    """
+    W: tl.constexpr = BLOCK // 8
+    if INNER >= W:
+        PLANES: tl.constexpr = INNER // W if INNER < BLOCK else 8  # in which a group lies
+        LANES: tl.constexpr = INNER // PLANES  # elements of one of these planes that are in one group
+    else:
+        PLANES: tl.constexpr = 1
+        LANES: tl.constexpr = INNER
+    GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
+    planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
+    if PLACE:
+        planes = normalize_planes(
+            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, W, rows,
+            BLOCK, PLACE, RAGGED=False,
+        )  # fmt: skip
+    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
+    codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
+    for start in tl.static_range(0, 8, PLANES):
+        low_Q, high_Q = _range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
+        missing_Q = has_missing(low_Q, high_Q)
+        if UNEVEN:
+            may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W)
+            uneven_Q |= may_Q.to(tl.int32)
+        else:
+            if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
+                low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
+            zero_Q = _zeros_in_planes(planes, start, start + PLANES, GROUPS, LANES)
+        base_Q, scale_Q, inverse_Q = calibrate(
+            low_Q, high_Q, missing_Q, zero_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+        )
+        group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
+        base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        shift = 0.0
+        if DITHERED:
+            spread_Q, halves_Q = tl.zeros((GROUPS,), tl.int32), tl.zeros((GROUPS,), tl.int32)
+            for i in tl.static_range(start, start + PLANES):
+                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN))
+                spread_Q += tl.sum(tl.reshape(part * (256 - part), (GROUPS, LANES)), axis=1)
+                halves_Q += tl.sum(tl.reshape(_halves(part), (GROUPS, LANES)), axis=1)
+            shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
+            shift_Q = tl.where(_spreads(spread_Q, halves_Q, INNER, inverse_Q) & ~zero_Q, shift_Q, float("nan"))
+            base_Q = shifted_minimum(base_Q, scale_Q, shift_Q)
+            shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        store_metadata(scale_ptr + group, scale_Q, q_row < rows)
+        store_metadata(minimum_ptr + group, base_Q, q_row < rows)
+        for i in tl.static_range(start, start + PLANES):
+            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
+            if DITHERED:
+                t = _closest_shifted(t, shift, BIT_WIDTH)
+            codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
+    store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
+    if UNEVEN:
+        if tl.max(uneven_Q, axis=0) > 0:
+            CHUNK: tl.constexpr = min(max(_UNEVEN_TILE // BLOCK, 1), ROWS)  # rows
+            for row_0 in range(0, rows, CHUNK):
+                if tl.max(tl.where(q_row // CHUNK * CHUNK == row_0, uneven_Q, 0), axis=0) > 0:
+                    tl.debug_barrier()  # behind the stores above
+                    quantize_blocks(
+                        x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span,
+                        run, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
+                        BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK,
+                        CHUNK * BLOCK // INNER, INNER, W, CHUNK, PLACE, RAGGED=False,
+                    )  # fmt: skip
+
+
+@triton.jit
+def gathered(values, index):
+    """Values of a 1-D tensor at the places of a 2-D one."""
+    found = tl.gather(values, tl.reshape(index, (index.shape[0] * index.shape[1],)), 0)
+    return tl.reshape(found, index.shape)
+
+
+@triton.jit
+def quantize_blocks(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Range, round and pack `count` (int32) elements of whole groups, of any size. The cache gives x once more.
+
+    Blocks are whole if there are several; INNER is any divisor of BLOCK. GROUPS_2, INNER_2 and COLUMNS_2 are powers of
+    two of at least ROWS * BLOCK // INNER, INNER and BLOCK // 8.
+    """
+    lane = tl.arange(0, INNER_2)[None, :]
+    element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
+    valid = (lane < INNER) & (element < count)
+    x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
+    if PLACE:
+        x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
+    low_GI, high_GI = finite_keys(x_GI, valid)
+    missing_GI = valid & ~is_finite(x_GI)
+    zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
+    base_G, scale_G, inverse_G = calibrate(
+        tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0, zero_G,
+        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
+    )  # fmt: skip
+    group = tl.arange(0, GROUPS_2)
+    stored_G, shift_G, far_G, some_uneven = base_G, scale_G, scale_G, False
+    if DITHERED:
+        part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC))
+        spread_G = tl.sum(tl.where(valid, part * (256 - part), 0), axis=1)
+        halves_G = tl.sum(tl.where(valid, _halves(part), 0), axis=1)
+        size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
+        shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
+        shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G) & ~zero_G, shift_G, float("nan"))
+        stored_G = shifted_minimum(base_G, scale_G, shift_G)
+    if UNEVEN:  # then the inverse has its sign bit set, and the minimum is the base
+        uneven_G = is_uneven(x_GI, valid)
+        some_uneven = tl.max(uneven_G.to(tl.int32), axis=0) > 0
+        if some_uneven:
+            minimum_G, scale_bits_G, step_G, own_far_G = fit(x_GI, valid, BIT_WIDTH)
+            stored_G = tl.where(uneven_G, minimum_G.to(tl.float32, bitcast=True), stored_G)
+            base_G = tl.where(uneven_G, minimum_G.to(tl.float32, bitcast=True), base_G)
+            scale_G = tl.where(uneven_G, (scale_bits_G << 16).to(tl.float32, bitcast=True), scale_G)
+            inverse_G = tl.where(uneven_G, -inverse_of(step_G), inverse_G)
+            shift_G = tl.where(uneven_G, float("nan"), shift_G)
+            far_G = own_far_G
+    store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
+    store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS_2)[None, :]
+    if RAGGED:
+        columns, limit = (count + 7) // 8, count
+    else:
+        columns, limit = BLOCK // 8, count // BLOCK
+    planes = load_planes(x_ptr + first, row, column, columns, limit, BLOCK, RAGGED)
+    if PLACE:
+        planes = normalize_planes(
+            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, columns, limit,
+            BLOCK, PLACE, RAGGED,
+        )  # fmt: skip
+    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    codes = ()
+    for i in tl.static_range(8):
+        group = tl.minimum((row * BLOCK + i * columns + column) // INNER, GROUPS_2 - 1)
+        base, inverse = gathered(base_G, group), gathered(inverse_G, group)
+        valid = element_mask(i, row, column, columns, limit, RAGGED)
+        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
+        if DITHERED:
+            t = _closest_shifted(t, gathered(shift_G, group), BIT_WIDTH)
+        if UNEVEN:
+            if some_uneven:
+                form, far = base.to(tl.int32, bitcast=True), gathered(far_G, group)
+                own = positions(widen(planes[i]), form, tl.abs(inverse), far, BIT_WIDTH)
+                t = tl.where(valid & is_flagged(inverse), own, t)
+        codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
+    out_ptr = codes_ptr + first // 8 * BIT_WIDTH
+    store_codes(out_ptr, codes, row, column, columns, limit, BLOCK, BIT_WIDTH, RAGGED)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "outer", "places", "span", "run"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr", "mean_ptr", "factor_ptr"],
+)
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    """Quantize in one pass; with a PLACE, elements are normalized as they are loaded."""
+    if ROWS > 0:
+        first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
+        quantize_whole_blocks(
+            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
+            mean_ptr, factor_ptr, outer, places, span, run, first, rows,
+            BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, ROWS, PLACE,
+        )  # fmt: skip
+    if INNER <= BLOCK:  # longer groups come in whole blocks
+        first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+        if count > 0:
+            quantize_blocks(
+                x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
+                mean_ptr, factor_ptr, outer, places, span, run, first, count,
+                BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, 1, PLACE,
+                RAGGED=True,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["minimum_ptr", "seed_ptr"])
+def quantize_calibrated_kernel(
+    x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Quantize with the minima and inverse scales of `ranges`; BLOCK is a power of two."""
+    for RAGGED in tl.static_range(2):
+        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, BLOCK // 8, RAGGED)
+        if limit > 0:
+            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+            codes = ()
+            for i in tl.static_range(8):
+                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                offset = row * BLOCK + i * stride
+                if RAGGED or not ALIGNED:
+                    group = group_of(first, offset + column, inner, groups, INNER=0)
+                else:
+                    group = group_of(first, offset, inner, groups, INNER=0)
+                base = widen(tl.load(minimum_ptr + group, mask=valid))
+                inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
+                t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
+                codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
+            out_ptr = codes_ptr + first // 8 * BIT_WIDTH
+            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+
 
 _JOIN_TILE = 64
 

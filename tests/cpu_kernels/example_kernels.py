@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store, u32_at
-from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.rounding import column_words
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from brevact.cpu_kernels.cascade import BLOCK, adds_as_torch, cascade_sum, runs_of
+from brevact.cpu_kernels.fake_quantize_backward import BLOCK, adds_as_torch, cascade_sum, runs_of
 
 SIZES = (8, 31, 100, BLOCK, 16 * BLOCK - 9, 32768, 70_001, 256 * BLOCK, 289 * BLOCK + 40, 4097 * BLOCK)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import multiprocessing
 import os
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from brevact.cpu_kernels import intrinsics, kernels
+from brevact.cpu_kernels import kernels
 from brevact.cpu_kernels.kernels import Kernel, prepare
 from tests.cpu_kernels import example_kernels
 
@@ -156,10 +155,3 @@ def test_preparing_says_why_nothing_is_compiled(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     with pytest.raises(ImportError, match="NUMBA_DISABLE_JIT"):
         prepare()
-
-
-def test_names_that_kernels_are_written_in_have_a_meaning():
-    for path in kernels.PACKAGE.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "brevact.cpu_kernels.memory":
-                assert [name.name for name in node.names if not hasattr(intrinsics, name.name)] == [], path

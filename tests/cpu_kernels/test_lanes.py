@@ -24,10 +24,10 @@ def test_processors_with_other_permutations(features: str, tmp_path):
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
     script = (
-        "from brevact.cpu_kernels import lanes, launch\n"
+        "from brevact.cpu_kernels import intrinsics, launch\n"
         "from tests.quantizers.kernel_op_cases import check_kernel_op\n"
         "from numba.core.registry import cpu_target\n"
-        f"assert lanes._lanes_of(cpu_target.target_context) == {8 if features == '+avx2' else 'lanes.NONE'}\n"
+        f"assert intrinsics._lanes_of(cpu_target.target_context) == {8 if features == '+avx2' else 'intrinsics.NONE'}\n"
         "check_kernel_op('look_up', launch)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.groups import KINDS, GroupTable
 from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
-from brevact.cpu_kernels.tables import KINDS, GroupTable
 from brevact.geometry import Geometry, Place, Segments
-from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer
+from brevact.quantizers import Layout, UniformQuantizer
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import calibrate, pack, round_codes
-from tests.quantizers.subjects import takes_rounding
 
 BLOCK = 512
 
@@ -73,15 +72,3 @@ def test_tables_far_into_a_tensor(first_block: int):
     pointers = codes.data_ptr() - first // 8 * bit_width, ctypes.addressof(words), at, 0, 0, y.data_ptr() - 4 * first
     look_up_blocks(*pointers, table.address, first_block, first_block + 1)
     assert torch.equal(y, values[element // run - first_run, q])
-
-
-@pytest.mark.parametrize("rounding", Rounding)
-def test_parts_beyond_two_to_the_31_elements(rounding: Rounding):
-    n = 2**33 + 11
-    layout = Layout.of(torch.empty(n, device="meta"))
-    for granularity, groups in ((Granularity.BUCKET, 2**24 + 1), (Granularity.TENSOR, 1)):
-        if not takes_rounding(rounding, {"granularity": granularity}):
-            continue
-        quantizer = UniformQuantizer(bit_width=3, rounding=rounding, granularity=granularity)
-        codes, minimum, scale = (part.numel for part in quantizer.parts(layout))
-        assert (codes, scale, minimum) == (2**33 // 8 * 3 + 2 * 3, groups, groups)

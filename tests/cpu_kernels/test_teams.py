@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from brevact.cpu_kernels import teams
-from brevact.cpu_kernels.fill import fill_blocks
+from brevact.cpu_kernels.packing import pack_mask_blocks
 from brevact.cpu_kernels.teams import SMALLEST_SHARE, share
 from brevact.quantizers import UniformQuantizer
 from tests.cpu_kernels.example_kernels import count
@@ -120,5 +120,5 @@ def test_quantize_in_another_process(code: str):
 @pytest.mark.parametrize("blocks", [1, 1 << 12])
 def test_a_kernel_refuses_another_number_of_arguments(blocks: int):
     """Words that are left out would be 0: no step from block to block, and no end."""
-    with pytest.raises(TypeError, match="fill_blocks takes 7 arguments, and got 6"):
-        share(fill_blocks, (0, 0, 4, 0), blocks, 512, 2)
+    with pytest.raises(TypeError, match="pack_mask_blocks takes 6 arguments, and got 5"):
+        share(pack_mask_blocks, (0, 0, 0), blocks, 512, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.cpu_kernels import launch as launch_on_cpu
 from brevact.geometry import Grid, Place, Segments, UniformPlan, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
@@ -54,10 +55,6 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         if name == "unpack_mask":
             return [(packed, Unwritten(_N, torch.bool))]
         return [(packed, _N, y, slope, Unwritten(_N, y.dtype)) for y in (x, x.half()) for slope in (0.0, -0.3)]
-    if name == "fill":
-        types = torch.float32, torch.bfloat16, torch.float16, torch.float64
-        values = -1.7, float("nan"), float("-inf"), 1e-300
-        return [(x.to(dtype), x > 0, value) for dtype, value in zip(types, values, strict=True)]
     if name == "random_words":
         return [(SEED, Unwritten(_N, torch.int64))]
     if name.startswith(("fake_quantize", "decode_integers")):
@@ -208,8 +205,8 @@ def _of_segments(
     return calls
 
 
-#: Passes that one of the backends does without: its kernels draw the words where they use them, and torch fills well.
-_WITHOUT_LAUNCHERS = frozenset(("random_words", "fill"))
+#: Triton's kernels draw the words where they use them.
+_WITHOUT_LAUNCHERS = frozenset(("random_words",))
 #: Passes whose definitions are ops of torch on the device: sums, and numbers of another type, are its own there.
 _ON_DEVICE = frozenset(("fake_quantize", "fake_quantize_backward", "decode_integers"))
 
@@ -228,6 +225,9 @@ def check_kernel_op(
         there, here = _placed(arguments, device), _placed(arguments, device if name in _ON_DEVICE else "cpu")
         with without_kernels():
             returned, expected = launch(*there), reference(*here)
+        if name == "fake_quantize_backward" and arguments[-1] is not None and launchers is launch_on_cpu:
+            assert returned is NotImplemented  # GPUs alone are asked for parts of sums
+            continue
         assert returned is not NotImplemented
         found = [x for x in there if isinstance(x, Tensor)] + list(_tensors(returned))
         wanted = [x for x in here if isinstance(x, Tensor)] + list(_tensors(expected))

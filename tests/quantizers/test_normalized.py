@@ -112,13 +112,6 @@ def test_channels_store_their_mean_and_deviation(memory_format):
     assert packed.nbytes == x.numel() // 2 + 2 * 4 * 6
 
 
-def test_normalized_values_store_codes_alone():
-    x = torch.randn(4096)
-    for format in NormalizedFormat:
-        packed = NormalizedQuantizer(format=format).for_normalized.quantize(x)
-        assert packed.nbytes == 512 * format.bit_width
-
-
 @pytest.mark.parametrize("format", NormalizedFormat)
 def test_levels_of_fake_tensors_and_of_real_ones_are_kept_apart(format):
     torch.manual_seed(0)

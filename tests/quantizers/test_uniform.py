@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from brevact.geometry import block_size_for
 from brevact.quantizers import (
     Granularity,
     Layout,
@@ -156,14 +155,6 @@ def test_quantize_uses_different_noise_for_elements_blocks_and_seeds():
         assert abs(agreements - 0.5) <= 5 * 0.5 / left.numel() ** 0.5
 
 
-@pytest.mark.parametrize("bit_width", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24])
-@pytest.mark.parametrize("bucket_size", [64, 256, 512])
-def test_nbytes_is_bit_width_and_48_bits_a_bucket(bit_width: int, bucket_size: int):
-    n = 1 << 14
-    packed = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size).quantize(torch.randn(n))
-    assert 8 * packed.nbytes == n * bit_width + 48 * n // bucket_size
-
-
 def test_calibration_encloses_every_group():
     """Metadata are rounded outwards: the grid reaches from at most the minimum to at least the maximum."""
     torch.manual_seed(0)
@@ -222,14 +213,6 @@ def test_granularity_without_its_dimension_is_one_group():
     assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9)).scale.numel() == 1
     assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9, 1)).scale.numel() == 1
     assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9, 1).expand(9, 4)).scale.numel() == 1
-
-
-def test_block_size_holds_whole_buckets():
-    for bucket_size in (1, 7, 8, 64, 100, 256, 511, 512, 513, 1000, 4096):
-        block = block_size_for(bucket_size)
-        assert block % 8 == 0 and 512 <= block <= 4096
-        assert block % bucket_size == 0 or bucket_size > 512
-    assert block_size_for(512) == block_size_for(None) == block_size_for(5000) == block_size_for(4097) == 512
 
 
 def test_minimum_in_bfloat16_stays_within_a_step_where_the_offset_is_large():

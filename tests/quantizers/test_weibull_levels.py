@@ -51,12 +51,6 @@ def test_stored_levels_are_stationary(zero: bool, m: int):
     assert (np.abs(_gradient(s, zero)) <= 1.01 * rounding + 1e-12 * MEAN[..., None]).all()
 
 
-@every_side
-def test_stored_levels_ascend_to_the_end(zero: bool, m: int):
-    s = np.concatenate([np.zeros((*END.shape, 1)), _stored(zero, m), END[..., None]], -1)
-    assert (np.diff(s, axis=-1) > 0).all()
-
-
 @pytest.mark.parametrize(("k", "levels"), [(0.5, [0.0, 0.3, 2.0, 40.0]), (1.0, [-0.4, 0.4, 3.0]), (2.5, [0.0, 1.6])])
 def test_variance_is_the_integral(k: float, levels: list[float]):
     def integrand(x: float) -> float:
@@ -75,15 +69,6 @@ def test_the_script_computes_what_is_stored():
     chosen = [0, 13, levels.SHAPE_NODES - 1]
     np.testing.assert_allclose(weibull_table.nodes(K[chosen], levels.END_NODES), stored[chosen], rtol=2.0**-23)
     np.testing.assert_allclose(weibull_table.shape_bounds(levels.SHAPES), bounds, rtol=2.0**-23)
-
-
-@pytest.mark.parametrize("count", [4, 8, 16])
-def test_interpolated_levels_ascend(count: int):
-    table = level_table(count, torch.device("cpu"))
-    assert (table.shape_bounds.diff() > 0).all() and (table.end_bounds.diff() > 0).all() and (table.costs > 0).all()
-    for columns in level_columns(sides(count)).values():
-        levels = table.levels[:, list(columns)]
-        assert (levels > 0).all() and (levels.diff(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize(

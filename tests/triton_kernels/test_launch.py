@@ -11,8 +11,8 @@ import torch
 
 from brevact.quantizers import Layout, PackedSpec, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
-from brevact.triton_kernels.codes import pack_codes_kernel
 from brevact.triton_kernels.launch import Program, parts_of
+from brevact.triton_kernels.packing import pack_codes_kernel
 
 CONSTANTS = {"BIT_WIDTH": 1, "BLOCK": 512, "ROWS": 4, "COLUMNS_2": 64}
 

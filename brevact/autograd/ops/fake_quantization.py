@@ -35,7 +35,7 @@ from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, pack, reported
 from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
-from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill_, pack_mask
+from brevact.quantizers import Layout, ResidualQuantizer, is_traced, pack_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +299,7 @@ def _quantized(
     mask = residual = None
     if residual_of is not None and seed is not None and blocked is not None:
         left = shifted.sub_(rounded).clamp_(residual_of.low, residual_of.high)
-        state = masked_fill_(left, blocked, residual_of.clipped)
+        state = left.masked_fill_(blocked, residual_of.clipped)
         residual = pack(state, residual_of, SaveMode.SAVE_QUANTIZED, seed)
     elif blocked is not None:
         blocked.logical_not_()

@@ -13,7 +13,6 @@ and torch adds these in an order that depends on sizes alone.
 from __future__ import annotations
 
 import functools
-from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
 from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
 from brevact.autograd.saved import Saved
-from brevact.geometry import DEFAULT_BLOCK, packed_bytes, sizes_and_strides
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
@@ -72,20 +71,15 @@ class OnePass(NamedTuple):
         rounding errors.
         """
         plan, layout = self.plan, self.layout
-        strided = None if self._is_dense(x) or plan.bit_width > 8 else self._strided(x)
-        x = x if strided is not None else self._dense(x)
+        x = self._dense(x)
         out = layout.empty(x.device)
         codes = x.new_empty(packed_bytes(plan.numel, plan.bit_width, DEFAULT_BLOCK), dtype=torch.uint8)
         mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
         spec = None if residual_of is None else PackedSpec.of(residual_of, layout)
         residual = None if spec is None else spec.empty(x)
         missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.uint8)
-        rest = plan, *self._flat(scale, zero_point), residual_of, seed, out, values, codes, mask, residual, missing
-        if strided is None:
-            fake_quantize(x, *rest)
-        else:
-            kernels, places = strided
-            kernels.fake_quantize_strided(x, places, *rest)
+        numbers = self._flat(scale, zero_point)
+        fake_quantize(x, plan, *numbers, residual_of, seed, out, values, codes, mask, residual, missing)
         offset = zero_point.detach().clone()
         if missing is not None and x.is_cpu:
             if missing.item():
@@ -121,11 +115,6 @@ class OnePass(NamedTuple):
         everything is recomputed from ``values``, the ReLU's output.
         """
         plan, layout, given = self.plan, self.layout, grad
-        is_moved = not layout.matches(grad) or not (values is None or self._is_dense(values))
-        if is_moved and mask is None and not zero_learns:
-            moved = self._gradients_where_they_lie(grad, scale, zero_point, codes, values, residual_of, residual)
-            if moved is not None:
-                return moved
         if not layout.matches(grad):
             grad = self._dense(grad)
         values = None if values is None else self._dense(values)
@@ -161,50 +150,6 @@ class OnePass(NamedTuple):
             target = torch.empty_like(given).copy_(target)
         of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = found
         return target, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
-
-    def _gradients_where_they_lie(
-        self,
-        grad: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        codes: Tensor | None,
-        values: Tensor | None,
-        residual_of: ResidualQuantizer | None,
-        residual: Tensor | None,
-    ) -> tuple[Tensor | None, ...] | None:
-        """Return the gradients without copying tensors in another memory order, or None if kernels cannot."""
-        plan = self.plan
-        is_known = (codes is None) == (residual is None) and (codes is None) != (values is None)
-        if not is_known or self.by_group or not plan.clips or plan.rounding is not IntegerRounding.NEAREST:
-            return None
-        if grad.dim() != len(self.layout.shape) or grad.stride(self.layout.dims[-1]) != 1:
-            return None  # one element at a time takes longer than copies
-        strided = self._strided(grad) if values is None else self._strided(grad, values)
-        if strided is None:
-            return None
-        kernels, places = strided
-        target, of_grad, sums = self.layout.empty(grad.device), torch.empty_like(grad), grad.new_empty(1)
-        given = grad, values, places, plan, scale, zero_point
-        if (
-            kernels.fake_quantize_backward_strided(*given, residual_of, codes, residual, target, of_grad, sums)
-            is not None
-        ):
-            return None
-        (second,) = sums.unbind()
-        return target, of_grad.sum_to_size(scale.shape), None, second.view(scale.shape) if scale.dim() else second, None
-
-    def _strided(self, *tensors: Tensor) -> tuple[Any, array[int]] | None:
-        """Return kernels that read float32 tensors by strides, and these strides; None if tensors must be copied."""
-        layout = self.layout
-        if layout.dtype is not torch.float32 or not tensors[0].is_cpu:
-            return None
-        for x in tensors:
-            if x.dtype is not torch.float32 or x.is_neg() or x.shape != layout.shape or x.numel() != layout.numel:
-                return None
-        kernels = kernels_for(tensors)
-        strides = (x.stride() for x in tensors)
-        places = sizes_and_strides(layout.sizes, *([each[dim] for dim in layout.dims] for each in strides))
-        return None if kernels is None or places is None else (kernels, places)
 
     def _is_dense(self, x: Tensor) -> bool:
         return x.dtype is self.layout.dtype and self.layout.matches(x)

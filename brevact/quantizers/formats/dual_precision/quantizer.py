@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.backends import refuse_wrapped
@@ -140,7 +140,7 @@ class DualPrecisionQuantizer(Quantizer):
 
     @torch.no_grad()
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element."""
+        """Write block means, and codes of the residual; memory for that is taken for a moment, 8 bytes an element."""
         refuse_wrapped(dense)
         layout, blocks = spec.layout, self.blocks(spec.layout)
         ordered = _map_order(layout, flat_memory(dense.detach(), layout.numel))
@@ -213,67 +213,38 @@ def _map_order(layout: Layout, flat: Tensor) -> Tensor:
 def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
     """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
 
-    They are (M * d * h * w,) float16 and (M, D, H, W) float32. The elements of a block are added row by row, in
-    lexicographic order of the first two axes, and then along the last one; the sum is divided by their number. Means
-    beyond the range of float16 become its largest finite value, and 0 where sums of either sign overflow. A block with
-    an element that is exactly 0 has a mean of 0, so that the residual of its zeros is 0 as well. A block that holds NaN
-    or an infinity stores NaN and subtracts 0, so that its NaN or infinity stays in the residual.
+    They are (M * d * h * w,) float16 and (M, D, H, W) float32. Elements are added in float64. Means beyond the range of
+    float16 become its largest finite value. A block with an element that is exactly 0 has a mean of 0, so that the
+    residual of its zeros is 0 as well. A block that holds NaN or an infinity stores NaN and subtracts 0, so that its
+    NaN or infinity stays in the residual.
     """
-    sums = _of_blocks(x_MDHW, blocks, torch.add, lambda x: x)
-    zero, missing = (_of_blocks(x_MDHW, blocks, torch.logical_or, of) for of in (lambda x: x == 0, _is_missing))
-    mean = (sums / _elements_of_blocks(blocks, sums.device)).nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    x_MDHW = x_MDHW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    sums, counts = (
+        _in_blocks(x, blocks).sum(_OF_BLOCK, dtype=torch.float64) for x in (x_MDHW, torch.ones_like(x_MDHW[:1]))
+    )
+    zero, missing = (_in_blocks(flags, blocks).any(_OF_BLOCK) for flags in (x_MDHW == 0, ~x_MDHW.isfinite()))
+    mean = (sums / counts).nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
     low = mean.masked_fill(zero, 0.0).masked_fill(missing, torch.nan).to(torch.float16).flatten()
-    residual_MDHW = x_MDHW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    for part, low_MdhW in _upsampled(low, blocks, residual_MDHW):
-        part.sub_(low_MdhW)
-    return low, residual_MDHW
+    return low, x_MDHW.sub_(_upsampled(low, blocks))
 
 
 def join_maps(residual_MDHW: Tensor, blocks: MapBlocks, low: Tensor) -> None:
-    for part, low_MdhW in _upsampled(low, blocks, residual_MDHW):
-        part.add_(low_MdhW)
+    residual_MDHW.add_(_upsampled(low, blocks))
 
 
-def _of_blocks(x_MDHW: Tensor, blocks: MapBlocks, join: Callable, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """(M, d, h, w) sums, or disjunctions, of a function of float32 elements over each block."""
-    kind = of(x_MDHW.new_empty(0, dtype=torch.float32)).dtype
-    joined_MdhW = x_MDHW.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=kind)
-    for rows in _rows(blocks):
-        part = of(x_MDHW[rows].float())
-        own = joined_MdhW[:, : part.shape[1], : part.shape[2]]
-        join(own, part, out=own)
-    joined_Mdhw = x_MDHW.new_zeros((blocks.maps, *blocks.counts), dtype=kind)
-    for k in range(blocks.block[2]):
-        column = joined_MdhW[..., k :: blocks.block[2]]
-        own = joined_Mdhw[..., : column.shape[-1]]
-        join(own, column, out=own)
-    return joined_Mdhw
+_OF_BLOCK = (2, 4, 6)
 
 
-def _is_missing(x: Tensor) -> Tensor:
-    return ~x.isfinite()
+def _in_blocks(x_MDHW: Tensor, blocks: MapBlocks) -> Tensor:
+    """Maps, padded by zeros, as blocks whose elements are along the dimensions `_OF_BLOCK`."""
+    axes = list(zip(blocks.sides, blocks.counts, blocks.block, strict=True))
+    padding = [end for side, count, block in reversed(axes) for end in (0, count * block - side)]
+    return F.pad(x_MDHW, padding).view(-1, *(size for _, *sizes in axes for size in sizes))
 
 
-def _rows(blocks: MapBlocks) -> Iterator[tuple[slice, slice, slice]]:
-    """Index of row i, j of every block that has one."""
-    for i in range(blocks.block[0]):
-        for j in range(blocks.block[1]):
-            yield slice(None), slice(i, None, blocks.block[0]), slice(j, None, blocks.block[1])
-
-
-def _upsampled(low: Tensor, blocks: MapBlocks, x_MDHW: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of row i, j of every block, and the float32 means of its elements, 0 for NaN."""
-    column = torch.arange(blocks.sides[2], device=low.device) // max(blocks.block[2], 1)
-    low_MdhW = low.view(blocks.maps, *blocks.counts).float().nan_to_num(nan=0.0).index_select(3, column)
-    for rows in _rows(blocks):
-        part = x_MDHW[rows]
-        yield part, low_MdhW[:, : part.shape[1], : part.shape[2]]
-
-
-def _elements_of_blocks(blocks: MapBlocks, device: torch.device) -> Tensor:
-    """Number of elements of each block of a map: (d, h, w) float32."""
-    depth, height, width = (
-        (side - torch.arange(count, device=device) * block).clamp(max=block)
-        for side, block, count in zip(blocks.sides, blocks.block, blocks.counts, strict=True)
-    )
-    return (depth[:, None, None] * height[:, None] * width).float()
+def _upsampled(low: Tensor, blocks: MapBlocks) -> Tensor:
+    """(M, D, H, W) float32 mean of each element's block, 0 for NaN."""
+    x = low.view(-1, *blocks.counts).float().nan_to_num(nan=0.0)
+    for axis, (side, block) in enumerate(zip(blocks.sides, blocks.block, strict=True), 1):
+        x = x.repeat_interleave(block, axis).narrow(axis, 0, side)
+    return x

@@ -1,4 +1,4 @@
-"""Interpreted kernels of masks and integer codes, launchers, and blocks far into a tensor; see `test_interpreted`."""
+"""Interpreted kernels: the laws of all backends, and blocks far into a tensor; see `test_interpreted`."""
 
 from __future__ import annotations
 
@@ -7,39 +7,51 @@ import torch
 import triton
 import triton.language as tl
 
+from brevact import triton_kernels
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.philox import column_bits
-from brevact.triton_kernels.dequantize import dequantize_whole_blocks
-from brevact.triton_kernels.quantize import quantize_whole_blocks
-from tests.crosses import taking_turns
-from tests.triton_kernels.checks import check_codes, check_mask, filled
+from brevact.triton_kernels.grids import moments_kernel
+from brevact.triton_kernels.groups import RANGES_TILE, group_of, ranges_kernel
+from brevact.triton_kernels.launch import over_groups
+from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
+from tests.quantizers.grid_cases import buckets
+from tests.quantizers.kernel_laws import *  # noqa: F403
+from tests.quantizers.kernel_laws import Backend, check_kernel_op
 
 BLOCK = 512
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_filled = Backend(triton_kernels).filled
 
 
-@pytest.mark.parametrize(
-    "bit_width", [1, 3, 8, 13, 32, *(pytest.param(width, marks=pytest.mark.exhaustive) for width in (2, 5, 9, 24, 31))]
-)
-def test_pack_codes_bytes_for_every_bit_width(bit_width: int):
-    torch.manual_seed(bit_width)
-    check_codes(torch.randint(-(2**31), 2**31, (1024 + 71,)), bit_width, BLOCK)
+@pytest.fixture
+def backend() -> Backend:
+    return Backend(triton_kernels, is_interpreted=True)
 
 
-@pytest.mark.parametrize(
-    "dtype, case",
-    [*taking_turns(FLOATS, ((1100, -0.3), (513, 0.0))), *((dtype, (0, 0.0)) for dtype in FLOATS)],
-    ids=str,
-)
-def test_masks_equal_torch(dtype: torch.dtype, case: tuple[int, float]):
-    length, slope = case
-    torch.manual_seed(length)
-    info = torch.finfo(dtype)
-    special = [0.0, -0.0, info.tiny, -info.tiny, info.max, float("inf"), -float("inf"), float("nan")]
-    x, grad = torch.randn(length).to(dtype), torch.randn(length).to(dtype)
-    x[: len(special)] = torch.tensor(special, dtype=dtype)[:length]
-    grad[8 : 8 + len(special)] = torch.tensor(special, dtype=dtype)[: max(length - 8, 0)]
-    check_mask(x, grad, slope)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["map_levels", "look_up"])
+def test_kernel_op_equals_its_reference_in_every_call(name: str):
+    check_kernel_op(name, triton_kernels)
+
+
+def test_statistics_of_a_large_group_are_found_in_parts():
+    geometry = buckets(40_003, 3, 40_003)
+    assert over_groups(ranges_kernel, geometry, RANGES_TILE).grid[1] > 1
+    assert over_groups(moments_kernel, geometry, 512, 64).grid[1] > 1
+
+
+@triton.jit
+def _groups_far_away_kernel(first_ptr, inner_ptr, groups_ptr, group_ptr):
+    offset = tl.arange(0, 512)
+    group = group_of(tl.load(first_ptr), offset, tl.load(inner_ptr), tl.load(groups_ptr), INNER=0)
+    tl.store(group_ptr + offset, group)
+
+
+@pytest.mark.parametrize("first", [2**31, 2**32 + 8, 2**45 - 512])
+@pytest.mark.parametrize("inner, groups", [(512, 2**20 // 3), (7, 2**40), (1, 99), (2**33, 3)])
+def test_groups_of_elements_far_into_a_tensor(first: int, inner: int, groups: int):
+    found = torch.empty(512, dtype=torch.int64)
+    _groups_far_away_kernel[(1,)](*(torch.tensor(each) for each in (first, inner, groups)), found)
+    assert torch.equal(found, (first + torch.arange(512)) // inner % groups)
 
 
 @triton.jit
@@ -69,8 +81,8 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, far: int):
     bit_width, seed, first = 5, torch.tensor(99), first_block * BLOCK
     x = torch.randn(BLOCK)
     x[100:102] += far
-    codes, scale = filled(BLOCK * bit_width // 8, torch.uint8, "cpu"), filled(1, torch.bfloat16, "cpu")
-    minimum, target = filled(1, x.dtype, "cpu"), filled(BLOCK, x.dtype, "cpu")
+    codes, scale = _filled(BLOCK * bit_width // 8, torch.uint8), _filled(1, torch.bfloat16)
+    minimum, target = _filled(1, x.dtype), _filled(BLOCK, x.dtype)
     first_at = torch.tensor(first)
     _block_far_away_kernel[(1,)](x, codes, scale, minimum, seed, target, first_at, bit_width, UNEVEN=far > 0)
 
