@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from brevact.injectors.injector_type import ACT_PREFIX, BackwardInjectorType, known_names
+from brevact.injectors.proxies import BackwardQuantProxy
 from brevact.injectors.resolve import backward_settings_from
-from brevact.injectors.slot import BackwardQuantProxy
 from brevact.quantizers.brief import brief, did_you_mean
 
 #: Keywords of Brevitas' mixins that the layers do not name.

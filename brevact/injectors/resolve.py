@@ -8,15 +8,20 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import brevitas.quant
-from brevitas.inject import ExtendedInjector
 from dependencies.exceptions import DependencyError
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
-from brevact.injectors.class_protocol import Fragment, InjectorClass, is_injector, written_values
+from brevact.injectors.class_protocol import (
+    ExtendedInjector,
+    Fragment,
+    InjectorClass,
+    brevitas_quant,
+    is_injector,
+    written_values,
+)
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
@@ -165,7 +170,7 @@ def _fix(source: Any) -> str:
 
 
 def _fix_of_name(name: str) -> str:
-    if is_act_quantizer(getattr(brevitas.quant, name, None)):
+    if is_act_quantizer(getattr(brevitas_quant, name, None)):
         return f"pass the class itself, without quotes: brevitas.quant.{name}; "
     leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
     nearest = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from brevact.autograd import other_code
 from brevact.autograd.rows import OP_NAMES
-from brevact.nn.layer_types import LAYER_TYPES
+from brevact.policy.layer_types import LAYER_TYPES
 from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
 from brevact.quantizers.brief import brief

@@ -1,11 +1,17 @@
-"""Classes and functions of Brevitas' inner modules, which move between its releases."""
+"""Classes and functions of Brevitas' inner modules, which move between its releases.
+
+Without Brevitas, each is an empty class, of which nothing is an instance.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
+IS_INSTALLED = find_spec("brevitas") is not None
+MISSING = "needs Brevitas, which is not installed: pip install 'brevitas>=0.13.4'"
 #: Child of a recurrent layer: its cell, with its quantizers' insides, compiled in the first forward.
 COMPILED_CELL = "_fast_cell"
 
@@ -46,7 +52,7 @@ _NAMES = {
 }
 for _module, _names in _NAMES.items():
     for _name in _names.split():
-        globals()[_name] = find(f"{_module}.{_name}")
+        globals()[_name] = find(f"{_module}.{_name}") if IS_INSTALLED else type(_name, (), {})
 
 if TYPE_CHECKING:
 

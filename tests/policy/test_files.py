@@ -19,8 +19,8 @@ from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
-from brevact.nn.layer_types import LAYER_TYPES
 from brevact.policy.keys import PREDICATES
+from brevact.policy.layer_types import LAYER_TYPES
 from brevact.policy.rules import assignment_of
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.user_code import MyBackward
