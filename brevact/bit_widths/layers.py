@@ -15,7 +15,6 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.inherit import inherit_policy
-from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
@@ -205,7 +204,6 @@ def _attach_to_all(model: nn.Module) -> None:
         around = found.get(name.rpartition(".")[0]) if name else None
         if module in names and around is not None and not has_region(module, POLICY):
             attach_region(module, around.settings, POLICY, label=around.label)
-            add_note(module)
         for hook in regions_of(module):
             if hook.origin == POLICY:
                 found[name] = hook

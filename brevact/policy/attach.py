@@ -21,7 +21,6 @@ from brevact.injectors import backward_settings_from, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
-from brevact.policy.notes import add_note, remove_note
 from brevact.policy.overrides import of_all_rules, refuse_overrides
 from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
 from brevact.policy.rules import (
@@ -173,8 +172,7 @@ def quantize_backward(
 
     ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
-    ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module,
-    ``print(model)`` a short form.
+    ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module.
 
     A compiled model keeps its graphs when its policy changes: call ``torch.compiler.reset()`` then.
 
@@ -231,7 +229,6 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
         attach_region(module, settings, POLICY, label=label, attachment=attachment)
-        add_note(module)
     attachment.root = hook_of_policy(model)
     if attachment.root is not None:
         attachment.root.yields = False
@@ -264,14 +261,12 @@ def restore_backward(model: M) -> M:
 
 
 def _detach_policy(model: nn.Module) -> bool:
-    """Remove a policy's regions and notes from all modules; return whether there was one."""
+    """Remove a policy's regions from all modules; return whether there was one."""
     own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
     own.update(attachments_of(model))
     for attachment in own:
         stop_watching(attachment)
     modules = [each for each in model.modules() if not is_foreign(each) or own.intersection(attachments_of(each))]
-    for module in modules:
-        remove_note(module)
     return any([detach_region(module, POLICY) for module in modules])
 
 
