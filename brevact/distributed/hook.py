@@ -70,7 +70,7 @@ def quantized_hook(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
-    packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
+    packs = backward_settings_from(quantizer, "quantizer", **overrides).quantizer
     return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
 
 

@@ -19,7 +19,6 @@ from brevact.injectors.fragments import SaveQuantized as SaveQuantized
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
 from brevact.injectors.proxies import BackwardQuantProxy as BackwardQuantProxy
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from
-from brevact.injectors.resolve import settings_of_module as settings_of_module
 from brevact.private_names.of_brevitas import IS_INSTALLED as _IS_INSTALLED
 from brevact.quant import *
 from brevact.quantizers.formats.dual_precision.injectors import DualPrecisionMaps as DualPrecisionMaps

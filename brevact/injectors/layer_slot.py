@@ -55,12 +55,12 @@ def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
         ValueError: a value is out of range, or an override would change a shared quantizer.
     """
-    proxy = _proxy(source, layer, overrides)
+    proxy = _proxy(source, overrides)
     layer.act_quant = proxy
     proxy.add_tracked_module(layer)
 
 
-def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> BackwardQuantProxy:
+def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
     if isinstance(source, BackwardQuantProxy):
         if overrides:
             name, value = next(iter(overrides.items()))
@@ -70,4 +70,4 @@ def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> Backward
             )
         return source
     settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
-    return BackwardQuantProxy(backward_settings_from(source, layer, "act_quant", **settings))
+    return BackwardQuantProxy(backward_settings_from(source, "act_quant", **settings))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
+from brevact.injectors.brevitas_source import is_act_quantizer, quantizes_parameters
 from brevact.injectors.class_protocol import (
     ExtendedInjector,
     Fragment,
@@ -41,12 +41,9 @@ _OF_REGION = (
 )
 #: Filled in by Brevitas' layers and proxies.
 _FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")
-_OF_GROUPS = ("group_size", "group_dim")
 
 
-def backward_settings_from(
-    source: Any, layer: nn.Module | None = None, argument: str = "source", /, **overrides: Any
-) -> BackwardSettings:
+def backward_settings_from(source: Any, argument: str = "source", /, **overrides: Any) -> BackwardSettings:
     """Resolve a backward quantizer, with overrides, into a region's settings.
 
     >>> from brevact.injectors import StochBackward2bit
@@ -57,7 +54,6 @@ def backward_settings_from(
         source: a backward injector class; a Brevitas activation injector, which then quantizes only for backward; an
             activation quantizer object; ``BackwardSettings``; or the proxy in another layer's slot
             (``layer.act_quant``), whose settings are taken.
-        layer: the quantizer's layer, if any: groups lie along its channels or features.
         argument: name of ``source`` in errors.
         **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
 
@@ -73,7 +69,7 @@ def backward_settings_from(
         _refuse_forward_quant(injector)
         return resolve(injector)
     if is_act_quantizer(source):
-        return _settings_of_brevitas(source, layer, overrides)
+        return _settings_of_brevitas(source, overrides)
     settings = _built_settings(source, argument)
     return _replaced(settings, overrides) if overrides else settings
 
@@ -106,13 +102,11 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         )
 
 
-def _settings_of_brevitas(
-    source: InjectorClass, layer: nn.Module | None, overrides: dict[str, Any]
-) -> BackwardSettings:
+def _settings_of_brevitas(source: InjectorClass, overrides: dict[str, Any]) -> BackwardSettings:
     """Build a quantizer from a Brevitas activation injector; a name that it does not look up raises."""
     own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
-    quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim_of(layer))
-    accepted = quantizer.asked - set(_FROM_BREVITAS) - (set(_OF_GROUPS) if quantizer.group is None else set())
+    quantizer = BrevitasQuantizer(source.let(**own) if own else source)
+    accepted = quantizer.asked - {*_FROM_BREVITAS, "group_size", "group_dim"}
     for name, value in own.items():
         if name not in accepted:
             raise unknown_setting(name, value, source.__name__, accepted | set(_OF_REGION))
@@ -181,7 +175,7 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
     quantizer = settings.quantizer
     if isinstance(quantizer, BrevitasQuantizer):
         of_region = {name: getattr(settings, name) for name in _OF_REGION}
-        return _settings_of_brevitas(quantizer.source, None, of_region | overrides)
+        return _settings_of_brevitas(quantizer.source, of_region | overrides)
     of_settings = _settable(settings) - {"quantizer"}
     of_quantizer = _settable(quantizer)
     for name, value in overrides.items():
@@ -203,13 +197,6 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
 def _settable(value: Any) -> set[str]:
     return (
         {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
-    )
-
-
-def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
-    """Return settings for a module's tensors: the groups of a Brevitas quantizer lie along a convolution's channels."""
-    return with_quantizers(
-        settings, lambda each: each.for_module(module) if isinstance(each, BrevitasQuantizer) else each
     )
 
 

@@ -17,7 +17,7 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.autograd.settings import with_overrides
-from brevact.injectors import backward_settings_from, settings_of_module
+from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
@@ -226,9 +226,8 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
     for module, assignment in _assignments(model, named_policy(policy), dict(overrides)).items():
         if module is not model and is_foreign(module):
             continue  # it runs as the module around it
-        settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
-        attach_region(module, settings, POLICY, label=label, attachment=attachment)
+        attach_region(module, assignment.settings, POLICY, label=label, attachment=attachment)
     attachment.root = hook_of_policy(model)
     if attachment.root is not None:
         attachment.root.yields = False
@@ -300,6 +299,6 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
             check_rules(policy, "policy")
             found = assignments(model, policy)
         return {module: each.with_overrides(overrides) for module, each in found.items()}
-    settings, source = backward_settings_from(policy, None, "policy", **overrides), source_text(policy, overrides)
+    settings, source = backward_settings_from(policy, "policy", **overrides), source_text(policy, overrides)
     every = assignments(model, {"*": settings})
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}

@@ -21,13 +21,12 @@ _NAMES = {
     "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
     "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
     "brevitas.quant.solver": "ActQuantSolver",
-    "brevitas.quant.solver.act": "SolveActScalingShape",
     "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
     "brevitas.core.function_wrapper": (
         "Abs CeilSte DPURoundSte FloatClamp FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "
         "ScalarSignedClampMinSte TensorClamp TensorClampSte"
     ),
-    "brevitas.core.function_wrapper.shape": "DynamicOverSubChannelBlockView OverTensorView",
+    "brevitas.core.function_wrapper.shape": "OverTensorView",
     "brevitas.core.function_wrapper.stochastic_round": "StochasticRoundSte",
     "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
     "brevitas.core.quant.delay": "_NoDelay",
