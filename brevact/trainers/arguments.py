@@ -16,7 +16,7 @@ from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import check_loss
-from brevact.trainers.processes import has_others
+from brevact.trainers.batches import has_others
 
 
 def check_steps(**intervals: Any) -> None:

@@ -34,6 +34,7 @@ class Run:
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:
         self.model, self.batches, self.loss = model, batches, loss
         self.steps = 0
+        self.has_attached = False
         self.noise: float | None = None
         self.memory: MemoryReport | None = None
         self.adaptive: Adaptive | None = None

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
+from brevact.autograd import has_region
 from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
+from brevact.policy.attach import quantize_backward, restore_backward
 from brevact.policy.presets import Policy
+from brevact.policy.rules import has_policy
 from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.in_place import kept_random_state
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, spec_of
-from brevact.trainers.attached import AttachedPolicy
-from brevact.trainers.batches import device_of, first_batches, moved
+from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, refuse_to_fit, spec_of
+from brevact.trainers.batches import device_of, first_batches, in_one_process, moved
 from brevact.trainers.run import BATCHES, FIRST_STATE, Run
 from brevact.user_lines import warn
+
+_log = logging.getLogger(__name__)
+#: The training policy of each model in a run.
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingPolicy]] = weakref.WeakKeyDictionary()
 
 
 class TrainingPolicy:
@@ -77,7 +86,11 @@ class TrainingPolicy:
     ) -> None:
         check_bool("memory", memory)
         check_bool("quick_fit", quick_fit)
-        self._policy = AttachedPolicy(spec_of(policy), quick_fit=quick_fit)
+        #: The requested policy; None for the policy that the model has.
+        self.spec: PolicySpec | None = spec_of(policy)
+        #: The policy fitted to a budget; None without a budget.
+        self.fitted: Policy | None = None
+        self._quick_fit = quick_fit
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         self._mix = None if mix_schedule is None else mix_of(mix_schedule)
@@ -86,16 +99,6 @@ class TrainingPolicy:
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
         self._run: Run | None = None
-
-    @property
-    def spec(self) -> PolicySpec | None:
-        """The requested policy; None for the policy that the model has."""
-        return self._policy.spec
-
-    @property
-    def fitted(self) -> Policy | None:
-        """The policy fitted to a budget; None without a budget."""
-        return self._policy.fitted
 
     @property
     def adaptive(self) -> Adaptive | None:
@@ -133,7 +136,13 @@ class TrainingPolicy:
         check_run(batches, loss)
         check_steps(steps=steps)
         self.end()  # of an interrupted run
-        self._policy.take(model)
+        owner = _owners[model]() if model in _owners else None
+        if owner is not None and (owner.spec is None or has_policy(model)):
+            raise ValueError(
+                "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
+                "other, or, after a run that was interrupted, call its end()"
+            )
+        _owners[model] = weakref.ref(self)
         self._run, self._ended = Run(model, [], loss), None
         try:
             with kept_random_state():
@@ -164,7 +173,7 @@ class TrainingPolicy:
 
     def _attach(self, run: Run, rules: str | None) -> None:
         """Attach the policy; measure bytes if requested or needed as the budget of `adapt_every`."""
-        self._policy.attach(run.batches, run.loss, rules)
+        self._attach_policy(run, rules)
         run.memory = None
         if self._measures_memory or self._adapt_every:
             run.measure()
@@ -173,6 +182,30 @@ class TrainingPolicy:
             budget = {} if self.spec is None else self.spec.budget
             has_bytes = {"ratio", "saved_bytes"} & budget.keys()
             run.adapt(self._adapt_every, None if has_bytes else budget.get("peak_bytes"))
+
+    def _attach_policy(self, run: Run, rules: str | None) -> None:
+        """Attach the policy, in place of an earlier one; rank 0 fits a budget unless there are rules, as JSON."""
+        model = run.model
+        if self.spec is None:
+            if not (has_policy(model) or any(map(has_region, model.modules()))):
+                raise ValueError(
+                    "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
+                    'as "default"'
+                )
+            return
+        if run.has_attached and has_policy(model):
+            restore_backward(model)
+        policy, self.fitted = self.spec.source, None
+        if self.spec.needs_fit:
+            refuse_to_fit(model)
+            if rules is None:
+                _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
+                options = {"quick": self._quick_fit, "progress": True}
+                fitted = functools.partial(self.spec.policy_for, model, run.batches, run.loss, **options)
+                rules = in_one_process(lambda: fitted().to_json(), device_of(model))
+            policy = self.fitted = Policy.from_json(rules)
+        quantize_backward(model, policy)
+        run.has_attached = True
 
     def _needs_batches(self, state: Mapping[str, Any] | None) -> list[str]:
         found = []
@@ -210,7 +243,11 @@ class TrainingPolicy:
         """Remove the policy from the model, if this object attached it; metrics and a fitted policy stay available."""
         if self._run is None:
             return
-        self._policy.release()
+        model = self._run.model
+        if self._run.has_attached and has_policy(model):
+            restore_backward(model)
+        if model in _owners and _owners[model]() is self:
+            del _owners[model]
         self._ended = self.state_dict()  # a trainer may save its last checkpoint now
         self._run = None
 
