@@ -425,19 +425,6 @@ def test_fit_takes_a_loss_that_differentiates_gradients_again(tmp_path):
         brevact.fit(model, points, loss_on_forces, ratio=3, double_backward="yes")
 
 
-@pytest.mark.parametrize("calls", [3, 12, 25])
-def test_a_loss_that_fails_leaves_the_model_as_it_was(model, batches, calls):
-    count = itertools.count(1)
-
-    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        if next(count) == calls:
-            raise RuntimeError("out of luck")
-        return loss(model, batch)
-
-    before = state_of(model)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        brevact.fit(model, batches, failing, ratio=8)
-    assert state_of(model) == before
 
 
 def test_budget_of_noise_takes_the_least_bytes_that_any_widths_have():
