@@ -47,16 +47,14 @@ class Run:
             self.memory = memory_of(self.model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
 
-    def adapt(self, every: int, peak_bytes: float | None = None) -> None:
-        """Adapt widths to the layers' sensitivities, at the measured bytes or within a peak."""
+    def adapt(self, every: int) -> None:
+        """Adapt widths to the layers' sensitivities, at the measured bytes."""
         assert self.memory is not None and self.loss is not None
         if not self.memory.saved_bytes:
             raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
-        budget: dict[str, Any] = {"ratio": max(1.0, self.memory.ratio)}
-        if peak_bytes is not None:
-            budget = {"peak_bytes": peak_bytes}
+        ratio = max(1.0, self.memory.ratio)
         try:
-            self.adaptive = Adaptive(self.model, self.batches[0], self.loss, **budget, every=every)
+            self.adaptive = Adaptive(self.model, self.batches[0], self.loss, ratio=ratio, every=every)
         except ValueError as error:
             raise ValueError(
                 f"adapt_every={every}, at the bytes that the policy stores: {error}; or pass a policy of more bits"

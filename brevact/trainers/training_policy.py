@@ -179,9 +179,7 @@ class TrainingPolicy:
             run.measure()
         self.memory = run.memory
         if self._adapt_every is not None:
-            budget = {} if self.spec is None else self.spec.budget
-            has_bytes = {"ratio", "saved_bytes"} & budget.keys()
-            run.adapt(self._adapt_every, None if has_bytes else budget.get("peak_bytes"))
+            run.adapt(self._adapt_every)
 
     def _attach_policy(self, run: Run, rules: str | None) -> None:
         """Attach the policy, in place of an earlier one; rank 0 fits a budget unless there are rules, as JSON."""

@@ -425,8 +425,6 @@ def test_fit_takes_a_loss_that_differentiates_gradients_again(tmp_path):
         brevact.fit(model, points, loss_on_forces, ratio=3, double_backward="yes")
 
 
-
-
 def test_budget_of_noise_takes_the_least_bytes_that_any_widths_have():
     draw = random.Random(0)
     kinds = [(draw.randint(1, 50), draw.random()) for _ in range(6)]
