@@ -28,14 +28,8 @@ _FIX = (
 def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
     """Become a Python program.
 
-    Args:
-        program: path of a script, or name of a module, and its arguments.
-        is_module: whether it is a module's name, as in `python -m`.
-        allocator: key of `ALLOCATORS`, path of a shared library, "auto" for the first one found, or "none".
-
-    Raises:
-        OSError: there is no such script.
-        ValueError: there is no such allocator here, or no program.
+    The allocator is a key of `ALLOCATORS`, the path of a shared library, "auto" for the first one found, or "none". It
+    raises an OSError for a missing script, a ValueError for a missing allocator or program.
     """
     program = program[1:] if program[:1] == ["--"] else program
     if not program:

@@ -170,11 +170,7 @@ class ScaledIntegers:
     Bytes: codes in the block format of `PackedActivation`, in memory order; then scales and zero points, in the
     order of their shape, which broadcasts against the tensor.
 
-    Args:
-        integers: integers of the codes.
-        dtype: type of scales and zero points, in which values are computed.
-        scale_shape: shape of the scales.
-        zero_point_shape: shape of the zero points; None if they are zero.
+    Values are computed in ``dtype``, that of scales and zero points; zero points without a shape are zero.
     """
 
     integers: Integers

@@ -45,15 +45,7 @@ def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], 
 def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
     """Set ``layer.act_quant`` and let the layer's forward run in a region.
 
-    Args:
-        layer: initialized layer.
-        source: a backward quantizer, a Brevitas activation quantizer, which then quantizes only for backward, or
-            another layer's ``act_quant``, whose settings are shared.
-        overrides: settings that replace those of ``source``, with the prefix ``act_``.
-
-    Raises:
-        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
-        ValueError: a value is out of range, or an override would change a shared quantizer.
+    ``source`` is any backward quantizer; another layer's ``act_quant`` is shared. Overrides have the prefix ``act_``.
     """
     proxy = _proxy(source, overrides)
     layer.act_quant = proxy

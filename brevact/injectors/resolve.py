@@ -50,19 +50,7 @@ def backward_settings_from(source: Any, argument: str = "source", /, **overrides
     >>> backward_settings_from(StochBackward2bit, bucket_size=128).quantizer.bucket_size
     128
 
-    Args:
-        source: a backward injector class; a Brevitas activation injector, which then quantizes only for backward; an
-            activation quantizer object; ``BackwardSettings``; or the proxy in another layer's slot
-            (``layer.act_quant``), whose settings are taken.
-        argument: name of ``source`` in errors.
-        **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
-
-    Returns:
-        Settings for ``brevact.autograd.region`` and ``attach_region``.
-
-    Raises:
-        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
-        ValueError: a value is out of range.
+    A Brevitas activation injector then quantizes only for backward. Errors call the source by ``argument``.
     """
     if isinstance(source, BackwardInjectorType):
         injector = source.let(**overrides) if overrides else source

@@ -26,15 +26,7 @@ def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
     ``act_quant``, ``output_quant``). Without a stated ``forward_quant``, it warns if it replaces the slot's default
     forward quantizer, or if the layer is a ``QuantIdentity``, which saves nothing for backward by itself.
 
-    Args:
-        layer: the Brevitas layer under construction.
-        injector: backward quantizer, with the layer's keywords for this slot.
-
-    Raises:
-        TypeError: the slot is for weights or a bias, or belongs to a part of a recurrent layer or an attention whose
-            operations it does not cover; ``forward_quant`` is no forward quantizer; or a keyword may be a setting of
-            either quantizer.
-        ValueError: settings are out of range or contradict another slot.
+    It raises a TypeError for slots of weights, of a bias, and of parts of a recurrent layer or an attention.
     """
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)

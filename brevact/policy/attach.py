@@ -21,7 +21,7 @@ from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
-from brevact.policy.overrides import of_all_rules, refuse_overrides
+from brevact.policy.overrides import check_overrides_of_rules, refuse_overrides
 from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -127,7 +127,7 @@ class _RegionOfModel(region):
     """A region by the model's policy at the time of entry."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
-        refuse_overrides(model, overrides, "")
+        refuse_overrides(model, overrides)
         super().__init__(None, required_attachment(model))
         self._model = model
 
@@ -272,11 +272,11 @@ def _detach_policy(model: nn.Module) -> bool:
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
     source = named_policy(source, "source")
     if isinstance(source, Policy):
-        overrides = of_all_rules(source, overrides, "backward_quant(")
+        check_overrides_of_rules(source, overrides, "backward_quant(")
         ours = {key for each in (DEFAULT, RECOMPUTE) for key in each.rules if source.has_rule_of(each, key)}
         return with_overrides(block_assignment(source.rules, ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
-        refuse_overrides(source, overrides, "")
+        refuse_overrides(source, overrides)
         return required_attachment(source).settings
     if source is None:
         if overrides:
@@ -290,7 +290,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     if isinstance(policy, Mapping | Policy):
-        overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
+        check_overrides_of_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)

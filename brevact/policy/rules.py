@@ -65,7 +65,7 @@ class Assignment:
         return replace(self, settings=settings, ops=ops)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Assignment:
-        """Return the assignment with settings for all rules (:func:`~.overrides.of_all_rules`)."""
+        """Return the assignment with settings for all rules."""
         ops = tuple(replace(each, settings=with_overrides(each.settings, overrides)) for each in self.ops)
         return replace(self, settings=with_overrides(self.settings, overrides), ops=ops)
 

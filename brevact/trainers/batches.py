@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from brevact.policy.attach import region_of_step
 from brevact.reports.in_place import kept_random_state
 
 
@@ -81,3 +83,14 @@ def in_one_process(make: Callable[[], str], device: torch.device) -> str:
     if found[0] is None:
         raise RuntimeError("the policy could not be fitted in the process of rank 0; its error says why")
     return found[0]
+
+
+def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function of a model in the model's region, which hooks enter only for `forward`."""
+
+    @functools.wraps(function)
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with region_of_step(model):
+            return function(model, *args, **kwargs)
+
+    return run
