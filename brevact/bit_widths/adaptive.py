@@ -14,7 +14,7 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, kept_on_error, plan_of
 from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
@@ -101,7 +101,7 @@ class Adaptive:
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
-        with policy_kept_on_error(self._model):
+        with kept_on_error(self._model):
             self._start(batch, ratio, bit_width, samples)
 
     def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:

@@ -13,7 +13,7 @@ from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.memory import MemoryOfPass
-from brevact.reports.step import time_ratio
+from brevact.reports.step import step_report
 
 #: Most multiplications and additions per element, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
@@ -72,7 +72,7 @@ def times_of_levels(model: nn.Module, levels: list[int], batch: Any, loss: Loss,
     times: dict[int, float] = {}
     for recompute in levels:
         with with_quantizers(model, _everywhere(recompute)):
-            times[recompute] = time_ratio(model, batch, loss, _ROUNDS)
+            times[recompute] = step_report(model, batch, loss, rounds=_ROUNDS).time_ratio
     least = min(times.values())
     if least > budget.time:
         raise ValueError(

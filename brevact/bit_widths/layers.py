@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
+from brevact.autograd import BackwardSettings, attach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
-from brevact.policy.inherit import inherit_policy
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
-from brevact.reports.in_place import in_place
+from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory
 
@@ -87,18 +86,13 @@ class LayerWidths:
 
 
 @contextmanager
-def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore a model's policy, or its absence, if the block fails."""
-    before = {hook: hook.settings for hook in _regions(model).values()}
+def kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Restore a model, with its policy or without one, if the block fails."""
+    before = ModelBefore(model)
     try:
         yield
     except BaseException:
-        for name, hook in _regions(model).items():
-            if hook in before:
-                hook.settings = before[hook]
-            else:
-                detach_region(model.get_submodule(name), POLICY)
-        inherit_policy(model)  # modules that had their own region meanwhile
+        before.restore()
         raise
 
 

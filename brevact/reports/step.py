@@ -193,16 +193,6 @@ def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> in
         return peak_of(step, device) if packs else peak_by_file(step, model, device)
 
 
-def time_ratio(model: nn.Module, batch: Any, loss: Loss, rounds: int) -> float:
-    """Return the median ratio of the times of steps with the model's policy and without, after a pair to warm up."""
-    with in_place(model):
-        if not model.training:
-            model.train()
-        steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
-        seconds = _seconds_of(steps, device_of(model, batch), rounds + 1)
-    return statistics.median(b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
-
-
 def _seconds_of(
     steps: Mapping[bool, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[bool, list[float]]:
