@@ -156,7 +156,9 @@ def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
     for number, sources in enumerate(members.values()):
         names = [name for name, of in found.items() if number in of]
         same = [width for width in BIT_WIDTHS if _ways(stored[width], names) == _ways(widest, names)]
-        groups.append(Group(tuple(sources), {width: _packed_bytes(stored[width], sources) for width in same}))
+        packed = {width: [row for row in stored[width] if row.layer in sources and row.how == PACKED] for width in same}
+        costs = {width: sum(row.saved_bytes for row in rows) for width, rows in packed.items()}
+        groups.append(Group(tuple(sources), costs))
     groups_of = {name: found.get(name, tuple(range(len(groups)))) for name in layers.base}
     totals = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
     return Plan(layers, tuple(groups), groups_of, totals)
@@ -179,10 +181,6 @@ def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str,
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
     """Count how often each op of these layers saves a tensor in each way."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
-
-
-def _packed_bytes(ops: Sequence[OpMemory], names: Collection[str]) -> int:
-    return sum(row.saved_bytes for row in ops if row.layer in names and row.how == PACKED)
 
 
 def _regions(model: nn.Module) -> dict[str, Any]:

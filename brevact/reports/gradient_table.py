@@ -123,7 +123,9 @@ class GradientReport:
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(names)
-            writer.writerows([_plain(getattr(row, name)) for name in names] for row in (*self.rows, total))
+            for row in (*self.rows, total):
+                values = (getattr(row, name) for name in names)
+                writer.writerow([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values])
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
         """Plot each layer's noise beside its bytes.
@@ -173,7 +175,3 @@ def _with_error(value: float, error: float) -> str:
         return "-"
     text = f"{value:.5f}".replace("-0.00000", "0.00000")
     return text if math.isnan(error) else f"{text} ± {error:.5f}"
-
-
-def _plain(value: object) -> object:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else value

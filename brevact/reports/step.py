@@ -80,7 +80,11 @@ class StepReport:
 
     def __str__(self) -> str:
         rows = [
-            (name, *(f"{1e3 * value:.1f} ms" for value in _quartiles(seconds)), size_text(peak))
+            (
+                name,
+                *(f"{1e3 * value:.1f} ms" for value in statistics.quantiles(seconds, n=4, method="inclusive")),
+                size_text(peak),
+            )
             for name, seconds, peak in (
                 ("plain", self.plain_seconds, self.plain_peak),
                 ("packed", self.packed_seconds, self.packed_peak),
@@ -93,11 +97,6 @@ class StepReport:
             f"{self.peak_ratio:.1f} times less at the peak",
         ]
         return "\n".join([*lines, self.note] if self.note else lines)
-
-
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return first, middle, third
 
 
 def step_report(
