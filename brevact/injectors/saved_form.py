@@ -111,7 +111,7 @@ def _known(name: Any) -> Any:
     if isinstance(name, str) and name in known:
         return known[name]
     if not IS_INSTALLED and str(name).startswith(BREVITAS):
-        raise ImportError(f"quantizer {name}: {MISSING}")
+        raise ImportError(f"quantizer {name} {MISSING}")
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ValueError(

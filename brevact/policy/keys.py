@@ -13,6 +13,7 @@ from brevact.autograd.rows import OP_NAMES
 from brevact.policy.layer_types import LAYER_TYPES
 from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
+from brevact.private_names.of_brevitas import IS_INSTALLED, MISSING
 from brevact.quantizers.brief import brief
 
 #: Functions of a name and a module, by their public path.
@@ -111,6 +112,8 @@ def _check_found(func: Any) -> None:
 def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:
     if isinstance(name, str) and name in known:
         return known[name]
+    if not IS_INSTALLED and str(name).startswith(("brevitas.", "brevact.nn.")):
+        raise ImportError(f"{what} {name} {MISSING}")
     by_last: dict[str, str] = {each.rpartition(".")[2]: each for each in known}
     near = difflib.get_close_matches(str(name).rpartition(".")[2], by_last, n=3, cutoff=0.4) or sorted(by_last)[:3]
     raise ValueError(f"{what} {brief(name)} is not known here; nearest: {', '.join(by_last[each] for each in near)}")

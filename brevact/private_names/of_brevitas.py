@@ -5,13 +5,18 @@ Without Brevitas, each is an empty class, of which nothing is an instance.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
-IS_INSTALLED = find_spec("brevitas") is not None
-MISSING = "needs Brevitas, which is not installed: pip install 'brevitas>=0.13.4'"
+#: Whether Brevitas imports, and what errors say of names that need it.
+IS_INSTALLED, MISSING = True, ""
+try:
+    import_module("brevitas")
+except ImportError as error:
+    _why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"does not import ({error})"
+    IS_INSTALLED, MISSING = False, f"needs Brevitas, which {_why}: pip install 'brevitas>=0.13.4'"
 #: Child of a recurrent layer: its cell, with its quantizers' insides, compiled in the first forward.
 COMPILED_CELL = "_fast_cell"
 

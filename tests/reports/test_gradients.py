@@ -117,21 +117,6 @@ def test_gradient_report_measures_a_region_in_a_models_code_in_the_total_only(ne
     assert all(math.isnan(row.noise) and row.saved_bytes for row in report.rows)
 
 
-def test_gradient_report_counts_the_loss_in_the_model():
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(64, 256)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.net(x), labels)
-
-    batches = [(torch.randn(64, 64), torch.randint(256, (64,))) for _ in range(3)]
-    report = brevact.gradient_report(Loss(), batches, lambda model, batch: model(*batch), draws=2)
-    assert [(row.layer, row.bit_widths) for row in report.rows] == [("net", (4,)), ("", (6,))]
-    assert all(row.noise > 0 for row in report.rows) and "(model)" in str(report)
-
-
 def test_gradient_report_of_full_precision_is_zero(net):
     for rules in ({"*": None}, brevact.LosslessBackward):
         report = report_of(net, rules, draws=2)
