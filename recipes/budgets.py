@@ -1,6 +1,6 @@
 """Budgets of the command line: `24x`, `512MiB`, `peak=2GiB`."""
 
-from brevact.policy import words as policy_words
+from brevact.policy import text as policy_text
 from recipes.errors import RecipeError
 
 
@@ -21,7 +21,7 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
         RecipeError: it is neither.
     """
     try:
-        found = policy_words.budget_of(words)
+        found = policy_text.budget_of(words)
     except ValueError as error:
         raise RecipeError(f"{option} {words} is not possible: {error}") from error
     if found is None or not {"ratio", "saved_bytes", "peak_bytes"} & found.keys():

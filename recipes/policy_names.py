@@ -18,7 +18,7 @@ from torch import nn
 
 import brevact
 from brevact.policy.predicates import computes_attention, is_activation_function, is_norm
-from brevact.policy.words import quantizer_of
+from brevact.policy.text import quantizer_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
 from torch import nn
 
 from brevact import Policy, SaveMode
-from brevact.policy import words
+from brevact.policy import text
 from recipes.errors import RecipeError
 from recipes.models import Layers
 from recipes.settings import Settings
@@ -69,15 +69,15 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
         RecipeError: unknown name or setting, or a value that is out of range.
     """
     try:
-        found = words.named(name)
+        found = text.named(name)
     except ValueError as error:
         raise RecipeError(f"--act-quant {error}") from error
     try:
-        settings = words.settings_of(overrides)
+        settings = text.settings_of(overrides)
     except ValueError as error:
         raise RecipeError(f"--act-override {error}") from error
     try:
-        return words.with_settings(found, {"save_mode": SaveMode(save_mode), **settings})
+        return text.with_settings(found, {"save_mode": SaveMode(save_mode), **settings})
     except (TypeError, ValueError) as error:
         raise RecipeError(f"backward quantizer {' '.join([name, *overrides])}: {error}") from error
 

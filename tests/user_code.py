@@ -87,7 +87,7 @@ def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Pa
         return F.cross_entropy(model(batch[0]), batch[1])
 
     report: brevact.GradientReport = brevact.gradient_report(model, batches, loss, draws=8)
-    brevact.gradient_report(model, batches, loss, brevact.DEFAULT, layers="estimated", progress=False)
+    brevact.gradient_report(model, batches, loss, brevact.DEFAULT, layers=None, progress=False)
     print(report)
     report.plot(folder / "gradients.png", max_layers=20)
     report.to_csv(folder / "gradients.csv")

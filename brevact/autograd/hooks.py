@@ -135,20 +135,19 @@ class _InheritRegion(_EnterRegion):
     """Forward pre-hook of a module without a rule: called by itself, the module runs in its parent's region.
 
     Inside a region of the same policy the hook does nothing. Its settings are the current ones of the parent's hook
-    (``around``), unless the module has its own.
+    (``around``).
     """
 
     inherits = True
 
-    def __init__(self, around: Any, own: BackwardSettings | None = None) -> None:
+    def __init__(self, around: Any) -> None:
         self.around = around
-        self.own = own
         self.origin = around.origin
         self.attachment = around.attachment
 
     @property
     def settings(self) -> BackwardSettings | None:  # type: ignore[override]
-        return self.around.settings if self.own is None else self.own
+        return self.around.settings
 
     @property
     def label(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -210,12 +209,12 @@ def attach_region(
     _attach(module, _EnterRegion(settings, origin, label, attachment))
 
 
-def inherit_region(module: nn.Module, around: Any, own: BackwardSettings | None = None) -> None:
+def inherit_region(module: nn.Module, around: Any) -> None:
     """Run the forward of ``module``, if called by itself, in a region like its parent's; modifies the module in place.
 
-    ``around`` is the parent's hook (:func:`regions_of`). ``own`` settings override those of ``around``.
+    ``around`` is the parent's hook (:func:`regions_of`).
     """
-    _attach(module, _InheritRegion(around, own))
+    _attach(module, _InheritRegion(around))
 
 
 def _attach(module: nn.Module, hook: _EnterRegion) -> None:

@@ -74,7 +74,8 @@ class ActnnLevel:
             ValueError: the model has a policy, or an argument is out of range.
         """
         quantize_backward(model, self.policy)
-        if self.defragments and torch.cuda.is_available() and not _is_expandable():
+        allocator = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        if self.defragments and torch.cuda.is_available() and not any(_EXPANDABLE in each for each in allocator):
             warn(
                 f"{self.name}: the allocator is told to join free segments before torch starts: "
                 f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4"
@@ -88,10 +89,6 @@ class ActnnLevel:
         if self.swaps:
             return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
         return nullcontext()
-
-
-def _is_expandable() -> bool:
-    return any(_EXPANDABLE in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 _4_BITS = StochBackward4bit.let(bucket_size=256, derive_min_bits=0)

@@ -12,17 +12,17 @@ from typing import Any
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.bit_widths.allocation import Option, allocate, most_within
+from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
-from brevact.bit_widths.redraws import agreed, check_groups, expected_noise, is_distributed, sensitivities
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, kept_on_error, plan_of
+from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
 from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
-from brevact.reports.step import StepLoss, peak_of_step
+from brevact.reports.step import StepLoss
 from brevact.tables import text_table
 
 _log = logging.getLogger(__name__)
@@ -66,8 +66,6 @@ class Adaptive:
     >>> adaptive.saved_bytes <= adaptive.budget_bytes
     True
 
-    The constructor converts ``peak_bytes`` to a budget of bytes whose peak is within it.
-
     Layers with their own ``act_quant=``, quantizers other than ``StochBackward{1..8}bit``, ``DitherBackward{1..8}bit``
     and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep their settings. In a distributed run,
     ranks average their measurements, and so agree. ``torch.compile`` recompiles when widths change.
@@ -77,16 +75,14 @@ class Adaptive:
         batch: passed to ``loss``; like the training batches, since bytes are measured on it.
         loss: takes the model and a batch, and returns a scalar; called in the region of the model.
         ratio: how many times fewer bytes a training step saves than at full precision.
-        peak_bytes: alternatively, the most bytes that PyTorch allocates in a step above its start, as measured by
-            :func:`brevact.step_report`, with the loss in the region of the model.
         bit_width: alternatively, the bytes of all layers at this width, from 1 to 8; interpolated between integers.
         every: steps between measurements.
         samples: number of samples in the data set; None for widths per layer only.
 
     Raises:
         TypeError: ``model`` is not a module, or an argument has the wrong type.
-        ValueError: not exactly one of ``ratio``, ``bit_width`` and ``peak_bytes`` is given, a number is out of range,
-            no layer's width may change, or the budget is impossible.
+        ValueError: not exactly one of ``ratio`` and ``bit_width`` is given, a number is out of range, no layer's width
+            may change, or the budget is impossible.
     """
 
     def __init__(
@@ -97,21 +93,18 @@ class Adaptive:
         *,
         ratio: float | None = None,
         bit_width: float | None = None,
-        peak_bytes: int | None = None,
         every: int = 500,
         samples: int | None = None,
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
-        check_numbers(ratio=ratio, bit_width=bit_width, peak_bytes=peak_bytes, every=every, samples=samples)
+        check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
-        with policy_kept_on_error(self._model):
-            self._start(batch, ratio, bit_width, peak_bytes, samples)
+        with kept_on_error(self._model):
+            self._start(batch, ratio, bit_width, samples)
 
-    def _start(
-        self, batch: Any, ratio: float | None, bit_width: float | None, peak_bytes: int | None, samples: int | None
-    ) -> None:
+    def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
         if not has_policy(self._model):
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
@@ -135,7 +128,7 @@ class Adaptive:
             )
         plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
         #: Most bytes that a training step may save for a batch like the measured one.
-        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, BIT_WIDTHS[0] if peak_bytes else bit_width)
+        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
         self._sensitivities = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
@@ -144,27 +137,7 @@ class Adaptive:
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
                 "smaller init_scale of the GradScaler, another batch)"
             )
-        if peak_bytes is not None:
-            self.budget_bytes = self._bytes_within(peak_bytes, batch)
         self._widths = self._allocate()
-
-    def _bytes_within(self, peak_bytes: float, batch: Any) -> int:
-        """Return the most saved bytes whose peak is within a budget, the same on all ranks."""
-
-        def peak_with(stored: float) -> int:
-            self.budget_bytes = int(stored)
-            self._allocate()
-            return peak_of_step(self._model, batch, self._loss, packs=True)
-
-        least, most = (self._plan.bytes_of([pick(group.costs) for group in self._plan.groups]) for pick in (min, max))
-        least_peak = peak_with(least)
-        if least_peak > peak_bytes:
-            raise ValueError(
-                f"peak_bytes={peak_bytes} is not possible: with the fewest bits the peak of a step is {least_peak} "
-                f"bytes; accepted is peak_bytes={least_peak} or more, or policies that store less beside (rules, "
-                "act_quant=, recompute=)"
-            )
-        return agreed(int(most_within(peak_bytes, peak_with, least + peak_bytes - least_peak, least, most)))
 
     @property
     def saved_bytes(self) -> int:

@@ -146,22 +146,18 @@ def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width
     return int(found)
 
 
-def check_numbers(
-    *, ratio: float | None, bit_width: float | None, peak_bytes: int | None, every: int, samples: int | None
-) -> None:
+def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
     """Raise unless exactly one budget is given, and numbers have the right type and range."""
-    if (ratio, bit_width, peak_bytes).count(None) != 2:
+    if (ratio is None) is (bit_width is None):
         raise ValueError(
-            f"ratio={brief(ratio)}, bit_width={brief(bit_width)}, peak_bytes={brief(peak_bytes)}; accepted is exactly "
-            "one of them: ratio=24 for 24 times less than at full precision, bit_width=2 for the bytes of that width, "
-            "or peak_bytes=2 * 2**30 for the peak of a step"
+            f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "
+            "times less than at full precision, or bit_width=2 for the bytes of that width"
         )
     accepted: dict[str, tuple[Any, Any, float, float]] = {
-        "ratio": (ratio, int | float, 1, float("inf")),
+        "ratio": (ratio, int | float, 1, math.inf),
         "bit_width": (bit_width, int | float, BIT_WIDTHS[0], BIT_WIDTHS[-1]),
-        "peak_bytes": (peak_bytes, int | float, 1, float("inf")),
-        "every": (every, int, 1, float("inf")),
-        "samples": (samples, int, 1, float("inf")),
+        "every": (every, int, 1, math.inf),
+        "samples": (samples, int, 1, math.inf),
     }
     for name, (value, kind, least, most) in accepted.items():
         if value is None and name != "every":
@@ -169,5 +165,5 @@ def check_numbers(
         if isinstance(value, bool) or not isinstance(value, kind):
             raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is a number")
         if not least <= value <= most:
-            up_to = "" if most == float("inf") else f" to {most}"
+            up_to = "" if most == math.inf else f" to {most}"
             raise ValueError(f"{name}={brief(value)}; accepted is a number from {least}{up_to}")

@@ -16,8 +16,8 @@ from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
     FULL_PRECISION,
     groups_of,
-    quantizer_of,
-    with_quantizers,
+    leaf_of,
+    storing,
     without_policy,
 )
 from brevact.bit_widths.fit_levels import levels_of, policy_of_levels, times_of_levels
@@ -214,7 +214,7 @@ class _Fit:
         self._effort, self._recompute = effort, options["recompute"]
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
         self._exact, self._memory, self._passes, self._told = exact, memory, len(batches) + 1, on_pass
-        at = {width: quantizer_of(width, attends=True, **options) for width in BIT_WIDTHS}
+        at = {width: leaf_of(width, attends=True, **options) for width in BIT_WIDTHS}
         reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
         self._groups = groups_of(model, reports, **options)
         self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
@@ -270,7 +270,7 @@ class _Fit:
         groups, limit = self._groups, self._limit
         for _ in range(TRIES):
             widths = self._chosen()
-            with with_quantizers(self._model, groups.quantizers(widths)):
+            with storing(self._model, groups.quantizers(widths)):
                 saved_bytes = self._memory.measured().saved_bytes
             error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
             self._more_bytes += error
@@ -366,7 +366,7 @@ class _Fit:
         return peak
 
     def _memory_with(self, quantizer: Any) -> MemoryReport:
-        with with_quantizers(self._model, {"": quantizer}):
+        with storing(self._model, {"": quantizer}):
             return self._memory.measured()
 
     def _count(self) -> None:

@@ -101,7 +101,7 @@ class Groups:
         """Return backward quantizers by module, None for full precision, for these widths by source."""
         found = self.widths_of_modules(widths)
         return {
-            name: quantizer_of(
+            name: leaf_of(
                 width,
                 attends=name in self.attending,
                 double_backward=self.double_backward,
@@ -153,7 +153,7 @@ def groups_of(
 
 
 @functools.cache
-def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False, recompute: int = 0) -> Any:
+def leaf_of(bit_width: int, *, attends: bool, double_backward: bool = False, recompute: int = 0) -> Any:
     """Return the backward quantizer of a width, None for full precision; attention's query and key get more bits."""
     if bit_width == FULL_PRECISION:
         return None
@@ -164,7 +164,7 @@ def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False
 
 
 @contextmanager
-def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
+def storing(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
     """Attach backward quantizers (None: full precision) to a model without a policy, for a block."""
     modules, attachment = dict(model.named_modules(remove_duplicate=False)), Attachment()
     with without_policy(model):

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from brevact.bit_widths.budgets import Budget, BudgetRefusal
-from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
+from brevact.bit_widths.fit_groups import leaf_of, storing
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.memory import MemoryOfPass
-from brevact.reports.step import time_ratio
+from brevact.reports.step import step_report
 
 #: Most multiplications and additions per element, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
@@ -50,7 +50,7 @@ def levels_of(model: nn.Module, memory: MemoryOfPass, budget: Budget, *, quiet: 
     least, found, fitting = math.inf, [], []
     for recompute in _LEVELS:
         if recompute <= _MOST_WITHOUT_TIME or budget.time is not None:
-            with with_quantizers(model, _everywhere(recompute)):
+            with storing(model, _everywhere(recompute)):
                 report = memory.measured()
             if report.saved_bytes < (1 - _LEAST_SAVING) * least:
                 least = report.saved_bytes
@@ -71,8 +71,8 @@ def times_of_levels(model: nn.Module, levels: list[int], batch: Any, loss: Loss,
     assert budget.time is not None
     times: dict[int, float] = {}
     for recompute in levels:
-        with with_quantizers(model, _everywhere(recompute)):
-            times[recompute] = time_ratio(model, batch, loss, _ROUNDS)
+        with storing(model, _everywhere(recompute)):
+            times[recompute] = step_report(model, batch, loss, rounds=_ROUNDS).time_ratio
     least = min(times.values())
     if least > budget.time:
         raise ValueError(
@@ -83,4 +83,4 @@ def times_of_levels(model: nn.Module, levels: list[int], batch: Any, loss: Loss,
 
 
 def _everywhere(recompute: int) -> dict[str, Any]:
-    return {"": quantizer_of(_BIT_WIDTH, attends=True, recompute=recompute)}
+    return {"": leaf_of(_BIT_WIDTH, attends=True, recompute=recompute)}

@@ -15,7 +15,7 @@ from torch import nn
 
 from brevact.autograd.hooks import regions_of
 from brevact.bit_widths.allocation import Option
-from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Groups, with_quantizers
+from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Groups, storing
 from brevact.reports.gradient_noise import ExactGradients
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_norm
 
@@ -90,7 +90,7 @@ class ChainNoise:
         """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
         quantizers = self._groups.quantizers({**self._fine, **widths})
         errors = []
-        with as_it_was(self._model), with_quantizers(self._model, quantizers):
+        with as_it_was(self._model), storing(self._model, quantizers):
             for index, batch in enumerate(self._batches):
                 found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
                 exact = self._exact.of_batches[index]

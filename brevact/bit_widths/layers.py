@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
+from brevact.autograd import BackwardSettings, attach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
-from brevact.policy.inherit import inherit_policy
-from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
-from brevact.reports.in_place import in_place
+from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory
 
@@ -88,18 +86,13 @@ class LayerWidths:
 
 
 @contextmanager
-def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore a model's policy, or its absence, if the block fails."""
-    before = {hook: hook.settings for hook in _regions(model).values()}
+def kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Restore a model, with its policy or without one, if the block fails."""
+    before = ModelBefore(model)
     try:
         yield
     except BaseException:
-        for name, hook in _regions(model).items():
-            if hook in before:
-                hook.settings = before[hook]
-            else:
-                detach_region(model.get_submodule(name), POLICY)
-        inherit_policy(model)  # modules that had their own region meanwhile
+        before.restore()
         raise
 
 
@@ -163,7 +156,9 @@ def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
     for number, sources in enumerate(members.values()):
         names = [name for name, of in found.items() if number in of]
         same = [width for width in BIT_WIDTHS if _ways(stored[width], names) == _ways(widest, names)]
-        groups.append(Group(tuple(sources), {width: _packed_bytes(stored[width], sources) for width in same}))
+        packed = {width: [row for row in stored[width] if row.layer in sources and row.how == PACKED] for width in same}
+        costs = {width: sum(row.saved_bytes for row in rows) for width, rows in packed.items()}
+        groups.append(Group(tuple(sources), costs))
     groups_of = {name: found.get(name, tuple(range(len(groups)))) for name in layers.base}
     totals = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
     return Plan(layers, tuple(groups), groups_of, totals)
@@ -188,10 +183,6 @@ def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str,
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 
-def _packed_bytes(ops: Sequence[OpMemory], names: Collection[str]) -> int:
-    return sum(row.saved_bytes for row in ops if row.layer in names and row.how == PACKED)
-
-
 def _regions(model: nn.Module) -> dict[str, Any]:
     names = names_of(model)
     return {name: hook for module, name in names.items() for hook in regions_of(module) if hook.origin == POLICY}
@@ -205,7 +196,6 @@ def _attach_to_all(model: nn.Module) -> None:
         around = found.get(name.rpartition(".")[0]) if name else None
         if module in names and around is not None and not has_region(module, POLICY):
             attach_region(module, around.settings, POLICY, label=around.label)
-            add_note(module)
         for hook in regions_of(module):
             if hook.origin == POLICY:
                 found[name] = hook

@@ -41,16 +41,6 @@ def expected_noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
 
 
-def agreed(count: int) -> int:
-    """Return the minimum of `count` over ranks."""
-    if not is_distributed():
-        return count
-    is_on_gpu = distributed.get_backend() == "nccl"
-    shared = torch.tensor(count, device="cuda" if is_on_gpu else "cpu")
-    distributed.all_reduce(shared, distributed.ReduceOp.MIN)
-    return int(shared)
-
-
 def is_distributed() -> bool:
     """Return whether a process group is initialized."""
     return distributed.is_available() and distributed.is_initialized()

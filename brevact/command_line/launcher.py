@@ -28,14 +28,8 @@ _FIX = (
 def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
     """Become a Python program.
 
-    Args:
-        program: path of a script, or name of a module, and its arguments.
-        is_module: whether it is a module's name, as in `python -m`.
-        allocator: key of `ALLOCATORS`, path of a shared library, "auto" for the first one found, or "none".
-
-    Raises:
-        OSError: there is no such script.
-        ValueError: there is no such allocator here, or no program.
+    The allocator is a key of `ALLOCATORS`, the path of a shared library, "auto" for the first one found, or "none". It
+    raises an OSError for a missing script, a ValueError for a missing allocator or program.
     """
     program = program[1:] if program[:1] == ["--"] else program
     if not program:
@@ -80,20 +74,18 @@ def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, 
         return {"LD_PRELOAD": "", **found}  # keeps self-restarting programs from restarting
     if sys.platform != "linux":
         raise ValueError(f"--allocator {allocator}: known on Linux only, not on {sys.platform}; accepted is none")
-    library = _first_library() if allocator == "auto" else library_of(allocator)
+    names = ALLOCATORS if allocator == "auto" else (allocator,)
+    library = next(filter(None, map(library_of, names)), None)
     if library is None:
-        names = ", ".join(ALLOCATORS)
-        raise ValueError(f"--allocator {allocator}: found no shared library (looked for {names}); {_FIX}")
+        raise ValueError(
+            f"--allocator {allocator}: found no shared library (looked for {', '.join(ALLOCATORS)}); {_FIX}"
+        )
     if any(each in library for each in " :"):
         raise ValueError(
             f"--allocator {allocator}: found {library}, whose path has a space or a colon, which LD_PRELOAD does not "
             "take; copy the file to another path, and pass that: --allocator PATH"
         )
     return {**found, "LD_PRELOAD": " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))}
-
-
-def _first_library() -> str | None:
-    return next((found for name in ALLOCATORS if (found := library_of(name))), None)
 
 
 def library_of(allocator: str) -> str | None:

@@ -20,20 +20,7 @@ def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.future
     a callback on a thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the
     Python object, while a thread that destroys the group holds the GIL and waits for the group's threads.
 
-    >>> from torch import distributed
-    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> x = torch.ones(2)
-    >>> after(distributed.all_reduce(x, async_op=True), lambda: x * 2, is_cpu=True).wait()
-    tensor([2., 2.])
-    >>> distributed.destroy_process_group()
-
-    Args:
-        work: result of a collective with ``async_op=True``.
-        finish: runs without gradients.
-        is_cpu: whether the collective's tensors are in host memory.
-
-    Returns:
-        The future. If the collective or the function raises, its `wait` raises a RuntimeError with the cause.
+    If the collective or the function raises, the future's `wait` raises a RuntimeError with the cause.
     """
 
     def finished(done: torch.futures.Future[Any]) -> Tensor:

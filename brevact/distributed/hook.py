@@ -70,7 +70,7 @@ def quantized_hook(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
     """
-    packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
+    packs = backward_settings_from(quantizer, "quantizer", **overrides).quantizer
     return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
 
 
@@ -146,7 +146,12 @@ class QuantizedHook:
         with torch.no_grad():
             sent = [self._sent(entry, gradient) for entry, gradient in zip(entries, gradients, strict=True)]
             packs = [
-                pack(self._quantizer_of(x), x, (self.seed, step, entry.number), group.rank())
+                pack(
+                    AS_IT_IS if x.numel() < self.min_numel else self.quantizer,
+                    x,
+                    (self.seed, step, entry.number),
+                    group.rank(),
+                )
                 for x, entry in zip(sent, entries, strict=True)
             ]
             message = message_of(packs, step)
@@ -214,9 +219,6 @@ class QuantizedHook:
             check_marks(marks_of(messages))
         else:
             self._unchecked.append((step, marks_of(messages).clone()))
-
-    def _quantizer_of(self, x: Tensor) -> ActivationQuantizer:
-        return AS_IT_IS if x.numel() < self.min_numel else self.quantizer
 
     def _receive(
         self, entry: ParameterState, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int

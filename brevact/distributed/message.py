@@ -26,7 +26,7 @@ def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
     """Join packed tensors on one device into one message, (nbytes,) uint8; its mark depends on the step."""
     specs = [pack.spec for pack in packs]
     message = packs[0].buffer.new_zeros(_starts(specs)[-1])
-    message[:_ALIGNMENT] = _mark(specs, step).to(message.device)
+    message[:_ALIGNMENT] = _digest(f"{step} " + " ".join(map(_text, specs))).to(message.device)
     for pack, start in zip(packs, _starts(specs), strict=False):
         message[start : start + pack.spec.nbytes] = pack.buffer
     return message
@@ -93,10 +93,6 @@ def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
     for spec in specs:
         starts.append(starts[-1] + -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return starts
-
-
-def _mark(specs: Sequence[PackedSpec[Any]], step: int) -> Tensor:
-    return _digest(f"{step} " + " ".join(map(_text, specs)))
 
 
 def _digest(text: str) -> Tensor:

@@ -44,7 +44,7 @@ def quantized_reduce_scatter(
         TypeError: an argument has the wrong type.
         ValueError: the quantizer is biased, or an argument is out of range.
     """
-    packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
+    packs = backward_settings_from(quantizer, "quantizer", **overrides).quantizer
     return QuantizedReduceScatter(packs, min_numel=min_numel, seed=seed)
 
 

@@ -10,18 +10,16 @@ forward quantizers save few bits inside of regions (``brevact.injectors.forward_
 import types
 import typing
 
-from brevact.injectors import forward_quantizers as forward_quantizers  # for the first region
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
-from brevact.injectors import stock_layers as stock_layers  # gives Brevitas' layers the slot act_quant=
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import NearestRounding as NearestRounding
 from brevact.injectors.fragments import SaveQuantized as SaveQuantized
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
+from brevact.injectors.proxies import BackwardQuantProxy as BackwardQuantProxy
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from
-from brevact.injectors.resolve import settings_of_module as settings_of_module
-from brevact.injectors.slot import BackwardQuantProxy as BackwardQuantProxy
+from brevact.private_names.of_brevitas import IS_INSTALLED as _IS_INSTALLED
 from brevact.quant import *
 from brevact.quantizers.formats.dual_precision.injectors import DualPrecisionMaps as DualPrecisionMaps
 from brevact.quantizers.formats.mixed.injectors import MixedBuckets as MixedBuckets
@@ -30,6 +28,10 @@ from brevact.quantizers.formats.per_sample.injectors import SampleBuckets as Sam
 from brevact.quantizers.formats.sign_magnitude.injectors import SignMagnitudeBuckets as SignMagnitudeBuckets
 from brevact.quantizers.formats.uniform.injectors import UniformBuckets as UniformBuckets
 from brevact.quantizers.formats.weibull.injectors import WeibullLevels as WeibullLevels
+
+if _IS_INSTALLED:
+    from brevact.injectors import forward_quantizers as forward_quantizers  # for the first region
+    from brevact.injectors import stock_layers as stock_layers  # gives Brevitas' layers the slot act_quant=
 
 if not typing.TYPE_CHECKING:  # without a list, type checkers treat names imported by `*` as exported
     __all__ = [

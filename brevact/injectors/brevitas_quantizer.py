@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
+from brevact.injectors.brevitas_source import build_tensor_quant
+from brevact.injectors.class_protocol import InjectorClass
 from brevact.private_names.of_brevitas import (
     BinaryQuant,
     BitWidthConst,
     ClampedBinaryQuant,
-    DynamicOverSubChannelBlockView,
     RescalingIntQuant,
     StochasticRoundSte,
     TernaryQuant,
@@ -66,38 +66,30 @@ class BrevitasQuantizer:
 
     Args:
         source: injector class of a Brevitas activation quantizer.
-        group_dim: dimension along which groups lie, for an injector with ``group_size`` that does not state its own.
 
     Raises:
-        TypeError: the injector lacks a value, or its values are not integers of a constant width.
+        TypeError: the injector lacks a value, has groups, or its values are not integers of a constant width.
         ValueError: a value is out of range.
     """
 
     is_stochastic = False
 
-    def __init__(self, source: type, group_dim: int = -1) -> None:
+    def __init__(self, source: InjectorClass) -> None:
         self.source = source
-        self.group_dim = group_dim
-        tensor_quant, self.asked = build_tensor_quant(with_group_dim(source, group_dim))
+        if "group_size" in source:
+            raise TypeError(
+                f"group_size of {self.name}: a backward quantizer of Brevitas has no groups; accepted is one "
+                "with buckets: StochBackward8bit.let(bucket_size=32)"
+            )
+        tensor_quant, self.asked = build_tensor_quant(source)
         self.integers = _integers_of(tensor_quant, self.name)
         int_quant: Any = getattr(tensor_quant, "int_quant", None)
-        self._view: Any = nn.Identity() if int_quant is None else int_quant.input_view_impl
-        is_grouped = is_kind(self._view, DynamicOverSubChannelBlockView)
-        #: Dimension and size of the groups that share a scale; None without groups.
-        self.group = (int(self._view.group_dim), int(self._view.group_size)) if is_grouped else None
         self._has_zero_point = int_quant is not None and not is_kind(tensor_quant.zero_point_impl, ZeroZeroPoint)
 
     @property
     def name(self) -> str:
         """Name of the injector."""
         return self.source.__name__
-
-    def for_module(self, module: nn.Module) -> BrevitasQuantizer:
-        """Return the quantizer for a module's tensors: groups lie along a convolution's dimension 1, else the last."""
-        group_dim = group_dim_of(module)
-        if self.group is None or group_dim == self.group_dim:
-            return self
-        return BrevitasQuantizer(self.source, group_dim)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Quantize and pack a tensor.
@@ -111,7 +103,6 @@ class BrevitasQuantizer:
         """
         if not x.numel():
             return _UNPACKED.quantize(x)
-        self._check_group(x)
         if 0 in x.stride():  # copies of an expanded element may get different codes
             x = x.contiguous()
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -121,17 +112,14 @@ class BrevitasQuantizer:
                 around.enter_context(torch.autocast(x.device.type, enabled=False))
             rows = x if x.dim() else x.reshape(1)
             values, scale, zero_point = self._quantized(rows.nan_to_num(0.0, 0.0, 0.0).to(dtype))
-            missing = self._view(rows.isfinite().logical_not_().to(dtype))
+            missing = rows.isfinite().logical_not_().to(dtype)
             if values.shape != missing.shape:
                 raise self._misfit(x, f"a scale of shape {tuple(scale.shape)}")
             codes = values.div_(scale).add_(zero_point).sub_(self.integers.lowest).div_(self.integers.step).round_()
             scale = scale.masked_fill(missing.sum_to_size(scale.shape) > 0, math.nan)
-        group = None if self.group is None else (self.group[0] % rows.dim(), self.group[1])
-        if group is not None:
-            codes = codes.flatten(group[0], group[0] + 1).narrow(group[0], 0, rows.shape[group[0]])
         shape = tuple(zero_point.shape) if self._has_zero_point else None
         layout = Layout.of(x)
-        spec = PackedSpec.of(ScaledIntegers(self.integers, dtype, tuple(scale.shape), shape, group), layout)
+        spec = PackedSpec.of(ScaledIntegers(self.integers, dtype, tuple(scale.shape), shape), layout)
         packed = PackedActivation(spec, spec.empty(x))
         flat = _in_memory_order(codes.view(x.shape), layout).to(torch.uint8)
         contents = pack_codes(flat, self.integers.bit_width), scale, zero_point
@@ -141,7 +129,7 @@ class BrevitasQuantizer:
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run new modules of Brevitas, which take the statistics of ``x`` alone."""
-        tensor_quant, _ = build_tensor_quant(with_group_dim(self.source, self.group_dim))
+        tensor_quant, _ = build_tensor_quant(self.source)
         try:
             values, scale, zero_point, *_ = tensor_quant.to(x.device)(x)
         except torch.OutOfMemoryError:
@@ -152,17 +140,9 @@ class BrevitasQuantizer:
 
     def _misfit(self, x: Tensor, why: str) -> ValueError:
         return ValueError(
-            f"{self.name} does not fit an activation of shape {tuple(x.shape)}: {why}; scaling_per_output_type=, "
-            "per_channel_broadcastable_shape= and group_dim= must fit it"
+            f"{self.name} does not fit an activation of shape {tuple(x.shape)}: {why}; scaling_per_output_type= "
+            "and per_channel_broadcastable_shape= must fit it"
         )
-
-    def _check_group(self, x: Tensor) -> None:
-        dims = max(x.dim(), 1)
-        if self.group is not None and not -dims <= self.group[0] < dims:
-            raise ValueError(
-                f"group_dim={self.group[0]} of {self.name} is no dimension of an activation of shape "
-                f"{tuple(x.shape)}; group_dim=-1 is the last one of any"
-            )
 
     def extra_repr(self) -> str:
         """Return the injector's name and the code width."""
@@ -172,40 +152,31 @@ class BrevitasQuantizer:
         return f"BrevitasQuantizer({self.extra_repr()})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether both quantize alike: the same injector class, and the same groups."""
-        return isinstance(other, BrevitasQuantizer) and self._key() == other._key()
+        """Whether both have the same injector class."""
+        return isinstance(other, BrevitasQuantizer) and self.source is other.source
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[type, int]:
-        return self.source, self.group_dim
+        return hash(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by settings: Brevitas' modules may hold functions that cannot be pickled."""
-        return BrevitasQuantizer, self._key()
+        return BrevitasQuantizer, (self.source,)
 
 
 @dataclass(frozen=True)
 class ScaledIntegers:
     """Decoder of (integer - zero_point) * scale.
 
-    Bytes: codes in the block format of `PackedActivation`, in memory order, without the padding of the last group; then
-    scales and zero points, in the order of their shape, which broadcasts against the (grouped) tensor.
+    Bytes: codes in the block format of `PackedActivation`, in memory order; then scales and zero points, in the
+    order of their shape, which broadcasts against the tensor.
 
-    Args:
-        integers: integers of the codes.
-        dtype: type of scales and zero points, in which values are computed.
-        scale_shape: shape of the scales.
-        zero_point_shape: shape of the zero points; None if they are zero.
-        group: dimension, and size of the groups along it that share a scale; None without groups.
+    Values are computed in ``dtype``, that of scales and zero points; zero points without a shape are zero.
     """
 
     integers: Integers
     dtype: torch.dtype
     scale_shape: tuple[int, ...]
     zero_point_shape: tuple[int, ...] | None
-    group: tuple[int, int] | None
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """Parts stored for a tensor of this layout, codes first."""
@@ -221,8 +192,8 @@ class ScaledIntegers:
         codes = layout.restore(unpack_codes(packed, self.integers.bit_width, layout.numel))
         values = codes.to(self.dtype).mul_(self.integers.step).add_(self.integers.lowest)
         if self.zero_point_shape is not None:
-            values = values - self._for_elements(zero_point[0].view(self.zero_point_shape), layout)
-        values = values * self._for_elements(scale.view(self.scale_shape), layout)
+            values = values - zero_point[0].view(self.zero_point_shape)
+        values = values * scale.view(self.scale_shape)
         target.as_strided((layout.numel,), (1,)).copy_(_in_memory_order(values.view(layout.shape), layout))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledIntegers], other: Tensor, target: Tensor) -> None:
@@ -231,13 +202,6 @@ class ScaledIntegers:
         self.decode(buffer, spec, decoded)
         flat = (spec.layout.numel,), (1,)
         torch.mul(decoded.as_strided(*flat), other.as_strided(*flat), out=target.as_strided(*flat))
-
-    def _for_elements(self, of_groups: Tensor, layout: Layout) -> Tensor:
-        """Repeat each group's value for its elements."""
-        if self.group is None:
-            return of_groups
-        dim, size = self.group
-        return of_groups.squeeze(dim + 1).repeat_interleave(size, dim).narrow(dim, 0, (layout.shape or (1,))[dim])
 
 
 def _in_memory_order(x: Tensor, layout: Layout) -> Tensor:

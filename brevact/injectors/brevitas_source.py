@@ -12,14 +12,7 @@ from brevact.injectors.class_protocol import InjectorClass, is_injector
 from brevact.private_names.of_brevitas import (
     ActQuantProxyFromInjectorBase,
     BiasQuantProxyFromInjectorBase,
-    SolveActScalingShape,
     WeightQuantProxyFromInjectorBase,
-)
-
-_OVER_CHANNELS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 
 
@@ -31,23 +24,6 @@ def is_act_quantizer(source: Any) -> bool:
 def quantizes_parameters(source: Any) -> bool:
     """Whether this is an injector class by which Brevitas quantizes weights or biases."""
     return _has_proxy(source, (WeightQuantProxyFromInjectorBase, BiasQuantProxyFromInjectorBase))
-
-
-def group_dim_of(module: nn.Module | None) -> int:
-    """The default dimension along which the groups of a module's activations lie.
-
-    Brevitas' rule: 1, the channels, for a convolution, and the last one for a linear layer. Differs: where Brevitas
-    requires ``group_dim``, batch and instance normalization have 1 and everything else the last one.
-    """
-    return 1 if isinstance(module, _OVER_CHANNELS) else -1
-
-
-def with_group_dim(injector: InjectorClass, group_dim: int) -> InjectorClass:
-    """Return a grouped injector with this dimension, unless it states its own; others unchanged."""
-    rule = SolveActScalingShape.__dependencies__["group_dim"]
-    if "group_size" in injector and injector.__dependencies__.get("group_dim") is rule:
-        return injector.let(group_dim=group_dim)
-    return injector
 
 
 def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:

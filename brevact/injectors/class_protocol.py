@@ -3,6 +3,8 @@
 Brevitas' injectors resolve every attribute as a dependency and raise ``DependencyError`` for the rest, so that
 ``hasattr`` fails on them; their length is 0, so that they are false. Importing this module makes that error an
 ``AttributeError`` as well, also for Brevitas' own injectors.
+
+Without Brevitas, injectors are those of ``dependencies``, the library that Brevitas' derive from.
 """
 
 from __future__ import annotations
@@ -11,13 +13,21 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from brevitas.inject import ExtendedInjector, Injector, value
+from dependencies import Injector, value
 from dependencies.exceptions import DependencyError
 
+from brevact.private_names.of_brevitas import IS_INSTALLED
 from brevact.quantizers.brief import did_you_mean
 
+if TYPE_CHECKING or IS_INSTALLED:
+    import brevitas.inject.enum as brevitas_enums
+    import brevitas.quant as brevitas_quant
+    from brevitas.inject import ExtendedInjector
+else:
+    ExtendedInjector, brevitas_enums, brevitas_quant = Injector, ModuleType("enum"), ModuleType("quant")
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -54,6 +64,12 @@ _stock.__getattr__ = _raise_attribute_errors(_stock.__getattr__)
 
 class InjectorType(BrevitasInjectorType):
     """Metaclass of injector classes that are true, and raise ``AttributeError`` for names that are no dependencies."""
+
+    def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if not IS_INSTALLED:  # Brevitas drops these names of Python 3.13, ``dependencies`` refuses them
+            unknown = ("__firstlineno__", "__static_attributes__", "__classdictcell__")
+            namespace = {name: each for name, each in namespace.items() if name not in unknown}
+        return super().__new__(mcs, class_name, bases, namespace)
 
     def __getattr__(cls, name: str) -> Any:
         if name not in cls.__dependencies__:

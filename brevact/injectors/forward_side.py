@@ -50,10 +50,6 @@ class NoForwardQuantProxy(ActQuantProxyFromInjector):
         activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
         self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
 
-    def extra_repr(self) -> str:
-        """State that the forward pass is not quantized, and the keyword that quantizes it."""
-        return "forward in full precision; forward_quant= quantizes it"
-
 
 class NoForwardQuant(NoneActQuant):
     """The forward side of a slot without ``forward_quant``.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from brevitas.inject import value
+from dependencies import value
+from torch import nn
 
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.autograd.settings import (
@@ -26,7 +27,6 @@ from brevact.autograd.settings import (
 )
 from brevact.injectors.class_protocol import Fragment, InjectorClass
 from brevact.injectors.injector_type import BackwardInjectorType
-from brevact.injectors.slot import build_slot_proxy
 from brevact.quantizers.rounding import Rounding
 
 
@@ -65,6 +65,13 @@ class SaveQuantized(Fragment):
     score_bit_width = DEFAULT_SCORE_BIT_WIDTH
     double_backward = False
     recompute = DEFAULT_RECOMPUTE
+
+
+def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
+    """Fill an activation slot of a Brevitas layer; Brevitas calls it as the injector's ``proxy_class``."""
+    from brevact.injectors.slot import filled_slot  # imports Brevitas' layers
+
+    return filled_slot(layer, injector)
 
 
 class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):

@@ -86,7 +86,9 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
     relu = fused.activation_impl
     if type(relu) is not nn.ReLU or relu.inplace:
         return NotImplemented
-    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
+    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x):
+        return NotImplemented
+    if not Tree.of(fused).is_untouched():  # foreign hooks see a tensor between the ReLU's input and the output
         return NotImplemented
     around = rectified.output, rectified.input, rectified.waits
     waits = not takes_statistics(fused.tensor_quant.scaling_impl)
@@ -111,11 +113,6 @@ def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) ->
     if known is None or x is rectified.output:
         return NotImplemented
     return known.quantize(region, x, reads_elements=True)
-
-
-def _is_observed(fused: FusedActivationQuantProxy) -> bool:
-    """Whether foreign hooks see, or change, a tensor between the ReLU's input and the quantizer's output."""
-    return not Tree.of(fused).is_untouched()
 
 
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:

@@ -484,12 +484,8 @@ def _reads_weight(scaling: Any) -> bool:
     first = parts.first_tracked_param
     if type(first) is not _ViewParameterWrapper or any(type(other) is not _ViewCatParameterWrapper for other in others):
         return False
-    return all(_is_view_of_brevitas(each.view_shape_impl) for each in (first, *others))
-
-
-def _is_view_of_brevitas(module: nn.Module) -> bool:
-    """Whether a module is one of Brevitas' deterministic arrangements of a weight's elements."""
-    return type(module).__module__.startswith("brevitas.core.function_wrapper.")
+    views = (type(each.view_shape_impl).__module__ for each in (first, *others))
+    return all(each.startswith("brevitas.core.function_wrapper.") for each in views)  # arrange elements alone
 
 
 def _is_known(quant: Any) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from brevact.injectors.injector_type import ACT_PREFIX, BackwardInjectorType, known_names
+from brevact.injectors.proxies import BackwardQuantProxy
 from brevact.injectors.resolve import backward_settings_from
-from brevact.injectors.slot import BackwardQuantProxy
 from brevact.quantizers.brief import brief, did_you_mean
 
 #: Keywords of Brevitas' mixins that the layers do not name.
@@ -45,22 +45,14 @@ def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], 
 def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
     """Set ``layer.act_quant`` and let the layer's forward run in a region.
 
-    Args:
-        layer: initialized layer.
-        source: a backward quantizer, a Brevitas activation quantizer, which then quantizes only for backward, or
-            another layer's ``act_quant``, whose settings are shared.
-        overrides: settings that replace those of ``source``, with the prefix ``act_``.
-
-    Raises:
-        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
-        ValueError: a value is out of range, or an override would change a shared quantizer.
+    ``source`` is any backward quantizer; another layer's ``act_quant`` is shared. Overrides have the prefix ``act_``.
     """
-    proxy = _proxy(source, layer, overrides)
+    proxy = _proxy(source, overrides)
     layer.act_quant = proxy
     proxy.add_tracked_module(layer)
 
 
-def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> BackwardQuantProxy:
+def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
     if isinstance(source, BackwardQuantProxy):
         if overrides:
             name, value = next(iter(overrides.items()))
@@ -70,4 +62,4 @@ def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> Backward
             )
         return source
     settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
-    return BackwardQuantProxy(backward_settings_from(source, layer, "act_quant", **settings))
+    return BackwardQuantProxy(backward_settings_from(source, "act_quant", **settings))

@@ -1,17 +1,84 @@
-"""Which modules of a model may have a rule, and which are Brevitas' own machinery inside a layer."""
+"""The proxy in a layer's slot; which modules may have a rule, and which are Brevitas' machinery inside a layer."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from brevact.autograd import has_region
+from brevact.autograd import BackwardSettings, attach_region, has_region
 from brevact.autograd.hooks import takes_hooks
 from brevact.private_names.of_brevitas import COMPILED_CELL, QuantProxyFromInjector, QuantRecurrentLayerMixin
 
 #: Packages of Brevitas that hold quantizers' parts, and no layers.
 _OF_QUANTIZERS = ("brevitas.core.", "brevitas.proxy.")
+
+
+class BackwardQuantProxy(nn.Module):
+    """The backward quantizer of one layer, or of several that share it.
+
+    It has no parameters and no state unless the quantizer is a module that has, then its child ``quantizer``.
+
+    Args:
+        settings: how the layers save tensors for backward.
+    """
+
+    #: Read by Brevitas in a layer's ``act_quant``: whether it quantizes the forward pass.
+    is_quant_enabled = False
+
+    def __init__(self, settings: BackwardSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        if isinstance(settings.quantizer, nn.Module):
+            self.quantizer = settings.quantizer
+
+    def add_tracked_module(self, layer: nn.Module) -> None:
+        """Let a layer's whole forward run in a region with these settings, unless another slot holds others."""
+        for name, child in layer.named_children():
+            other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
+            if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:
+                raise ValueError(
+                    f"{name} of this {type(layer).__name__} already holds a backward quantizer ({other.extra_repr()}) "
+                    f"and a second slot brings another one ({self.extra_repr()}); a layer stores its activations "
+                    "one way: keep one of the two"
+                )
+        attach_region(layer, self.settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` unchanged."""
+        return x
+
+    def extra_repr(self) -> str:
+        """Return the quantizer's settings, and the region's non-default ones."""
+        return described(self.settings)
+
+
+def described(settings: BackwardSettings, *, brief: bool = False) -> str:
+    """Return the quantizer's settings as text, and the region's non-default ones.
+
+    With ``brief``, the quantizer's default settings are left out, too, apart from the first.
+    """
+    quantizer = settings.quantizer
+    defaults = _field_defaults(quantizer)
+    stated = {name: getattr(quantizer, name) for name in defaults}
+    if brief:
+        stated = {
+            name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
+        }
+    kind = quantizer.extra_repr() if hasattr(quantizer, "extra_repr") else type(quantizer).__name__
+    for name, default in _field_defaults(settings).items():
+        if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
+            stated[name] = getattr(settings, name)
+    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
+    return ", ".join([kind, *(f"{name}={value}" for name, value in plain.items())])
+
+
+def _field_defaults(value: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: field.default for field in fields if field.repr}
 
 
 def is_quant_proxy(module: nn.Module) -> bool:

@@ -8,15 +8,20 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import brevitas.quant
-from brevitas.inject import ExtendedInjector
 from dependencies.exceptions import DependencyError
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
-from brevact.injectors.class_protocol import Fragment, InjectorClass, is_injector, written_values
+from brevact.injectors.brevitas_source import is_act_quantizer, quantizes_parameters
+from brevact.injectors.class_protocol import (
+    ExtendedInjector,
+    Fragment,
+    InjectorClass,
+    brevitas_quant,
+    is_injector,
+    written_values,
+)
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
@@ -36,39 +41,23 @@ _OF_REGION = (
 )
 #: Filled in by Brevitas' layers and proxies.
 _FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")
-_OF_GROUPS = ("group_size", "group_dim")
 
 
-def backward_settings_from(
-    source: Any, layer: nn.Module | None = None, argument: str = "source", /, **overrides: Any
-) -> BackwardSettings:
+def backward_settings_from(source: Any, argument: str = "source", /, **overrides: Any) -> BackwardSettings:
     """Resolve a backward quantizer, with overrides, into a region's settings.
 
     >>> from brevact.injectors import StochBackward2bit
     >>> backward_settings_from(StochBackward2bit, bucket_size=128).quantizer.bucket_size
     128
 
-    Args:
-        source: a backward injector class; a Brevitas activation injector, which then quantizes only for backward; an
-            activation quantizer object; ``BackwardSettings``; or the proxy in another layer's slot
-            (``layer.act_quant``), whose settings are taken.
-        layer: the quantizer's layer, if any: groups lie along its channels or features.
-        argument: name of ``source`` in errors.
-        **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
-
-    Returns:
-        Settings for ``brevact.autograd.region`` and ``attach_region``.
-
-    Raises:
-        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
-        ValueError: a value is out of range.
+    A Brevitas activation injector then quantizes only for backward. Errors call the source by ``argument``.
     """
     if isinstance(source, BackwardInjectorType):
         injector = source.let(**overrides) if overrides else source
         _refuse_forward_quant(injector)
         return resolve(injector)
     if is_act_quantizer(source):
-        return _settings_of_brevitas(source, layer, overrides)
+        return _settings_of_brevitas(source, overrides)
     settings = _built_settings(source, argument)
     return _replaced(settings, overrides) if overrides else settings
 
@@ -101,13 +90,11 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         )
 
 
-def _settings_of_brevitas(
-    source: InjectorClass, layer: nn.Module | None, overrides: dict[str, Any]
-) -> BackwardSettings:
+def _settings_of_brevitas(source: InjectorClass, overrides: dict[str, Any]) -> BackwardSettings:
     """Build a quantizer from a Brevitas activation injector; a name that it does not look up raises."""
     own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
-    quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim_of(layer))
-    accepted = quantizer.asked - set(_FROM_BREVITAS) - (set(_OF_GROUPS) if quantizer.group is None else set())
+    quantizer = BrevitasQuantizer(source.let(**own) if own else source)
+    accepted = quantizer.asked - {*_FROM_BREVITAS, "group_size", "group_dim"}
     for name, value in own.items():
         if name not in accepted:
             raise unknown_setting(name, value, source.__name__, accepted | set(_OF_REGION))
@@ -165,7 +152,7 @@ def _fix(source: Any) -> str:
 
 
 def _fix_of_name(name: str) -> str:
-    if is_act_quantizer(getattr(brevitas.quant, name, None)):
+    if is_act_quantizer(getattr(brevitas_quant, name, None)):
         return f"pass the class itself, without quotes: brevitas.quant.{name}; "
     leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
     nearest = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
@@ -176,7 +163,7 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
     quantizer = settings.quantizer
     if isinstance(quantizer, BrevitasQuantizer):
         of_region = {name: getattr(settings, name) for name in _OF_REGION}
-        return _settings_of_brevitas(quantizer.source, None, of_region | overrides)
+        return _settings_of_brevitas(quantizer.source, of_region | overrides)
     of_settings = _settable(settings) - {"quantizer"}
     of_quantizer = _settable(quantizer)
     for name, value in overrides.items():
@@ -198,13 +185,6 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
 def _settable(value: Any) -> set[str]:
     return (
         {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
-    )
-
-
-def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
-    """Return settings for a module's tensors: the groups of a Brevitas quantizer lie along a convolution's channels."""
-    return with_quantizers(
-        settings, lambda each: each.for_module(module) if isinstance(each, BrevitasQuantizer) else each
     )
 
 

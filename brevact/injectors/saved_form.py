@@ -14,17 +14,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import brevitas.inject.enum
-import brevitas.quant
 import torch
 
 from brevact import quant
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import is_act_quantizer
-from brevact.injectors.class_protocol import InjectorClass, added_values
+from brevact.injectors.class_protocol import InjectorClass, added_values, brevitas_enums, brevitas_quant
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 from brevact.injectors.resolve import BackwardQuantizer, backward_settings_from
+from brevact.private_names.of_brevitas import IS_INSTALLED, MISSING
 from brevact.quantizers.brief import brief
 
 #: Prefix of Brevitas' quantizer names.
@@ -40,7 +39,7 @@ OBJECTS: dict[str, type] = {type(leaf.quantizer).__name__: type(leaf.quantizer) 
 _ENUMS: dict[str, type[enum.Enum]] = {
     kind.__name__: kind
     for kind in (
-        *(each for each in vars(brevitas.inject.enum).values() if isinstance(each, type)),
+        *(each for each in vars(brevitas_enums).values() if isinstance(each, type)),
         *(type(field.default) for each in (BackwardSettings, *OBJECTS.values()) for field in dataclasses.fields(each)),
     )
     if issubclass(kind, enum.Enum)
@@ -51,7 +50,7 @@ _OF_OPS = "of_functions"
 @functools.cache
 def _of_brevitas_quant() -> dict[str, InjectorClass]:
     """Brevitas' activation quantizers by name; looked up only when a policy is saved or loaded."""
-    return {f"{BREVITAS}{name}": each for name, each in vars(brevitas.quant).items() if is_act_quantizer(each)}
+    return {f"{BREVITAS}{name}": each for name, each in vars(brevitas_quant).items() if is_act_quantizer(each)}
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
@@ -111,6 +110,8 @@ def _known(name: Any) -> Any:
     known = LEAVES | _of_brevitas_quant() | OBJECTS | {NO_QUANTIZER: None}
     if isinstance(name, str) and name in known:
         return known[name]
+    if not IS_INSTALLED and str(name).startswith(BREVITAS):
+        raise ImportError(f"quantizer {name} {MISSING}")
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ValueError(

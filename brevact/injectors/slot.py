@@ -1,90 +1,24 @@
-"""The proxy in a layer's slot: it runs the layer's forward in a region, and shows the settings."""
+"""Activation slots of Brevitas' layers that hold a backward quantizer."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import inspect
 from typing import Any
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
-from torch import Tensor, nn
+from torch import nn
 
-from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.class_protocol import written_values
 from brevact.injectors.forward_side import backward_injector_of, forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
+from brevact.injectors.proxies import BackwardQuantProxy
 from brevact.injectors.resolve import resolve
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
 
-class BackwardQuantProxy(nn.Module):
-    """The backward quantizer of one layer, or of several that share it.
-
-    It has no parameters and no state unless the quantizer is a module that has, then its child ``quantizer``.
-
-    Args:
-        settings: how the layers save tensors for backward.
-    """
-
-    #: Read by Brevitas in a layer's ``act_quant``: whether it quantizes the forward pass.
-    is_quant_enabled = False
-
-    def __init__(self, settings: BackwardSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        if isinstance(settings.quantizer, nn.Module):
-            self.quantizer = settings.quantizer
-
-    def add_tracked_module(self, layer: nn.Module) -> None:
-        """Let a layer's whole forward run in a region with these settings, unless another slot holds others."""
-        for name, child in layer.named_children():
-            other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
-            if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:
-                raise ValueError(
-                    f"{name} of this {type(layer).__name__} already holds a backward quantizer ({other.extra_repr()}) "
-                    f"and a second slot brings another one ({self.extra_repr()}); a layer stores its activations "
-                    "one way: keep one of the two"
-                )
-        attach_region(layer, self.settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` unchanged."""
-        return x
-
-    def extra_repr(self) -> str:
-        """Return the quantizer's settings, and the region's non-default ones."""
-        return described(self.settings)
-
-
-def described(settings: BackwardSettings, *, brief: bool = False) -> str:
-    """Return the quantizer's settings as text, and the region's non-default ones.
-
-    With ``brief``, the quantizer's default settings are left out, too, apart from the first.
-    """
-    quantizer = settings.quantizer
-    defaults = _field_defaults(quantizer)
-    stated = {name: getattr(quantizer, name) for name in defaults}
-    if brief:
-        stated = {
-            name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
-        }
-    kind = quantizer.extra_repr() if hasattr(quantizer, "extra_repr") else type(quantizer).__name__
-    for name, default in _field_defaults(settings).items():
-        if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
-            stated[name] = getattr(settings, name)
-    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
-    return ", ".join([kind, *(f"{name}={value}" for name, value in plain.items())])
-
-
-def _field_defaults(value: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return {field.name: field.default for field in fields if field.repr}
-
-
-def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
-    """Fill an activation slot of a Brevitas layer; Brevitas calls it as the injector's ``proxy_class``.
+def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
+    """Fill an activation slot of a Brevitas layer.
 
     The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer, so that the layer's
     forward pass, ``state_dict`` and export are Brevitas' own. In addition, ``proxy.backward_quant`` makes the whole
@@ -92,15 +26,7 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     ``act_quant``, ``output_quant``). Without a stated ``forward_quant``, it warns if it replaces the slot's default
     forward quantizer, or if the layer is a ``QuantIdentity``, which saves nothing for backward by itself.
 
-    Args:
-        layer: the Brevitas layer under construction.
-        injector: backward quantizer, with the layer's keywords for this slot.
-
-    Raises:
-        TypeError: the slot is for weights or a bias, or belongs to a part of a recurrent layer or an attention whose
-            operations it does not cover; ``forward_quant`` is no forward quantizer; or a keyword may be a setting of
-            either quantizer.
-        ValueError: settings are out of range or contradict another slot.
+    It raises a TypeError for slots of weights, of a bias, and of parts of a recurrent layer or an attention.
     """
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)

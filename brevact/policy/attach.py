@@ -17,12 +17,11 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.autograd.settings import with_overrides
-from brevact.injectors import backward_settings_from, settings_of_module
+from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
-from brevact.policy.notes import add_note, remove_note
-from brevact.policy.overrides import of_all_rules, refuse_overrides
+from brevact.policy.overrides import check_overrides_of_rules, refuse_overrides
 from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -128,7 +127,7 @@ class _RegionOfModel(region):
     """A region by the model's policy at the time of entry."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
-        refuse_overrides(model, overrides, "")
+        refuse_overrides(model, overrides)
         super().__init__(None, required_attachment(model))
         self._model = model
 
@@ -173,8 +172,7 @@ def quantize_backward(
 
     ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
-    ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module,
-    ``print(model)`` a short form.
+    ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module.
 
     A compiled model keeps its graphs when its policy changes: call ``torch.compiler.reset()`` then.
 
@@ -228,10 +226,8 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
     for module, assignment in _assignments(model, named_policy(policy), dict(overrides)).items():
         if module is not model and is_foreign(module):
             continue  # it runs as the module around it
-        settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
-        attach_region(module, settings, POLICY, label=label, attachment=attachment)
-        add_note(module)
+        attach_region(module, assignment.settings, POLICY, label=label, attachment=attachment)
     attachment.root = hook_of_policy(model)
     if attachment.root is not None:
         attachment.root.yields = False
@@ -264,25 +260,23 @@ def restore_backward(model: M) -> M:
 
 
 def _detach_policy(model: nn.Module) -> bool:
-    """Remove a policy's regions and notes from all modules; return whether there was one."""
+    """Remove a policy's regions from all modules; return whether there was one."""
     own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
     own.update(attachments_of(model))
     for attachment in own:
         stop_watching(attachment)
     modules = [each for each in model.modules() if not is_foreign(each) or own.intersection(attachments_of(each))]
-    for module in modules:
-        remove_note(module)
     return any([detach_region(module, POLICY) for module in modules])
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
     source = named_policy(source, "source")
     if isinstance(source, Policy):
-        overrides = of_all_rules(source, overrides, "backward_quant(")
+        check_overrides_of_rules(source, overrides, "backward_quant(")
         ours = {key for each in (DEFAULT, RECOMPUTE) for key in each.rules if source.has_rule_of(each, key)}
         return with_overrides(block_assignment(source.rules, ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
-        refuse_overrides(source, overrides, "")
+        refuse_overrides(source, overrides)
         return required_attachment(source).settings
     if source is None:
         if overrides:
@@ -296,7 +290,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     if isinstance(policy, Mapping | Policy):
-        overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
+        check_overrides_of_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)
@@ -305,6 +299,6 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
             check_rules(policy, "policy")
             found = assignments(model, policy)
         return {module: each.with_overrides(overrides) for module, each in found.items()}
-    settings, source = backward_settings_from(policy, None, "policy", **overrides), source_text(policy, overrides)
+    settings, source = backward_settings_from(policy, "policy", **overrides), source_text(policy, overrides)
     every = assignments(model, {"*": settings})
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}

@@ -9,8 +9,7 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import inherited_region, regions_of
-from brevact.injectors.proxies import is_quant_proxy
-from brevact.injectors.slot import BackwardQuantProxy, described
+from brevact.injectors.proxies import BackwardQuantProxy, described, is_quant_proxy
 from brevact.policy.rules import POLICY, Assignment, OpPolicy, source_text
 from brevact.tables import text_table
 

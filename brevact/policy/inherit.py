@@ -8,7 +8,6 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import Attachment, attachments_of, inherit_region, inherited_region, regions_of
-from brevact.injectors import settings_of_module
 from brevact.injectors.proxies import modules_without_own_region
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
@@ -26,14 +25,9 @@ def inherit_policy(model: nn.Module) -> None:
     for name, module in modules_without_own_region(model):
         hook = hook_of_policy(module)
         around = found.get(name.rpartition(".")[0]) if name else None
-        if hook is None and around is not None and _is_called(module):
-            own = settings_of_module(around.settings, module)
-            inherit_region(module, around, None if own is around.settings else own)
+        if hook is None and around is not None and type(module).forward is not nn.Module.forward:
+            inherit_region(module, around)
         found[name] = around if around is not None and not regions_of(module) else hook
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from brevact.autograd import other_code
 from brevact.autograd.rows import OP_NAMES
-from brevact.nn.layer_types import LAYER_TYPES
+from brevact.policy.layer_types import LAYER_TYPES
 from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
+from brevact.private_names.of_brevitas import IS_INSTALLED, MISSING
 from brevact.quantizers.brief import brief
 
 #: Functions of a name and a module, by their public path.
@@ -68,8 +69,8 @@ def key_from_plain(entry: Mapping[str, Any]) -> Any:
     if field in ("name", "predicate") and isinstance(value, str):
         return value if field == "name" else _find(value, PREDICATES, "predicate")
     if field in ("types", "functions") and isinstance(value, list) and value:
-        find = _find_type if field == "types" else _find_function
-        found = tuple(map(find, value))
+        is_type = field == "types"
+        found = tuple(_find(each, LAYER_TYPES, "type") if is_type else _find_function(each) for each in value)
         return found if len(found) > 1 else found[0]
     accepted = "a string" if field in ("name", "predicate") else "a list of names"
     raise TypeError(f"{field}: got {brief(value)} of type {type(value).__name__}; accepted is {accepted}")
@@ -85,10 +86,6 @@ def _functions() -> dict[str, Callable]:
 
 
 _FUNCTIONS = _functions()
-
-
-def _find_type(name: Any) -> Any:
-    return _find(name, LAYER_TYPES, "type")
 
 
 def _find_function(name: Any) -> Any:
@@ -115,13 +112,11 @@ def _check_found(func: Any) -> None:
 def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:
     if isinstance(name, str) and name in known:
         return known[name]
-    raise ValueError(f"{what} {brief(name)} is not known here; {_nearest(str(name), known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
+    if not IS_INSTALLED and str(name).startswith(("brevitas.", "brevact.nn.")):
+        raise ImportError(f"{what} {name} {MISSING}")
     by_last: dict[str, str] = {each.rpartition(".")[2]: each for each in known}
-    near = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=3, cutoff=0.4)
-    return "nearest: " + ", ".join(by_last[each] for each in near or sorted(by_last)[:3])
+    near = difflib.get_close_matches(str(name).rpartition(".")[2], by_last, n=3, cutoff=0.4) or sorted(by_last)[:3]
+    raise ValueError(f"{what} {brief(name)} is not known here; nearest: {', '.join(by_last[each] for each in near)}")
 
 
 def _refuse_type(kind: type) -> str:

@@ -53,7 +53,7 @@ def is_norm(name: str, module: nn.Module) -> bool:
     called = called_by(module)
     if called & _PRODUCTS or not called & _NORMS:
         return False
-    return not any(_has_parameters(child) for child in module.children())
+    return not any(True for child in module.children() for _ in child.parameters())
 
 
 def is_activation_function(name: str, module: nn.Module) -> bool:
@@ -123,7 +123,3 @@ def _cost(layer: Any) -> float:
     if isinstance(layer, nn.Linear):
         return layer.in_features or math.inf
     return layer.in_channels // layer.groups * math.prod(layer.kernel_size) or math.inf
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

@@ -65,7 +65,7 @@ class Assignment:
         return replace(self, settings=settings, ops=ops)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Assignment:
-        """Return the assignment with settings for all rules (:func:`~.overrides.of_all_rules`)."""
+        """Return the assignment with settings for all rules."""
         ops = tuple(replace(each, settings=with_overrides(each.settings, overrides)) for each in self.ops)
         return replace(self, settings=with_overrides(self.settings, overrides), ops=ops)
 
@@ -251,7 +251,7 @@ def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
 
 def assignment_of(key: Any, source: Any) -> Assignment:
     """Return a rule's assignment to a matching module, without rules for ops."""
-    settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
+    settings = None if source is None else backward_settings_from(source, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
 
 

@@ -1,15 +1,146 @@
-"""Policies as text, wherever a policy is accepted: names, the path of a file, and budgets."""
+"""Policies as text, wherever a policy is accepted: names, settings, budgets and the path of a file.
+
+Names are looked up in closed lists, and values are literals: words from a stranger run no code.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from brevact.policy.presets import Policy
-from brevact.policy.words import budget_of, quantizer_of, with_settings
+import torch
+from dependencies.exceptions import DependencyError
+
+from brevact.injectors import backward_settings_from
+from brevact.injectors.saved_form import LEAVES
+from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 from brevact.quantizers.brief import brief
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
+_POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE, "TRANSFORMER": TRANSFORMER}
+#: Backward quantizers and policies of the package, by name.
+KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
+
+
+def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
+    """Return the named backward quantizer or policy, and the settings to change.
+
+    An unknown name, or a setting that is not of the form ``name=value``, raises a ValueError.
+
+    >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
+    >>> leaf.__name__, settings
+    ('StochBackward2bit', {'bucket_size': 256, 'rounding': 'nearest'})
+    """
+    name, separator, rest = words.partition(":")
+    return named(name), settings_of(rest.split(",")) if separator else {}
+
+
+def named(name: str) -> Any:
+    """Return the backward quantizer or policy of a name, policies in small letters, too; a ValueError for others."""
+    found = KNOWN.get(name, _POLICIES.get(name.upper()))
+    if found is None:
+        small = {each.lower(): each for each in KNOWN}
+        near = [small[each] for each in difflib.get_close_matches(name.lower(), small, n=3, cutoff=0.4)]
+        near = near or sorted(KNOWN)[:3]
+        raise ValueError(
+            f"{name} is not a backward quantizer or policy of brevact; nearest: {', '.join(near)} "
+            f"({len(KNOWN)} are known)"
+        )
+    return found
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return quantizer settings by name: Python literals, dtypes or plain words. Other forms raise a ValueError.
+
+    >>> settings_of(["bucket_size=256", "scale_dtype=torch.float32"])
+    {'bucket_size': 256, 'scale_dtype': torch.float32}
+    """
+    found = {}
+    for each in words:
+        name, separator, value = each.partition("=")
+        if not separator or not name.isidentifier() or name.startswith("__"):
+            raise ValueError(f"{each!r} is not of the form setting=value, such as bucket_size=256")
+        found[name] = _literal(value)
+    return found
+
+
+def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a backward quantizer, or a policy with each of its quantizers, with settings changed.
+
+    An unknown setting raises a TypeError, a value out of range a ValueError.
+    """
+    try:
+        if isinstance(source, Policy):
+            rules: Mapping[Any, Any] = source.rules
+            return Policy({key: leaf and leaf.let(**settings) for key, leaf in rules.items()})
+        changed = source.let(**settings) if settings else source
+        backward_settings_from(changed)
+    except DependencyError as error:
+        raise ValueError(str(error)) from error
+    return changed
+
+
+def budget_of(words: str) -> dict[str, float] | None:
+    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
+
+    A ValueError is raised for a number that is not above 0, not finite or less than a byte; for two numbers for one
+    argument; and for another unit, or none.
+
+    >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
+    ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
+    >>> budget_of("60x noise=0.002 time=1.15"), budget_of("peak=2GiB")
+    ({'ratio': 60.0, 'noise': 0.002, 'time': 1.15}, {'peak_bytes': 2147483648})
+    """
+    if len(words.split()) < 2 or _one_budget(words) is not None:
+        return _one_budget(words)
+    budget: dict[str, float] = {}
+    for each in words.split():
+        found = _one_budget(each)
+        if found is None:
+            return None
+        if budget.keys() & found.keys():
+            raise ValueError(f"{words}: {each} says {next(iter(found))} a second time; accepted is one of each")
+        budget |= found
+    return budget
+
+
+def _one_budget(words: str) -> dict[str, float] | None:
+    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))\s*([A-Za-z]*)", words)
+    if found is None:
+        return None
+    prefix, number, unit = found[1], float(found[2]), found[3]
+    accepted = {"": ("x", *_UNITS), "peak=": (*_UNITS,)}.get(prefix, ("",))
+    size = number * _UNITS.get(unit, 1)
+    if not 0 < size < math.inf or (unit == "B" and size < 1):
+        raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
+    if unit not in accepted or words != "".join(found.groups()):
+        raise ValueError(
+            f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}), peak=2GiB, noise=0.05 or time=1.15"
+        )
+    if prefix == "peak=":
+        return {"peak_bytes": int(size)}
+    if prefix:
+        return {prefix.removesuffix("="): number}
+    return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
+
+
+def _literal(text: str) -> object:
+    """Return the value of a literal or of a dtype such as torch.float32; any other text unchanged."""
+    module, _, name = text.partition(".")
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two for deep brackets
+        return text
+
 
 _ACCEPTED = (
     'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '

@@ -1,11 +1,22 @@
-"""Classes and functions of Brevitas' inner modules, which move between its releases."""
+"""Classes and functions of Brevitas' inner modules, which move between its releases.
+
+Without Brevitas, each is an empty class, of which nothing is an instance.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
+#: Whether Brevitas imports, and what errors say of names that need it.
+IS_INSTALLED, MISSING = True, ""
+try:
+    import_module("brevitas")
+except ImportError as error:
+    _why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"does not import ({error})"
+    IS_INSTALLED, MISSING = False, f"needs Brevitas, which {_why}: pip install 'brevitas>=0.13.4'"
 #: Child of a recurrent layer: its cell, with its quantizers' insides, compiled in the first forward.
 COMPILED_CELL = "_fast_cell"
 
@@ -15,13 +26,12 @@ _NAMES = {
     "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
     "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
     "brevitas.quant.solver": "ActQuantSolver",
-    "brevitas.quant.solver.act": "SolveActScalingShape",
     "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
     "brevitas.core.function_wrapper": (
         "Abs CeilSte DPURoundSte FloatClamp FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "
         "ScalarSignedClampMinSte TensorClamp TensorClampSte"
     ),
-    "brevitas.core.function_wrapper.shape": "DynamicOverSubChannelBlockView OverTensorView",
+    "brevitas.core.function_wrapper.shape": "OverTensorView",
     "brevitas.core.function_wrapper.stochastic_round": "StochasticRoundSte",
     "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
     "brevitas.core.quant.delay": "_NoDelay",
@@ -46,7 +56,7 @@ _NAMES = {
 }
 for _module, _names in _NAMES.items():
     for _name in _names.split():
-        globals()[_name] = find(f"{_module}.{_name}")
+        globals()[_name] = find(f"{_module}.{_name}") if IS_INSTALLED else type(_name, (), {})
 
 if TYPE_CHECKING:
 

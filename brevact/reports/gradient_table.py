@@ -28,9 +28,6 @@ class LayerNoise:
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.
-        estimate: the part of ``noise`` and ``bias`` that comes through weight gradients of linear layers and
-            convolutions, from one pass per batch for all layers; NaN if none of them reads the tensors.
-        estimate_error: standard error of ``estimate``.
     """
 
     layer: str
@@ -42,8 +39,6 @@ class LayerNoise:
     noise_error: float = math.nan
     bias: float = math.nan
     bias_error: float = math.nan
-    estimate: float = math.nan
-    estimate_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -52,10 +47,10 @@ class GradientReport:
 
     >>> row = LayerNoise("norm", "BatchNorm2d", ("act", "conv"), (4,), 2**20, 0.05, 0.01, 0.001, 0.001)
     >>> print(GradientReport((row,), 0.05, 0.01, 0.001, 0.001, 2**20, 2**24, 1.0, False, 4, 8, 53))
-    layer  kind         readers  bits     stored              noise              bias²  estimate
-    --------------------------------------------------------------------------------------------
-    norm   BatchNorm2d        2     4  1.000 MiB  0.05000 ± 0.01000  0.00100 ± 0.00100         -
-    --------------------------------------------------------------------------------------------
+    layer  kind         readers  bits     stored              noise              bias²
+    ----------------------------------------------------------------------------------
+    norm   BatchNorm2d        2     4  1.000 MiB  0.05000 ± 0.01000  0.00100 ± 0.00100
+    ----------------------------------------------------------------------------------
     total                              1.000 MiB  0.05000 ± 0.01000  0.00100 ± 0.00100
     <BLANKLINE>
     16.0 times less is kept for backward.
@@ -101,12 +96,10 @@ class GradientReport:
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
         cells = [_cells(row) for row in self.rows]
         if beside:
-            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", "", ""))
+            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", ""))
         figures = _with_error(self.noise, self.noise_error), _with_error(self.bias, self.bias_error)
-        total = ("total", "", "", "", size_text(self.saved_bytes), *figures, "")
-        table = text_table(
-            ("layer", "kind", "readers", "bits", "stored", "noise", "bias²", "estimate"), cells, total, numbers=6
-        )
+        total = ("total", "", "", "", size_text(self.saved_bytes), *figures)
+        table = text_table(("layer", "kind", "readers", "bits", "stored", "noise", "bias²"), cells, total, numbers=5)
         return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
 
     def _summary(self) -> str:
@@ -130,10 +123,12 @@ class GradientReport:
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(names)
-            writer.writerows([_plain(getattr(row, name)) for name in names] for row in (*self.rows, total))
+            for row in (*self.rows, total):
+                values = (getattr(row, name) for name in names)
+                writer.writerow([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values])
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Plot each layer's measured and estimated noise beside its bytes.
+        """Plot each layer's noise beside its bytes.
 
         Args:
             path: image file to write; its extension selects the format.
@@ -147,28 +142,20 @@ class GradientReport:
         figure = figure_kind("GradientReport", max_layers)(
             figsize=(9, 1.6 + 0.24 * min(max_layers, len(self.rows))), layout="constrained"
         )
-        chosen = {id(row) for row in sorted(self.rows, key=_largest_first)[:max_layers]}
+        chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.noise)[:max_layers]}
         rows = [row for row in self.rows if id(row) in chosen]
         noise, stored = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
         places = range(len(rows))
         errors = [0 if math.isnan(row.noise_error) else row.noise_error for row in rows]
-        noise.barh(places, [row.noise for row in rows], xerr=errors, height=0.7, label="measured")
-        estimates = [row.estimate for row in rows]
-        noise.plot(estimates, places, "D", color="C1", markersize=4, linestyle="", label="estimate: weight gradients")
+        noise.barh(places, [row.noise for row in rows], xerr=errors, height=0.7)
         noise.set_yticks(places, [row.layer or "(model)" for row in rows], fontsize=7)
         noise.margins(y=0.01)
         noise.invert_yaxis()
         noise.set_xlabel("noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise")
-        noise.legend(loc="best", fontsize=8)
         stored.barh(places, [row.saved_bytes / MIB for row in rows], height=0.7, color="C7")
         stored.set_xlabel("packed, MiB")
         figure.suptitle(f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward")
         figure.savefig(path, dpi=150)
-
-
-def _largest_first(row: LayerNoise) -> float:
-    known = [value for value in (row.noise, row.estimate) if not math.isnan(value)]
-    return -max(known, default=0.0)
 
 
 def _cells(row: LayerNoise) -> tuple[str, ...]:
@@ -180,7 +167,6 @@ def _cells(row: LayerNoise) -> tuple[str, ...]:
         size_text(row.saved_bytes),
         _with_error(row.noise, row.noise_error),
         _with_error(row.bias, row.bias_error),
-        _with_error(row.estimate, row.estimate_error),
     )
 
 
@@ -189,7 +175,3 @@ def _with_error(value: float, error: float) -> str:
         return "-"
     text = f"{value:.5f}".replace("-0.00000", "0.00000")
     return text if math.isnan(error) else f"{text} ± {error:.5f}"
-
-
-def _plain(value: object) -> object:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from brevact.arguments import check_model
@@ -19,13 +19,12 @@ from brevact.reports.batches import without_surroundings
 from brevact.reports.chains import Chain, chains_of
 from brevact.reports.gradient_noise import (
     Estimate,
-    ExactGradients,
     exact_gradients,
     gradient_noise,
     in_units,
     noise_of_batches,
 )
-from brevact.reports.gradient_passes import Loss, as_it_was, check_batches, check_draws, check_loss
+from brevact.reports.gradient_passes import Loss, check_batches, check_draws, check_loss
 from brevact.reports.gradient_table import GradientReport, LayerNoise
 from brevact.reports.in_place import in_place
 from brevact.reports.isolation import Isolation
@@ -33,10 +32,9 @@ from brevact.reports.memory import BY_DEFAULT, memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
 from brevact.reports.step import StepLoss
-from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
 #: Accepted values of `layers=`.
-LAYERS = ("measured", "estimated", None)
+LAYERS = ("measured", None)
 UNKNOWN = Estimate(math.nan, math.nan)
 
 
@@ -60,13 +58,11 @@ def gradient_report(
 
     Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. A layer's row has
     the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
-    all other tensors at 8 bits, whose noise is subtracted. Its ``estimate`` is the part that comes through weight
-    gradients of linear layers and convolutions, from a closed form (:mod:`brevact.reports.weight_errors`).
+    all other tensors at 8 bits, whose noise is subtracted.
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
-    batches and L rows, the total takes 1 + B + B draws passes, the estimates 1 + B more, and the rows (L + 1) B
-    layer_draws more. The gradients of all batches stay in memory. Weights, buffers, gradients, policy and random
-    generators are restored bit for bit.
+    batches and L rows, the total takes 1 + B + B draws passes, and the rows (L + 1) B layer_draws more. The gradients
+    of all batches stay in memory. Weights, buffers, gradients, policy and random generators are restored bit for bit.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -74,7 +70,7 @@ def gradient_report(
     >>> batches = [torch.randn(64, 64) for _ in range(3)]
     >>> report = brevact.gradient_report(model, batches, lambda model, batch: (model(batch) - 1).square().mean())
     >>> report.noise > 0, report.passes
-    (True, 50)
+    (True, 46)
     >>> [(row.layer, row.readers, row.bit_widths, row.saved_bytes) for row in report.rows]
     [('0', (), (4,), 2096), ('1', ('2',), (4,), 2096)]
 
@@ -87,7 +83,7 @@ def gradient_report(
         policy: replaces the model's policy during the measurement, as in ``quantize_backward``. None for the model's
             own, or :data:`DEFAULT` in a model without one.
         draws: seeds per batch for the total, at least 2.
-        layers: "measured" for measured rows with estimates, "estimated" for estimates only, None for neither.
+        layers: "measured" for the noise of each layer, None for the total only.
         layer_draws: seeds per batch for each row, at least 2.
         progress: whether to show a progress bar after some seconds, if tqdm is installed.
 
@@ -120,22 +116,19 @@ def _report(
 ) -> GradientReport:
     memory = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
-    is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
-    passes = 1 + len(batches) * (1 + draws) + is_estimated * (1 + len(batches))
-    passes += is_measured * (len(chains) + 1) * len(batches) * layer_draws
+    is_measured = layers is not None and bool(chains)
+    passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
     with progress_bar("gradient_report", passes, progress) as on_pass:
         exact = exact_gradients(model, batches, loss, on_pass)
         whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
-        measurement = _Measurement(model, batches, loss, exact, on_pass)
-        estimates = measurement.estimates(chains) if is_estimated else {}
-        figures, notes = measurement.of_chains(chains, layer_draws) if is_measured else ({}, [])
+        of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
+        figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
     kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
     rows = []
     for chain in chains:
         noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
-        found = *noise, *bias, *estimates.get(chain.source, UNKNOWN)
         of_chain = chain.readers, chain.bit_widths, chain.saved_bytes
-        rows.append(LayerNoise(chain.source, kinds[chain.source], *of_chain, *found))
+        rows.append(LayerNoise(chain.source, kinds[chain.source], *of_chain, *noise, *bias))
     return GradientReport(
         rows=tuple(rows),
         noise=whole.noise.value,
@@ -153,54 +146,26 @@ def _report(
     )
 
 
-class _Measurement:
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        loss: Loss,
-        exact: ExactGradients,
-        on_pass: Callable[[], object],
-    ) -> None:
-        self._model, self._batches, self._loss, self._exact, self._on_pass = model, batches, loss, exact, on_pass
-
-    def estimates(self, chains: Sequence[Chain]) -> dict[str, Estimate]:
-        """Return the noise that comes through weight gradients with a closed form, by source; readers split equally."""
-        sources: dict[str, list[str]] = {}
-        for chain in chains:
-            for layer in chain.layers:
-                sources.setdefault(layer, []).append(chain.source)
-        found: dict[str, Tensor] = {}
-        with as_it_was(self._model):
-            seed, _ = self._exact.seeds_of(0)
-            layers = layers_with_formula(self._model, self._batches[0], self._loss, seed)
-            self._on_pass()
-            for index, batch in enumerate(self._batches):
-                errors = weight_errors(self._model, layers, batch, self._loss, *self._exact.seeds_of(index))
-                self._on_pass()
-                for layer in errors.keys() & sources.keys():
-                    for source in sources[layer]:
-                        of_batches = found.setdefault(source, torch.zeros(len(self._batches), dtype=torch.float64))
-                        of_batches[index] += errors[layer] / len(sources[layer])
-        return {source: in_units(of_batches, self._exact.unit) for source, of_batches in found.items()}
-
-    def of_chains(self, chains: Sequence[Chain], draws: int) -> tuple[dict[str, tuple[Estimate, Estimate]], list[str]]:
-        """Return noise and bias of each chain alone, by source, and notes; modifies the model's regions."""
-        isolation = Isolation(self._model)
-        fine_B, _ = self._with_only(isolation, (), draws)
-        found, left = {}, []
-        for chain in chains:
-            noise_B, bias_B = self._with_only(isolation, chain.layers, draws)
-            if isolation.has_region(chain.source):
-                found[chain.source] = in_units(noise_B - fine_B, self._exact.unit), in_units(bias_B, self._exact.unit)
-            else:
-                left.append(chain.source or "(model)")
-        note = f"In {', '.join(left)} the code of the model itself sets a region: measured in the total only."
-        return found, [note] if left else []
-
-    def _with_only(self, isolation: Isolation, layers: Sequence[str], draws: int) -> Tensor:
-        isolation.restrict_to(layers)
-        return noise_of_batches(self._model, self._batches, self._loss, self._exact, draws, self._on_pass)
+def _of_chains(
+    model: nn.Module,
+    chains: Sequence[Chain],
+    measured: Callable[[], Tensor],
+    unit: Estimate,
+) -> tuple[dict[str, tuple[Estimate, Estimate]], list[str]]:
+    """Return noise and bias of each chain alone, by source, and notes; modifies the model's regions."""
+    isolation = Isolation(model)
+    isolation.restrict_to(())
+    fine_B, _ = measured()
+    found, left = {}, []
+    for chain in chains:
+        isolation.restrict_to(chain.layers)
+        noise_B, bias_B = measured()
+        if isolation.has_region(chain.source):
+            found[chain.source] = in_units(noise_B - fine_B, unit), in_units(bias_B, unit)
+        else:
+            left.append(chain.source or "(model)")
+    note = f"In {', '.join(left)} the code of the model itself sets a region: measured in the total only."
+    return found, [note] if left else []
 
 
 def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> MemoryReport:

@@ -18,6 +18,8 @@ from brevact.quantizers import Rounding, UniformQuantizer
 
 #: Bits of all other layers: their variance is 1/289 of that at 4 bits.
 FINE_BIT_WIDTH = 8
+#: `nominal` of a mixture whose size is drawn: equals no reader's.
+_OF_ONE_SIZE = object()
 
 
 class Isolation:
@@ -62,18 +64,6 @@ class StandIn(UniformQuantizer):
     """Stores another quantizer's tensors at 8 bits: derivations, and their bits, stay the same."""
 
     nominal: Any = None
-
-
-class _OfOneSize:
-    """`nominal` of a mixture whose size is drawn: equals no reader's."""
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = object.__hash__
-
-
-_OF_ONE_SIZE = _OfOneSize()
 
 
 @dataclass(frozen=True, kw_only=True)

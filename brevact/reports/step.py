@@ -80,7 +80,11 @@ class StepReport:
 
     def __str__(self) -> str:
         rows = [
-            (name, *(f"{1e3 * value:.1f} ms" for value in _quartiles(seconds)), size_text(peak))
+            (
+                name,
+                *(f"{1e3 * value:.1f} ms" for value in statistics.quantiles(seconds, n=4, method="inclusive")),
+                size_text(peak),
+            )
             for name, seconds, peak in (
                 ("plain", self.plain_seconds, self.plain_peak),
                 ("packed", self.packed_seconds, self.packed_peak),
@@ -93,11 +97,6 @@ class StepReport:
             f"{self.peak_ratio:.1f} times less at the peak",
         ]
         return "\n".join([*lines, self.note] if self.note else lines)
-
-
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return first, middle, third
 
 
 def step_report(
@@ -191,16 +190,6 @@ def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> in
             model.train()
         step, device = step_of(model, batch, loss, packs=packs), device_of(model, batch)
         return peak_of(step, device) if packs else peak_by_file(step, model, device)
-
-
-def time_ratio(model: nn.Module, batch: Any, loss: Loss, rounds: int) -> float:
-    """Return the median ratio of the times of steps with the model's policy and without, after a pair to warm up."""
-    with in_place(model):
-        if not model.training:
-            model.train()
-        steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
-        seconds = _seconds_of(steps, device_of(model, batch), rounds + 1)
-    return statistics.median(b / a for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
 
 
 def _seconds_of(

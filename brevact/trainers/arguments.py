@@ -13,10 +13,10 @@ from brevact.arguments import check_count, check_state
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.mixing import checked_plan
 from brevact.policy.presets import DEFAULT, Policy
-from brevact.policy.words import settings_of
+from brevact.policy.text import settings_of
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import check_loss
-from brevact.trainers.processes import has_others
+from brevact.trainers.batches import has_others
 
 
 def check_steps(**intervals: Any) -> None:

@@ -1,14 +1,16 @@
-"""Take a loader's first batches without side effects on the run."""
+"""Take a loader's first batches without side effects on the run, and share a text between its processes."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from brevact.policy.attach import region_of_step
 from brevact.reports.in_place import kept_random_state
 
 
@@ -57,3 +59,38 @@ def moved(value: Any, device: torch.device) -> Any:
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter, or the CPU."""
     return next((x.device for x in model.parameters()), torch.device("cpu"))
+
+
+def has_others() -> bool:
+    """Return whether there are other processes in this run."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def in_one_process(make: Callable[[], str], device: torch.device) -> str:
+    """Return rank 0's result on all ranks, sent through `device`; its error raises a RuntimeError on the others."""
+    if not has_others():
+        return make()
+    found: list[str | None] = [None]
+    error = None
+    if distributed.get_rank() == 0:
+        try:
+            found = [make()]
+        except Exception as failure:  # raised after the broadcast, for which the others wait
+            error = failure
+    distributed.broadcast_object_list(found, src=0, device=device)
+    if error is not None:
+        raise error
+    if found[0] is None:
+        raise RuntimeError("the policy could not be fitted in the process of rank 0; its error says why")
+    return found[0]
+
+
+def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function of a model in the model's region, which hooks enter only for `forward`."""
+
+    @functools.wraps(function)
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with region_of_step(model):
+            return function(model, *args, **kwargs)
+
+    return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from brevact.policy.attach import region_of_step
 from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.trainers.batches import in_region
 from brevact.trainers.training_policy import TrainingPolicy
 
 
@@ -131,7 +131,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         """Run the trainer's `compute_loss` in the model's region, also for a loss outside the model."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None and "compute_loss" not in vars(trainer):  # else someone replaced it
-            self._compute_loss = trainer.compute_loss = _in_region(trainer.compute_loss)
+            self._compute_loss = trainer.compute_loss = in_region(trainer.compute_loss)
 
     def _leave_trainer(self) -> None:
         trainer = None if self._trainer is None else self._trainer()
@@ -144,15 +144,6 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         if self._loss is not None:
             return self._loss
         return _loss_of_model if trainer is None else _loss_of_trainer(trainer)
-
-
-def _in_region(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compute_loss)
-    def compute(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with region_of_step(model):
-            return compute_loss(model, *args, **kwargs)
-
-    return compute
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from brevact.policy.attach import region_of_step
 from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.trainers.batches import in_region
 from brevact.trainers.training_policy import TrainingPolicy
 
 _NO_LOSS = (
@@ -78,7 +78,10 @@ class LightningCallback(Callback):
         loss = self._loss or _loss_of(trainer)
         self.policy.begin(pl_module, batches, loss, steps=steps, prepare=_prepare_of(trainer, pl_module))
         if "training_step" not in vars(pl_module):  # else it was compiled together with the module
-            self._training_step = _in_region(type(pl_module).training_step)
+            step: Any = type(pl_module).training_step
+            self._training_step = in_region(step)
+            # The trainer unwraps one function for the argument names that select its arguments.
+            self._training_step.__wrapped__ = getattr(step, "__wrapped__", step)  # type: ignore[attr-defined]
             pl_module.training_step = MethodType(self._training_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -112,19 +115,6 @@ class LightningCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint when training starts."""
         self.policy.load_state_dict(state_dict)
-
-
-def _in_region(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a class's `training_step` in the module's region, which hooks enter only for `forward`."""
-
-    @functools.wraps(step)
-    def training_step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with region_of_step(module):
-            return step(module, *args, **kwargs)
-
-    # The trainer unwraps one function for the argument names that select its arguments.
-    training_step.__wrapped__ = getattr(step, "__wrapped__", step)
-    return training_step
 
 
 def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
+from brevact.autograd import has_region
 from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
+from brevact.policy.attach import quantize_backward, restore_backward
+from brevact.policy.mixing import MixSchedule
 from brevact.policy.presets import Policy
+from brevact.policy.rules import has_policy
 from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_passes import Loss
+from brevact.reports.gradients import gradient_report
 from brevact.reports.in_place import kept_random_state
+from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
+from brevact.reports.step import StepLoss
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, spec_of
-from brevact.trainers.attached import AttachedPolicy
-from brevact.trainers.batches import device_of, first_batches, moved
-from brevact.trainers.run import BATCHES, FIRST_STATE, Run
+from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, refuse_to_fit, spec_of
+from brevact.trainers.batches import device_of, first_batches, in_one_process, moved
 from brevact.user_lines import warn
+
+_log = logging.getLogger(__name__)
+#: Batches for fitting a policy and measuring sensitivities; noise is measured on half of them.
+_BATCHES = 8
+#: Seeds per batch in a noise measurement.
+_DRAWS = 2
+#: The training policy of each model in a run.
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingPolicy]] = weakref.WeakKeyDictionary()
 
 
 class TrainingPolicy:
@@ -77,7 +93,11 @@ class TrainingPolicy:
     ) -> None:
         check_bool("memory", memory)
         check_bool("quick_fit", quick_fit)
-        self._policy = AttachedPolicy(spec_of(policy), quick_fit=quick_fit)
+        #: The requested policy; None for the policy that the model has.
+        self.spec: PolicySpec | None = spec_of(policy)
+        #: The policy fitted to a budget; None without a budget.
+        self.fitted: Policy | None = None
+        self._quick_fit = quick_fit
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         self._mix = None if mix_schedule is None else mix_of(mix_schedule)
@@ -85,22 +105,19 @@ class TrainingPolicy:
         self.memory: MemoryReport | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
-        self._run: Run | None = None
+        self._forget()
 
-    @property
-    def spec(self) -> PolicySpec | None:
-        """The requested policy; None for the policy that the model has."""
-        return self._policy.spec
-
-    @property
-    def fitted(self) -> Policy | None:
-        """The policy fitted to a budget; None without a budget."""
-        return self._policy.fitted
-
-    @property
-    def adaptive(self) -> Adaptive | None:
-        """The object that moves bits between layers in this run, or None."""
-        return None if self._run is None else self._run.adaptive
+    def _forget(self) -> None:
+        """Forget the run: its model, batches and loss, and what it has measured."""
+        self._model: nn.Module | None = None
+        self._batches: list[Any] = []
+        self._loss: Loss | None = None
+        self._has_attached = False
+        self._steps = 0
+        self._noise: float | None = None
+        self._schedule: MixSchedule | None = None
+        #: The object that moves bits between layers in this run, or None.
+        self.adaptive: Adaptive | None = None
 
     def begin(
         self,
@@ -133,11 +150,17 @@ class TrainingPolicy:
         check_run(batches, loss)
         check_steps(steps=steps)
         self.end()  # of an interrupted run
-        self._policy.take(model)
-        self._run, self._ended = Run(model, [], loss), None
+        owner = _owners[model]() if model in _owners else None
+        if owner is not None and (owner.spec is None or has_policy(model)):
+            raise ValueError(
+                "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
+                "other, or, after a run that was interrupted, call its end()"
+            )
+        _owners[model] = weakref.ref(self)
+        self._model, self._loss, self._ended = model, loss, None
         try:
             with kept_random_state():
-                self._start(self._run, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
+                self._start(model, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
             if self._resumed is not None:
                 noise_count(self._resumed["noise_count"])
                 self._resumed = None
@@ -145,34 +168,75 @@ class TrainingPolicy:
             self.end()
             raise
 
-    def _start(self, run: Run, batches: Iterable[Any], steps: int | None, prepare: Callable[[Any], Any]) -> None:
+    def _start(
+        self, model: nn.Module, batches: Iterable[Any], steps: int | None, prepare: Callable[[Any], Any]
+    ) -> None:
         state = self._resumed
         needed = self._needs_batches(state)
-        if run.loss is not None and (needed or self._measures_memory):
-            found = first_batches(batches, BATCHES if needed else 1)
-            run.batches = [prepare(batch) for batch in found]
-        if needed and (run.loss is None or not run.batches):
+        if self._loss is not None and (needed or self._measures_memory):
+            self._batches = [prepare(batch) for batch in first_batches(batches, _BATCHES if needed else 1)]
+        if needed and not self._batches:
             raise ValueError(
                 f"{' and '.join(needed)}: measured on batches with a loss, of which there are none; pass both: "
                 "begin(model, batches, loss)"
             )
-        self._attach(run, None if state is None else state["rules"])
+        self._attach(model, None if state is None else state["rules"])
         if self._mix is not None:
-            run.mix(*self._mix, steps)
+            kind, settings = self._mix
+            if kind != "constant" and "steps" not in settings and steps is None:
+                raise ValueError(f'mix_schedule={kind!r}: the run has no known length; add it: "{kind}:steps=1000"')
+            self._schedule = MixSchedule(model, kind, **{"steps": max(1, steps or 1), **settings})
         if state is not None:
-            run.load_state_dict(state)
+            self._load(state)
 
-    def _attach(self, run: Run, rules: str | None) -> None:
+    def _attach(self, model: nn.Module, rules: str | None) -> None:
         """Attach the policy; measure bytes if requested or needed as the budget of `adapt_every`."""
-        self._policy.attach(run.batches, run.loss, rules)
-        run.memory = None
-        if self._measures_memory or self._adapt_every:
-            run.measure()
-        self.memory = run.memory
+        self._attach_policy(model, rules)
+        self.memory = None
+        if self._batches and (self._measures_memory or self._adapt_every):
+            assert self._loss is not None
+            batch, loss = self._batches[0], StepLoss(self._loss)
+            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
-            budget = {} if self.spec is None else self.spec.budget
-            has_bytes = {"ratio", "saved_bytes"} & budget.keys()
-            run.adapt(self._adapt_every, None if has_bytes else budget.get("peak_bytes"))
+            self._adapt(model, self._adapt_every)
+
+    def _adapt(self, model: nn.Module, every: int) -> None:
+        """Adapt widths to the layers' sensitivities, at the measured bytes."""
+        assert self.memory is not None and self._loss is not None
+        if not self.memory.saved_bytes:
+            raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
+        try:
+            self.adaptive = Adaptive(
+                model, self._batches[0], self._loss, ratio=max(1.0, self.memory.ratio), every=every
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"adapt_every={every}, at the bytes that the policy stores: {error}; or pass a policy of more bits"
+            ) from error
+
+    def _attach_policy(self, model: nn.Module, rules: str | None) -> None:
+        """Attach the policy, in place of an earlier one; rank 0 fits a budget unless there are rules, as JSON."""
+        if self.spec is None:
+            if not (has_policy(model) or any(map(has_region, model.modules()))):
+                raise ValueError(
+                    "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
+                    'as "default"'
+                )
+            return
+        if self._has_attached and has_policy(model):
+            restore_backward(model)
+        policy, self.fitted = self.spec.source, None
+        if self.spec.needs_fit:
+            refuse_to_fit(model)
+            if rules is None:
+                _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
+                options = {"quick": self._quick_fit, "progress": True}
+                fitted = functools.partial(self.spec.policy_for, model, self._batches, self._loss, **options)
+                rules = in_one_process(lambda: fitted().to_json(), device_of(model))
+            policy = self.fitted = Policy.from_json(rules)
+        quantize_backward(model, policy)
+        self._has_attached = True
 
     def _needs_batches(self, state: Mapping[str, Any] | None) -> list[str]:
         found = []
@@ -187,10 +251,19 @@ class TrainingPolicy:
         Raises:
             ValueError: the run has not begun.
         """
-        if self._run is None:
+        if self._model is None:
             raise ValueError("step(): the run has not begun; call begin(model, batches, loss) first")
         with kept_random_state():
-            self._run.step(self._noise_every)
+            self._steps += 1
+            if self.adaptive is not None:
+                self.adaptive.step(self._batches[self._steps % len(self._batches)])
+            if self._schedule is not None:
+                self._schedule.step()
+            if self._noise_every is not None and self._steps % self._noise_every == 0:
+                assert self._loss is not None
+                batches, loss = self._batches[: _BATCHES // 2], self._loss
+                report = gradient_report(self._model, batches, loss, None, _DRAWS, layers=None, progress=False)
+                self._noise = report.noise
 
     def figures(self) -> dict[str, float]:
         """Return metrics for a logger: MiB saved, and at full precision; noise; mean bit width; mixing probability.
@@ -204,28 +277,43 @@ class TrainingPolicy:
             found["brevact/plain_mib"] = self.memory.plain_bytes / MIB
         if self.fitted is not None and self.fitted.report is not None:
             found["brevact/noise"] = self.fitted.report.noise
-        return found if self._run is None else found | self._run.figures()
+        if self.adaptive is not None:
+            widths = self.adaptive.bit_widths.values()
+            found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
+            found["brevact/bit_width"] = sum(widths) / len(widths)
+        if self._noise is not None:
+            found["brevact/noise"] = self._noise
+        if self._schedule is not None:
+            found["brevact/mix_prob"] = self._schedule.mix_prob
+        return found
 
     def end(self) -> None:
         """Remove the policy from the model, if this object attached it; metrics and a fitted policy stay available."""
-        if self._run is None:
+        if self._model is None:
             return
-        self._policy.release()
+        model = self._model
+        if self._has_attached and has_policy(model):
+            restore_backward(model)
+        if model in _owners and _owners[model]() is self:
+            del _owners[model]
         self._ended = self.state_dict()  # a trainer may save its last checkpoint now
-        self._run = None
+        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next steps depend on, as plain JSON values.
 
         After a run ends, its last state; after loading a checkpoint and before the run begins, the checkpoint's.
         """
-        if self._run is None and (kept := self._resumed or self._ended):
+        if self._model is None and (kept := self._resumed or self._ended):
             return dict(kept)
         return {
             "policy": None if self.spec is None else self.spec.text,
             "rules": None if self.fitted is None else self.fitted.to_json(),
             "noise_count": noise_count(),
-            **(FIRST_STATE if self._run is None else self._run.state_dict()),
+            "steps": self._steps,
+            "noise": self._noise,
+            "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
+            "mix_schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,15 +336,22 @@ class TrainingPolicy:
                 "applies, from its beginning"
             )
             return
-        if self._run is None:
+        if self._model is None:
             self._resumed = state
             return
         try:
             if state["rules"] is not None and state["rules"] != own["rules"]:
                 with kept_random_state():
-                    self._attach(self._run, state["rules"])
-            self._run.load_state_dict(state)
+                    self._attach(self._model, state["rules"])
+            self._load(state)
             noise_count(state["noise_count"])
         except BaseException:  # may be partly loaded
             self.end()
             raise
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Load the parts that both this run and the state have."""
+        self._steps, self._noise = state["steps"], state["noise"]
+        for name, part in (("adaptive", self.adaptive), ("mix_schedule", self._schedule)):
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])

@@ -696,7 +696,6 @@ def test_exact_gradients_in_a_fourth_of_the_bytes(make, recompute):
     # as above: roundings of sums of some hundred products, relative to the gradient of all weights
     assert (found[1] - found[0]).norm() <= 256 * torch.finfo(torch.float32).eps * found[0].norm()
     assert brevact.memory_report(ours, batch, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])).ratio >= 4
-    assert f"stores full precision, recompute={recompute}" in str(ours)
 
 
 @pytest.mark.parametrize("recompute", [1024, DEEP])

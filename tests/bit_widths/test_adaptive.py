@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import Adaptive, StochBackward2bit, StochBackward4bit
-from brevact.autograd.hooks import inherited_region, regions_of
-from brevact.quantizers import UniformQuantizer
+from brevact.autograd.hooks import regions_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 
@@ -75,23 +74,6 @@ def train(model: nn.Module, adaptive: Adaptive, steps: range, indices: Tensor | 
         optimizer.step()
         adaptive.step(batch)
     return found
-
-
-@pytest.mark.exhaustive
-def test_the_peak_of_a_step_is_a_budget():
-    model, batch = brevact.quantize_backward(net(), StochBackward4bit), images()
-    most = brevact.memory_report(model, batch, loss_of).packed_peak
-    with pytest.raises(
-        ValueError, match=r"peak_bytes=1 is not possible: .* accepted is peak_bytes=\d+ or more"
-    ) as caught:
-        Adaptive(model, batch, loss_of, peak_bytes=1)
-    least = int(re.findall(r"accepted is peak_bytes=(\d+)", str(caught.value))[0])
-    allowed = (least + most) // 2
-    adaptive = Adaptive(model, batch, loss_of, peak_bytes=allowed, every=1)
-    assert adaptive.saved_bytes <= adaptive.budget_bytes
-    assert least < brevact.memory_report(model, batch, loss_of).packed_peak <= allowed < most
-    looser = Adaptive(model, batch, loss_of, peak_bytes=2 * most)
-    assert looser.saved_bytes > adaptive.saved_bytes and set(looser.bit_widths.values()) == {8}
 
 
 @pytest.mark.exhaustive
@@ -189,27 +171,6 @@ def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | 
     assert resumed.bit_widths == adaptive.bit_widths
 
 
-def test_measuring_leaves_the_model_as_it_was():
-    model = brevact.quantize_backward(net(), StochBackward4bit)
-    adaptive = Adaptive(model, images(), loss_of, bit_width=3, every=1)
-    loss_of(model, images()).backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    buffers, generator = [b.clone() for b in model.buffers()], torch.get_rng_state()
-    adaptive.step(images())
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
-    assert all(map(torch.equal, model.buffers(), buffers)) and torch.equal(torch.get_rng_state(), generator)
-    widths = adaptive.bit_widths
-
-    def broken(model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("broken")
-
-    adaptive._loss = broken
-    with pytest.raises(RuntimeError, match="broken"):
-        adaptive.step(images())
-    assert {type(h.settings.quantizer) for m in model.modules() for h in regions_of(m)} == {UniformQuantizer}
-    assert adaptive.bit_widths == widths
-
-
 def test_samples_with_larger_gradients_have_more_bits():
     model = brevact.quantize_backward(net(), StochBackward4bit)
     adaptive = Adaptive(model, images(), loss_of, bit_width=3, samples=20)
@@ -233,17 +194,6 @@ def test_samples_with_larger_gradients_have_more_bits():
     assert after[3] > before[3] and after[3] == after.max()
     known = adaptive.state_dict()["samples"]
     assert (known[:16] > 0).all() and (known[16:] == 0).all() and known.argmax() == 3
-
-
-def test_unknown_samples_count_as_the_mean():
-    model = brevact.quantize_backward(net(), StochBackward4bit)
-    adaptive = Adaptive(model, images(), loss_of, bit_width=3, samples=64)
-    state = adaptive.state_dict()
-    state["samples"][:2] = torch.tensor([1.0, 3.0])
-    adaptive.load_state_dict(state)
-    with adaptive.batch([0, 1, 2, 63]):
-        assert adaptive._weights.values.tolist() == [1.0, 3.0, 2.0, 2.0]
-    assert adaptive._weights.values is None
 
 
 def test_models_without_a_policy_get_the_default():
@@ -272,8 +222,6 @@ def test_rules_and_layers_without_a_width_stay():
     [
         ({}, ValueError, "exactly one of them"),
         ({"ratio": 8, "bit_width": 3}, ValueError, "exactly one of them"),
-        ({"ratio": 8, "peak_bytes": 2**20}, ValueError, "exactly one of them"),
-        ({"peak_bytes": "2GiB"}, TypeError, "peak_bytes: got '2GiB' of type str"),
         ({"ratio": "8"}, TypeError, "ratio: got '8' of type str"),
         ({"ratio": 0.5}, ValueError, "ratio=0.5; accepted is a number from 1"),
         ({"bit_width": 9}, ValueError, "bit_width=9; accepted is a number from 1 to 8"),
@@ -396,16 +344,6 @@ def test_samples_are_remembered_where_some_layers_have_no_gradient():
     value.backward()
     adaptive.step(images())
     assert adaptive.state_dict()["samples"].mean().item() == pytest.approx(1.0)
-
-
-def test_parts_run_as_their_model_after_an_error():
-    """A module without a rule has a region of its own while widths are measured, and that of its model afterwards."""
-    model = brevact.quantize_backward(net(), brevact.DEFAULT)
-    before = {name: inherited_region(module) is not None for name, module in model.named_modules()}
-    assert any(before.values())
-    with pytest.raises(ValueError, match="where losses are finite"):
-        Adaptive(model, images(), lambda model, batch: loss_of(model, batch) * float("inf"), bit_width=3)
-    assert {name: inherited_region(module) is not None for name, module in model.named_modules()} == before
 
 
 def test_adaptive_is_pickled_with_its_model() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from brevact.command_line.bytes_of_kernels import kernels_of, same_without_kernels
-from brevact.command_line.doctor import _OPTIONAL, NOTE, TORCHVISION, _optional
+from brevact.command_line.doctor import TORCHVISION
 from brevact.command_line.main import main
-from brevact.quantizers.backends import without_kernels
 
 SHAPE = ["--shape", "64,64"]
 MODEL = "tests.command_line.models:net"
@@ -33,16 +31,6 @@ def test_doctor_finds_the_bytes_of_plain_torch_and_exits_with_0(capsys):
     assert "cpu: kernels of Numba, 39 cases with the bytes of plain torch" in text
     assert "times less; its forward pass is unchanged" in text and "WRONG" not in text
     assert text.endswith("brevact works here.\n")
-
-
-def test_doctor_takes_a_folder_of_a_librarys_name_for_none(tmp_path, monkeypatch):
-    """Such as that of a user's project, in which the command runs."""
-    (tmp_path / "a_library_that_is_not_there").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(_OPTIONAL, "a_library_that_is_not_there", "nothing")
-    assert [found.state for found in _optional() if found.text.startswith("a_library_that_is_not_there is not")] == [
-        NOTE
-    ]
 
 
 def test_doctor_exits_with_1_where_something_is_wrong(capsys):
@@ -66,14 +54,6 @@ def test_doctor_says_what_to_do_where_numba_does_not_import(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert "note   cpu: plain torch quantizes" in found.stdout and "fix: python -c 'import numba'" in found.stdout
-
-
-def test_same_without_kernels_compares_bytes_without_kernels():
-    assert kernels_of(torch.device("cpu")) == "Numba"
-    with without_kernels():
-        assert kernels_of(torch.device("cpu")) is None
-    assert same_without_kernels(lambda: (torch.arange(4),))
-    assert not same_without_kernels(lambda: (torch.tensor([len(str(kernels_of(torch.device("cpu"))))]),))
 
 
 def test_report_measures_a_model_of_an_import_path(tmp_path, capsys):
@@ -167,19 +147,3 @@ def test_report_names_the_line_where_a_model_fails(code, tmp_path, monkeypatch, 
     text = capsys.readouterr().err
     assert "MODEL a_module_that_fails:net cannot be made: ZeroDivisionError: division by zero" in text
     assert "a_module_that_fails.py, line 2)" in text and len(text.splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", [[], ["cure"], ["report"], ["report", MODEL]])
-def test_main_refuses_with_usage(words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2 and "usage: python -m brevact" in capsys.readouterr().err
-
-
-def test_help_says_what_commands_do_and_exit_with(capsys):
-    for words in (["--help"], ["doctor", "--help"], ["report", "--help"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        text = " ".join(capsys.readouterr().out.split())
-        assert stopped.value.code == 0 and "Exit status: 0 for success" in text
-    assert "as brevact.parse_policy reads it" in text

@@ -60,15 +60,6 @@ def test_two_dashes_may_stand_before_the_program(process, script):
     assert "PROGRAM: got none" in forked(process, "--allocator", "none", "--").stderr
 
 
-@pytest.mark.exhaustive
-@linux
-def test_options_of_python_are_the_programs(tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text("import sys; print(sys.flags.optimize, sys._xoptions)")
-    command = [sys.executable, "-O", "-X", "importtime=0", "-m", "brevact", "run", "--allocator", "none", str(path)]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "1 {'importtime': '0'}\n"
-
-
 @linux
 def test_a_path_that_ld_preload_does_not_take_is_refused(tmp_path):
     library = tmp_path / "lib with spaces.so"

@@ -3,7 +3,6 @@ import pytest
 import torch
 from brevitas.quant import (
     Int8ActPerTensorFloat,
-    Int8ActPerTensorFloatMinMaxInit,
     Int8WeightPerTensorFloat,
     ShiftedUint8ActPerTensorFloat,
     Uint8ActPerTensorFloat,
@@ -75,15 +74,6 @@ def test_hard_tanh_works_without_forward_quantizer():
     assert torch.equal(narrow(x), x.clamp(-0.5, 0.25))
     layer(x).sum().backward()
     assert torch.equal(x.grad, (x.abs() < 1).float())
-
-
-def test_hard_tanh_works_with_forward_quantizer():
-    x = torch.linspace(-2, 2, 4096)
-    stock = qnn.QuantHardTanh(act_quant=Int8ActPerTensorFloatMinMaxInit, min_val=-1.0, max_val=1.0)
-    layer = qnn.QuantHardTanh(
-        act_quant=StochBackward2bit, forward_quant=Int8ActPerTensorFloatMinMaxInit, min_val=-1.0, max_val=1.0
-    )
-    assert torch.equal(layer(x), stock(x))
 
 
 def test_activation_keyword_reaches_the_activation():

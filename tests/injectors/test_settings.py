@@ -6,7 +6,6 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.injectors import (
-    BackwardQuantProxy,
     BackwardQuantSolver,
     NearestBackward4bit,
     SaveQuantized,
@@ -33,17 +32,6 @@ def test_backward_settings_from_settings_applies_overrides():
     assert changed == BackwardSettings(
         UniformQuantizer(bit_width=4), save_mode=SaveMode.QUANTIZE_ON_BACKWARD, min_numel=7
     )
-
-
-def test_backward_settings_from_quantizer_uses_default_settings():
-    quantizer = UniformQuantizer(bit_width=5)
-    assert backward_settings_from(quantizer) == BackwardSettings(quantizer)
-    assert backward_settings_from(quantizer, min_numel=3).min_numel == 3
-
-
-def test_backward_settings_from_proxy_takes_its_settings():
-    settings = StochBackward2bit.backward_settings
-    assert backward_settings_from(BackwardQuantProxy(settings)) is settings
 
 
 def test_backward_settings_from_settings_refuses_a_typo():
@@ -104,21 +92,3 @@ def test_backward_settings_from_names_a_missing_setting():
 def test_backward_settings_from_refuses_a_forward_quantizer(overrides):
     with pytest.raises(ValueError, match=r"here only the backward pass is quantized: leave it out"):
         backward_settings_from(NearestBackward4bit, **overrides)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"bit_width": 9},
-        {"bit_width": 0},
-        {"bucket_size": 0},
-        {"save_mode": "later"},
-        {"min_numel": -1},
-        {"rounding": "down"},
-        {"granularity": "row"},
-    ],
-)
-def test_backward_settings_from_names_a_setting_out_of_range(overrides):
-    (name,) = overrides
-    with pytest.raises(ValueError, match=name):
-        backward_settings_from(StochBackward2bit, **overrides)

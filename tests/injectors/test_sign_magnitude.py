@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from brevitas import nn as qnn
-from torch import nn
 
 import brevact
 from brevact import (
@@ -16,7 +15,6 @@ from brevact import (
     StochBackward4bit,
 )
 from brevact import nn as bnn
-from brevact.injectors import NearestRounding
 
 
 def test_leaves_have_the_defaults_of_the_thesis():
@@ -39,33 +37,11 @@ def test_names_of_the_thesis_are_settings():
     assert stock.act_quant.backward_quant.settings.quantizer == expected
 
 
-def test_rounding_composes():
-    class Nearest(NearestRounding, SignMagnitudeBackward):
-        mix_levels_prob = 0
-
-    assert not brevact.quantizer(Nearest).is_stochastic
-
-
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(TypeError, match="bucket"):
         SignMagnitudeBackward.let(bucket_size=64)
     with pytest.raises(ValueError, match="mix_levels_prob: got 3"):
         brevact.quantizer(SignMagnitudeBackward, mix_levels_prob=3)
-
-
-@pytest.mark.parametrize(
-    "source", [SignMagnitudeBackward, SignMagnitudeL2Backward, SignMagnitudeGlobalBackward], ids=lambda x: x.__name__
-)
-def test_gradients_are_unbiased(source):
-    torch.manual_seed(0)
-    layer, x, draws = nn.Linear(32, 8), torch.randn(64, 32), 300
-    brevact.quantize_backward(layer, source, min_numel=0)
-    weights = torch.randn(64, 8)
-    found = [torch.autograd.grad((layer(x) * weights).sum(), layer.weight)[0] for _ in range(draws)]
-    samples = torch.stack(found).double()
-    expected = weights.double().t() @ x.double()
-    # 5 standard errors of 256 entries, each a sum of 64 independent errors.
-    assert ((samples.mean(0) - expected).abs() <= 5 * samples.std(0) / draws**0.5 + 1e-4).all()
 
 
 def noise(source: type) -> float:

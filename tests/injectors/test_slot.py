@@ -157,29 +157,6 @@ def test_keywords_of_the_other_slot_are_not_ours():
     assert layer.input_quant.quant_injector.bit_width == 4
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: qnn.QuantReLU(act_quant=StochBackward2bit, buket_size=64),
-        lambda: qnn.QuantReLU(act_quant=None, input_quant=StochBackward2bit, input_buket_size=64),
-        lambda: qnn.QuantConv2d(3, 4, 3, input_quant=StochBackward2bit, input_buket_size=64),
-        lambda: qnn.QuantMultiheadAttention(
-            8, 2, in_proj_input_quant=StochBackward2bit, in_proj_input_buket_size=64, in_proj_bias_quant=None
-        ),
-    ],
-)
-def test_typo_in_a_slot_keyword_raises(build):
-    with pytest.raises(
-        TypeError, match="buket_size=64 is not a setting of StochBackward2bit; did you mean bucket_size"
-    ):
-        build()
-
-
-def test_value_out_of_range_raises_when_the_layer_is_built():
-    with pytest.raises(ValueError, match="bit_width: got 9"):
-        qnn.QuantReLU(act_quant=StochBackward2bit, act_bit_width=9)
-
-
 def test_eval_and_no_grad_store_nothing(saved_bytes):
     layer = qnn.QuantReLU(act_quant=StochBackward2bit)
     x = torch.randn(8, 1024, requires_grad=True)
@@ -264,23 +241,6 @@ def test_slots_of_parameters_name_the_slot_that_works(layer, slot):
         TypeError, match=r"StochBackward2bit .* cannot quantize a weight or a bias; pass it as act_quant="
     ):
         layer(*((8, True) if layer is qnn.QuantScaleBias else (8, 8, True)), **{slot: StochBackward2bit})
-
-
-def test_identity_packs_nothing(saved_bytes):
-    layer = qnn.QuantIdentity(act_quant=StochBackward2bit)
-    x = torch.randn(8, 1024, requires_grad=True)
-    result, kept = saved_bytes(layer, x)
-    assert torch.equal(result, x) and kept == 0
-    assert layer.state_dict().keys() == qnn.QuantIdentity(act_quant=None).state_dict().keys()
-
-
-def test_eltwise_add_keeps_its_forward():
-    layer = qnn.QuantEltwiseAdd(input_quant=StochBackward2bit, output_quant=StochBackward2bit)
-    x = torch.randn(8, 256, requires_grad=True)
-    y = layer(x, x)
-    y.sum().backward()
-    assert torch.equal(y, x + x)
-    assert torch.equal(x.grad, torch.full_like(x, 2))
 
 
 def test_repr_shows_the_quantizer():

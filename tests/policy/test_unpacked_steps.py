@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -20,7 +18,7 @@ from brevact.policy import unpacked_steps
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch):
-    monkeypatch.setattr(unpacked_steps._Warned, "is_so", False)
+    monkeypatch.setattr(unpacked_steps._Watch, "warned", False)
     monkeypatch.setattr(unpacked_steps, "has_compiled", lambda: False)  # of other tests of this process
 
 
@@ -29,7 +27,6 @@ def net() -> nn.Sequential:
 
 
 X = torch.randn(4, 8)
-ON_BACKWARD = StochBackward2bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
 
 
 def packed(policy=StochBackward4bit) -> nn.Module:
@@ -70,15 +67,6 @@ def test_a_forward_that_is_not_called_through_the_module_is_told():
 def test_eval_mode_with_gradients_is_told():
     found = train(packed().eval(), lambda model: model(X))
     assert "eval mode" in found and "model.train()" in found
-
-
-def lazy() -> nn.Module:
-    return brevact.quantize_backward(nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyLinear(4)), StochBackward4bit)
-
-
-def test_lazy_modules_are_watched_from_their_first_forward_on():
-    found = train(lazy().eval(), lambda model: model(X))
-    assert "eval mode" in found
 
 
 def test_the_log_has_it_too(caplog):
@@ -141,20 +129,3 @@ def test_models_are_copied_and_moved_as_before(copied):
     assert not train(twin, lambda model: model(X))
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(8, 8)))
     assert not train(model.double(), lambda model: model(X.double()))
-
-
-@pytest.mark.exhaustive
-def test_compiled_models_are_quiet():
-    """In a process of its own, in which nothing else is compiled."""
-    code = """
-import warnings, torch, brevact
-from torch import nn
-model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.GELU()), brevact.StochBackward4bit)
-with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always")
-    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(4, 8)).sum().backward()
-    lazy = brevact.quantize_backward(nn.Sequential(nn.LazyLinear(8), nn.GELU()), brevact.StochBackward4bit)
-    torch.compile(lazy, backend="aot_eager", fullgraph=True)(torch.randn(4, 8)).sum().backward()
-assert not [each for each in found if "backward policy" in str(each.message)], found
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -126,7 +126,15 @@ def measure_step(model: nn.Module) -> None:
     brevact.step_report(model, BATCHES[0], loss, rounds=2)
 
 
-MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, measure_step, fit)}
+def adapt(model: nn.Module) -> None:
+    brevact.quantize_backward(model, FOUR)
+    try:
+        brevact.Adaptive(model, BATCHES[0], loss, bit_width=4, every=1).step(BATCHES[1])
+    finally:
+        brevact.restore_backward(model)
+
+
+MEASURES = {each.__name__: each for each in (measure_memory, measure_gradients, measure_step, fit, adapt)}
 
 
 def picture(model: nn.Module) -> list[Any]:

@@ -93,16 +93,6 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @all_models
-def test_names_of_are_the_first_of_torch(name):
-    model, _ = made(name)
-    found, of_torch = names_of(model), {module: name for name, module in model.named_modules()}
-    assert found.items() <= of_torch.items()
-    assert len(set(found.values())) == len(found)
-    left_out = [name for module, name in of_torch.items() if module not in found]
-    assert all("quant" in name or "_fast_cell" in name for name in left_out)  # parts of quantizers, compiled cells
-
-
-@all_models
 def test_memory_report_has_the_bytes_of_modules_with_several_names(name):
     model, x = made(name)
     plain_bytes = kept_bytes(model, lambda: model(x))

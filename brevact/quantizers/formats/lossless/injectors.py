@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brevitas.inject import value
+from dependencies import value
 
 from brevact.autograd.settings import DEFAULT_RECOMPUTE
 from brevact.injectors.class_protocol import Fragment

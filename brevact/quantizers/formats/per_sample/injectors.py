@@ -6,7 +6,7 @@ of them. ``bit_width=`` may be any number from 1 to 8, 1.5 say.
 Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: see `SampleQuantizer`.
 """
 
-from brevitas.inject import value
+from dependencies import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding

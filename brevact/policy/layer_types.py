@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import types
 
-import brevitas.nn as qnn
 from torch import nn
 
-import brevact.nn as bnn
+from brevact.private_names.of_brevitas import IS_INSTALLED
+
+if IS_INSTALLED:
+    import brevitas.nn as qnn
+
+    import brevact.nn as bnn
 
 
 def _types() -> dict[str, type[nn.Module]]:
-    within = {"torch.nn": nn, "brevitas.nn": qnn, "brevact.nn": bnn}
+    within = {"torch.nn": nn, **({"brevitas.nn": qnn, "brevact.nn": bnn} if IS_INSTALLED else {})}
     inner = [each for each in vars(nn.modules).values() if isinstance(each, types.ModuleType)]
     within |= {each.__name__: each for each in inner}
     found: dict[str, type[nn.Module]] = {}
