@@ -13,11 +13,11 @@ from torch import nn
 
 from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.active_regions import active
-from brevact.compiler import marks
 from brevact.autograd.hook_stack import is_checkpoint_innermost
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
+from brevact.compiler import marks
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off
 
 _is_compiling = torch.compiler.is_dynamo_compiling

@@ -17,7 +17,6 @@ from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
 from brevact.autograd.active_regions import active
 from brevact.autograd.aten_calls import as_torch_function
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
-from brevact.compiler import marks
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
@@ -33,6 +32,7 @@ from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, note_made
 from brevact.autograd.store import INTEGERS
 from brevact.autograd.transforms import check_rounding, is_transformed
+from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     frame_callback,
     is_any_autocast_enabled,

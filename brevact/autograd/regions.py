@@ -21,7 +21,6 @@ from brevact.autograd import first_region
 from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.active_regions import active
 from brevact.autograd.call_arguments import operands_beside
-from brevact.compiler import marks
 from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
@@ -41,6 +40,7 @@ from brevact.autograd.weights import (
     mark_node,
     node_of,
 )
+from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     function_apply_code,
     is_any_autocast_enabled,

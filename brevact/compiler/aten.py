@@ -66,9 +66,7 @@ PRODUCTS = frozenset(
     )
 ) | frozenset(_packets(prims, "fma"))
 #: The steps of the latter are products of matrices: what follows is a function of many rounded values.
-MATRIX_PRODUCTS = frozenset(
-    _packets(aten, "mm bmm addmm baddbmm mv addmv convolution _grouped_mm linear matmul")
-)
+MATRIX_PRODUCTS = frozenset(_packets(aten, "mm bmm addmm baddbmm mv addmv convolution _grouped_mm linear matmul"))
 #: Smooth functions of all arguments.
 SMOOTH = frozenset(
     _packets(
@@ -81,8 +79,11 @@ SMOOTH = frozenset(
 )
 #: Ops whose results have the values of no argument.
 SIZES = frozenset(
-    _packets(aten, "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like "
-    "sym_size sym_stride sym_numel sym_storage_offset bernoulli_ full zeros empty empty_strided new_empty_strided iota")
+    _packets(
+        aten,
+        "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like "
+        "sym_size sym_stride sym_numel sym_storage_offset bernoulli_ full zeros empty empty_strided new_empty_strided iota",
+    )
 )
 L, S, Q, E = Use.LINEAR, Use.SMOOTH, Use.SCORES, Use.EXACT
 _OF_ATTENTION = {0: L, 1: Q, 2: Q, 3: L, 4: L, 5: E}
@@ -101,11 +102,17 @@ _by_place("native_group_norm_backward", {0: L, 1: S, 4: L})
 _by_place("native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", {0: L, 1: S, 2: L})
 _by_place("batch_norm_backward", {0: L, 1: S, 2: L})
 _by_place("_log_softmax_backward_data", {0: L})
-_by_place("_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
-          "_scaled_dot_product_cudnn_attention_backward", _OF_ATTENTION)
+_by_place(
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
+    "_scaled_dot_product_cudnn_attention_backward",
+    _OF_ATTENTION,
+)
 _by_place("_scaled_dot_product_efficient_attention_backward", {0: L, 1: Q, 2: Q, 3: L, 5: L, 4: E})
-_by_place("_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-          "_scaled_dot_product_efficient_attention", {0: Q, 1: Q, 2: L})
+_by_place(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention",
+    {0: Q, 1: Q, 2: L},
+)
 _by_place("_softmax_backward_data", {0: L, 1: S})
 _by_place("grid_sampler_2d_backward grid_sampler_3d_backward", {0: L, 1: L})
 _by_place("grid_sampler_2d grid_sampler_3d", {0: L})

@@ -20,8 +20,8 @@ from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten
 from brevact.compiler.dependence import Dependence, Saved
-from brevact.quantizers.normalizing_plans import FUSED
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
+from brevact.quantizers.normalizing_plans import FUSED
 
 ops = torch.ops.brevact
 _MOST_ROUNDS = 8
@@ -126,7 +126,7 @@ class _Packing:
             if self.may_round(node):
                 groups.setdefault(_root(node), []).append(node)
         for root, views in groups.items():
-            if root in views and len(views) == 1 or not self.may_round(root):
+            if (root in views and len(views) == 1) or not self.may_round(root):
                 continue
             if sum(_numel(view) for view in views) >= _numel(root):
                 for view in views:
@@ -216,7 +216,12 @@ class _Packing:
             is_link = _packet(each) in table.KINKS or _packet(each) in table.SAME
             waiting += each.all_input_nodes if is_link else ()
             waiting += [user for user in each.users if _packet(user) in table.KINKS or _packet(user) in table.SAME]
-        bounds = [(compare, bound) for compare, _, bound in (table.KINKS[_packet(each)](each.args) for each in found if _packet(each) in table.KINKS)]
+        bounds = [
+            (compare, bound)
+            for compare, _, bound in (
+                table.KINKS[_packet(each)](each.args) for each in found if _packet(each) in table.KINKS
+            )
+        ]
         lower = [bound for compare, bound in bounds if compare is aten.le]
         upper = [bound for compare, bound in bounds if compare is aten.ge]
         are_numbers = all(isinstance(bound, int | float) for _, bound in bounds)

@@ -14,9 +14,9 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
-from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.autograd.settings import with_overrides
+from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
