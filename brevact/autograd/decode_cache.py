@@ -33,11 +33,11 @@ class Cache(threading.local):
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0
-        self._of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
 
     def decoded(self, owner: Any, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
         """Return a decoded tensor, which must not be modified; decode it unless it is held and nothing has changed."""
-        found = self._of.get(owner)
+        found = self._of.get(weakref.ref(owner))
         if found is not None:
             values, known, others, versions = found
             is_same = known is decoder and len(others) == len(tensors) - 1
@@ -52,7 +52,7 @@ class Cache(threading.local):
             if self._elements > self._most:
                 self._of.clear()
                 self._elements = values.numel()
-            self._of[owner] = values, decoder, tensors[1:], versions_of((values, *tensors))
+            self._of[weakref.ref(owner, self._of.pop)] = values, decoder, tensors[1:], versions_of((values, *tensors))
         return values
 
 

@@ -249,11 +249,11 @@ def derive_output(
 ) -> None:
     if kept is None or not region.settings.derives:
         return
-    known = output_of(input.norm, kept, out, weight, bias)
+    known = output_of(region, input.norm, kept, out, weight, bias)
     if known is None and region.settings.recompute and not is_traced(out):
-        known = recomputed_output(input, kept, out, weight, bias)
+        known = recomputed_output(region, input, kept, out, weight, bias)
     if known is not None:
-        region.register(out, known)
+        region.register(out, known, is_new=True)
 
 
 def derive(

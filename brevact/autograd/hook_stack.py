@@ -82,9 +82,6 @@ class HookStack:
         if self._replaced is not None:
             self._replaced.push()
 
-    def are_alone(self) -> bool:
-        return self._outer is None
-
     def push(self) -> None:
         push_hooks(*self.pair)
 

@@ -264,10 +264,8 @@ def register(
                 return  # a cycle: the storage would never be freed
     record = record_of(x)
     if record is not None:
-        record.known = (
-            *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
-            *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
-        )
+        version, stride = x._version + is_dirty, x.stride()
+        record.known = version, x.shape, stride, x.dtype, tensors, versions_of(tensors), decoder, decoder.quality, scope
 
 
 def is_marked(x: Tensor) -> bool:

@@ -196,7 +196,7 @@ def remember_output(
         goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
         places,
     )
-    biases = () if bias is None else (as_now(bias, False),)
+    biases = () if bias is None else (as_now(region, bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
     count(out.numel())
 

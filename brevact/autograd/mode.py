@@ -24,8 +24,7 @@ from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
 from brevact.autograd.ops.op import Op
-from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
-from brevact.autograd.other_code import OPERATORS, label_of
+from brevact.autograd.other_code import OPERATORS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.saved import Saved

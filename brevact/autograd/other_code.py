@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from brevact.private_names.of_torch import function_apply_code
 #: Classes of operators in ``torch.ops``: all overloads of one, and a single overload.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
+#: Modules whose functions are one op to their caller and many to a region, and save tensors as decompositions do.
+_ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -45,6 +47,19 @@ def operator_name(func: Any) -> str | None:
         return None
     namespace, name = str(func).split(".")[:2]
     return None if namespace in _OF_TORCH else f"{namespace}::{name}"
+
+
+def is_of_torch(func: Callable) -> bool:
+    """Return whether a function is torch's; its compiled methods have no module."""
+    if isinstance(func, OPERATORS):
+        return operator_name(func) is None
+    module = getattr(func, "__module__", None)
+    return not isinstance(module, str) or module.partition(".")[0] == "torch"
+
+
+def is_in_algorithm(caller: FrameType | None) -> bool:
+    """Return whether a frame runs a torch function composed of matrix products and decompositions."""
+    return caller is not None and caller.f_globals.get("__name__") in _ALGORITHMS
 
 
 def name_of(key: Any) -> str | None:

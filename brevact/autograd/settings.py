@@ -37,6 +37,7 @@ class SaveMode(str, enum.Enum):
 
 
 _keys: dict[tuple[Any, ...], int] = {}
+_quantizers: dict[Any, Any] = {}  # the first of equal ones, which later ones become: `is` is quicker than `==`
 _keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
@@ -210,6 +211,7 @@ class BackwardSettings:
             fields = self._fields[1:-3]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
+            object.__setattr__(self, "quantizer", _quantizers.setdefault(self.quantizer, self.quantizer))
             fields = self._fields[:-3]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)

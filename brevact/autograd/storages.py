@@ -43,15 +43,13 @@ class Record:
         is_exposed: whether somebody may write to the storage unseen at any time: nothing else is recorded then.
     """
 
-    __slots__ = ("carried", "copied", "held", "is_exposed", "known", "offered", "packs", "saturates")
-
-    def __init__(self, *, is_exposed: bool = False) -> None:
-        self.known: Any = None
-        self.packs: Any = None
-        self.held: tuple[weakref.ref[Any], int] | None = None
-        self.offered: list[Any] = []
-        self.saturates, self.copied, self.is_exposed = False, 0, is_exposed
-        self.carried: tuple[Tensor, ...] = ()
+    known: Any = None
+    packs: Any = None
+    held: tuple[weakref.ref[Any], int] | None = None
+    offered: tuple[Any, ...] = ()
+    saturates = is_exposed = False
+    copied = 0
+    carried: tuple[Tensor, ...] = ()
 
 
 def find_record(x: Tensor) -> Record | None:
@@ -79,7 +77,8 @@ def end_known_values(x: Tensor, *, for_good: bool = False) -> None:
     except (NotImplementedError, RuntimeError, ValueError):  # no storage
         return
     if for_good:
-        known[_RECORD] = Record(is_exposed=True)
+        known[_RECORD] = record = Record()
+        record.is_exposed = True
     elif _RECORD in known and not known[_RECORD].is_exposed:
         del known[_RECORD]
 

@@ -226,7 +226,7 @@ def _run(x: Tensor, given: tuple[Tensor | None, ...], momentum: float, eps: floa
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
     words = _WORDS(
         *(x.data_ptr(), out.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
-        *(0 if y is None else y.data_ptr() for y in given),
+        *[0 if y is None else y.data_ptr() for y in given],
         *(samples, channels, size, together, _bits_of(momentum), _bits_of(eps)),
     )
     blocks, elements = -(-channels // together), together * size * samples

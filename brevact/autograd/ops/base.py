@@ -223,6 +223,8 @@ def as_number(x: Any) -> Any:
 def value_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
     """Return a call as a function of its first argument, never in place; the others are bound as numbers now."""
     function = out_of_place(function)
+    if not args and kwargs.keys() <= {"inplace"}:
+        return function
     args = tuple(map(as_number, args))
     position = _inplace_position(function)
     if position is not None and position <= len(args):

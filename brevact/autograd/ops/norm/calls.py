@@ -93,7 +93,7 @@ def _of_statistics(
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
-    if not all((x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running):
+    if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
         return NotImplemented  # torch raises the error
     rest = momentum, eps, cudnn_enabled
     if not by_batch:

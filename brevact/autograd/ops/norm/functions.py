@@ -40,6 +40,7 @@ from brevact.autograd.ops.norm.formulas import (
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import is_tracked
+from brevact.autograd.weights import ModelState
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.backends import cpu_kernels
 
@@ -53,7 +54,9 @@ def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | Non
 def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        return region.apply(_Normalization, norm, input, weight, bias)
+        out: Tensor = region.apply(_Normalization, norm, input, weight, bias)
+        ModelState.mark_activation(out)
+        return out
     x, w, b = _to_autocast(norm, input, weight, bias)
     if isinstance(norm, Frozen):
         return _run_frozen(region, norm, input, x, w, b)[0]
