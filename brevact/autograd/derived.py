@@ -30,8 +30,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
-from brevact.autograd.quality import EXACT
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import EXACT, Decoder, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import HeldOutput, inside_of_layer, is_held, make_token, take
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, inside_of_layer, is_held, make_token, take
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded, may_be_held
-from brevact.autograd.held_outputs import HeldOutput, is_held
+from brevact.autograd.held_outputs import HeldOutput, decoded, is_held, may_be_held
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned

@@ -18,17 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import first_region
-from brevact.autograd.abandoned_forwards import is_alive
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active, is_alive
 from brevact.autograd.call_arguments import operands_beside
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innermost
-from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.op import Op
-from brevact.autograd.other_code import is_in_algorithm, watch_forwards
-from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
+from brevact.autograd.other_code import LIBRARY_FUNCTIONS, is_in_algorithm, watch_forwards
+from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store

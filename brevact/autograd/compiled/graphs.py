@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.compiled.nodes import call_in_graph, function_of
 from brevact.autograd.rows import row_of
 from brevact.autograd.weights import is_weight

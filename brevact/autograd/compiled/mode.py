@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.compiled.graphs import show_losses, watch_graph
 from brevact.autograd.compiled.nodes import DERIVING, FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.first_region import before_first_region

@@ -29,10 +29,10 @@ from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
-from brevact.autograd.ops.recompute import gradients_of
+from brevact.autograd.ops.recompute import compute_from_weight, gradients_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
-from brevact.autograd.store import keep_as_it_is, pack, reported
+from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill_, pack_mask
@@ -418,3 +418,61 @@ def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _broadcast(shape: torch.Size, *others: torch.Size) -> bool:
     return torch.broadcast_shapes(shape, *others) == shape
+
+
+@dataclass(frozen=True, eq=False)
+class Signs:
+    """How a binary or ternary forward quantizer turns x into the integers that the scale multiplies.
+
+    ``of`` returns the integers of x under a scale, starting at -1 in steps, by differentiable ops. ``clips``: elements
+    beyond the scale have no gradient, and the scale gets theirs. A zero stops the gradient.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]
+    bit_width: int
+    step: int
+    clips: bool = False
+    has_zero: bool = False
+
+    def quantized(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.of(x, scale) * scale
+
+
+class _SignQuantization(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Tensor:
+        q = signs.of(x, scale)
+        out = q * scale
+        decoder = known_values.IntegerCodes(
+            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
+        )
+        tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
+        known_values.register(out, tensors, decoder)
+        codes = reported((tensors, decoder)) if ctx.needs_input_grad[3] or signs.has_zero else None
+        passes = (x > scale).logical_or_(x < -scale).logical_not_() if signs.clips else None
+        save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
+        ctx.signs, ctx.like = signs, (x.dtype, x.shape)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        codes, mask, scale = load(ctx)
+        dtype, shape = ctx.like
+        q = torch.ones((), device=grad.device) if codes is None else codes.decoder.integers(codes.tensors)
+        size = scale.detach().abs()
+        x = q * (1000.0 * size + 1.0)  # beyond any threshold and bound
+        if not ctx.signs.has_zero:
+            x = torch.where(mask.decode(), q * (0.5 * size), x) if mask is not None else q
+        x = x.to(dtype).expand(shape)
+        return None, None, *gradients_of(ctx.signs.quantized, [x, scale], ctx.needs_input_grad[2:], grad)
+
+
+def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
+    """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
+    if not is_quantizable(region, x, (scale,)):
+        return NotImplemented
+    storage_report.report_op(quantize_signs)
+    if region.is_weight(x):
+        return compute_from_weight(region, signs.quantized, x, scale)
+    with DisableTorchFunction():
+        return region.apply(_SignQuantization, signs, x, scale)

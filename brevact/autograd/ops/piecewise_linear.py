@@ -27,7 +27,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_complex, is_inplace, load, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
-from brevact.autograd.ops.torch_rules import clamp_passes_bounds
+from brevact.autograd.ops.recompute import clamp_passes_bounds
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import lay_out

@@ -18,7 +18,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.ops.torch_rules import fmax_shares_ties
+from brevact.autograd.ops.recompute import fmax_shares_ties
 from brevact.autograd.store import keep_mask
 
 

@@ -23,10 +23,9 @@ from brevact.autograd import storage_report
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early, packed_decoder
+from brevact.autograd.norm_decoders import Centred, Unpacked, along_channels, normalized_early, packed_decoder
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
-from brevact.autograd.ops.norm.alignments import along_channels
 from brevact.autograd.ops.norm.formulas import (
     Frozen,
     Gradients,

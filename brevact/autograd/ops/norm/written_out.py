@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.norm.alignments import OverLastDims
 from brevact.autograd.saved import Saved, one_object_each
 
 #: Elements of the shortest rows that get their own scale.
@@ -39,8 +39,8 @@ class RowScale(NamedTuple):
     dims: tuple[int, ...]
 
     @property
-    def alignment(self) -> OverLastDims:
-        return OverLastDims()
+    def alignment(self) -> Alignment:
+        return Alignment(of_last_dims=True)
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
