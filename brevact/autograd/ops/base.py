@@ -162,6 +162,24 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+class Formula(Saving):
+    """An op of one handler: ``run`` saves and computes, and ``gradients`` is of the gradient and what was saved.
+
+    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Any, run: Callable[..., Tensor], gradients: Callable[..., tuple[Any, ...]], *tensors: Any
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return run(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], grad, *load(ctx))
+
+
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 

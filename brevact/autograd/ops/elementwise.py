@@ -18,7 +18,7 @@ from torch import Tensor
 
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, is_activation, is_complex, is_inplace, load, save
+from brevact.autograd.ops.base import Formula, Saving, is_activation, is_complex, is_inplace, load, save
 from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
@@ -116,19 +116,6 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
     return region.apply(_Multiply, func, input, other, inplace)
 
 
-class _Divide(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
-        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
-        return divide(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, b = load(ctx)
-        grad_a = grad / b if ctx.needs_input_grad[3] else None
-        return None, None, None, grad_a, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
-
-
 def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
     """Handle division by one number per row, a deviation or one of few; torch, too, saves the numerator for it."""
     if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
@@ -140,7 +127,16 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
     dims = dims_of_rows(input, other)
     if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):
         return NotImplemented
-    return region.apply(_Divide, func, dims, input, other)
+
+    def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
+        out: Tensor = func(a, b)
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
+        return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
+
+    return region.apply(Formula, run, gradients, input, other)
 
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:

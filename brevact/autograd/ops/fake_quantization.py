@@ -27,7 +27,7 @@ from torch import Tensor
 from brevact.autograd import clipped_ends, known_values, storage_report
 from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import SavedValue, Saving, load, save
+from brevact.autograd.ops.base import Formula, SavedValue, Saving, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.ops.recompute import compute_from_weight, gradients_of
 from brevact.autograd.saved import Saved
@@ -438,35 +438,6 @@ class Signs:
         return self.of(x, scale) * scale
 
 
-class _SignQuantization(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Tensor:
-        q = signs.of(x, scale)
-        out = q * scale
-        decoder = known_values.IntegerCodes(
-            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
-        )
-        tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
-        known_values.register(out, tensors, decoder)
-        codes = reported((tensors, decoder)) if ctx.needs_input_grad[3] or signs.has_zero else None
-        passes = (x > scale).logical_or_(x < -scale).logical_not_() if signs.clips else None
-        save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
-        ctx.signs, ctx.like = signs, (x.dtype, x.shape)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, mask, scale = load(ctx)
-        dtype, shape = ctx.like
-        q = torch.ones((), device=grad.device) if codes is None else codes.decoder.integers(codes.tensors)
-        size = scale.detach().abs()
-        x = q * (1000.0 * size + 1.0)  # beyond any threshold and bound
-        if not ctx.signs.has_zero:
-            x = torch.where(mask.decode(), q * (0.5 * size), x) if mask is not None else q
-        x = x.to(dtype).expand(shape)
-        return None, None, *gradients_of(ctx.signs.quantized, [x, scale], ctx.needs_input_grad[2:], grad)
-
-
 def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
     """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
     if not is_quantizable(region, x, (scale,)):
@@ -474,5 +445,28 @@ def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) 
     storage_report.report_op(quantize_signs)
     if region.is_weight(x):
         return compute_from_weight(region, signs.quantized, x, scale)
+    dtype, shape = x.dtype, x.shape
+
+    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        q = signs.of(x, scale)
+        out = q * scale
+        decoder = known_values.IntegerCodes(
+            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
+        )
+        tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
+        known_values.register(out, tensors, decoder)
+        codes = reported((tensors, decoder)) if ctx.needs_input_grad[4] or signs.has_zero else None
+        passes = (x > scale).logical_or_(x < -scale).logical_not_() if signs.clips else None
+        save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, codes: Any, mask: Any, scale: Tensor) -> tuple[Any, ...]:
+        q = torch.ones((), device=grad.device) if codes is None else codes.decoder.integers(codes.tensors)
+        size = scale.detach().abs()
+        x = q * (1000.0 * size + 1.0)  # beyond any threshold and bound
+        if not signs.has_zero:
+            x = torch.where(mask.decode(), q * (0.5 * size), x) if mask is not None else q
+        return tuple(gradients_of(signs.quantized, [x.to(dtype).expand(shape), scale], needs, grad))
+
     with DisableTorchFunction():
-        return region.apply(_SignQuantization, signs, x, scale)
+        return region.apply(Formula, run, gradients, x, scale)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_complex, is_inplace, load, save
+from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_complex, is_inplace, load, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.ops.recompute import clamp_passes_bounds
@@ -325,23 +325,6 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
 
 
-class _RReLU(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
-        slopes = torch.empty_like(input, memory_format=torch.contiguous_format)  # torch writes them in this order
-        run = aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise
-        out = run(input, slopes, lower, upper, True)
-        if inplace:
-            ctx.mark_dirty(input)
-        save(ctx, region.keep(slopes, share=False))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        return None, kept.multiply(grad), None, None, None
-
-
 def _rrelu(
     region: Keeper,
     func: Callable,
@@ -356,49 +339,52 @@ def _rrelu(
         return frozen_rrelu(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
     if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
         return NotImplemented
-    return region.apply(_RReLU, input, lower, upper, inplace)
 
-
-class _Absolute(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
-        above, below = keep_mask(input > 0), keep_mask(input < 0)
-        save(ctx, above, below)
-        source, out = region.find_known(input), func(input)
-        if source is not None:
-            derive(region, out, _signed, ((input, source), (input, above), (input, below)), is_dirty=inplace)
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        slopes = torch.empty_like(x, memory_format=torch.contiguous_format)  # torch writes them in this order
+        out: Tensor = (aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise)(x, slopes, lower, upper, True)
         if inplace:
-            ctx.mark_dirty(input)
+            ctx.mark_dirty(x)
+        save(ctx, region.keep(slopes, share=False))
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        above, below = load(ctx)
-        sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
-        return None, None, None, lay_out(sign.mul_(grad), grad, sign.stride())
+    return region.apply(Formula, run, _times, input)
 
 
-class _Magnitude(Saving):
-    """Absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+def _times(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+    return (kept.multiply(grad),)
 
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor) -> Tensor:
-        save(ctx, region.keep(torch.sgn(input), share=False))
-        return func(input)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (direction,) = load(ctx)
-        return None, None, grad * direction.decode()
+def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -> tuple[Any, ...]:
+    sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
+    return (lay_out(sign.mul_(grad), grad, sign.stride()),)
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
-    if is_complex(input) and input.requires_grad and not is_inplace(func, (input,), {}) and not is_traced(input):
+    """Of complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+    inplace = is_inplace(func, (input,), {})
+
+    def magnitude(ctx: Any, x: Tensor) -> Tensor:
+        save(ctx, region.keep(torch.sgn(x), share=False))
+        out: Tensor = func(x)
+        return out
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        above, below = keep_mask(x > 0), keep_mask(x < 0)
+        save(ctx, above, below)
+        source, out = region.find_known(x), func(x)
+        if source is not None:
+            derive(region, out, _signed, ((x, source), (x, above), (x, below)), is_dirty=inplace)
+        if inplace:
+            ctx.mark_dirty(x)
+        return out
+
+    if is_complex(input) and input.requires_grad and not inplace and not is_traced(input):
         small = input.numel() < region.settings.min_numel
-        return NotImplemented if small or region.is_weight(input) else region.apply(_Magnitude, func, input)
+        return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
-    return region.apply(_Absolute, func, is_inplace(func, (input,), {}), input)
+    return region.apply(Formula, run, _times_sign, input)
 
 
 OPS = (

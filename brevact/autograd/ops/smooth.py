@@ -26,7 +26,7 @@ from brevact.autograd.derived import derive, function_of, keep_smooth, keep_sour
 from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_inplace, load, save, value_of
+from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_inplace, load, save, value_of
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Saved
@@ -342,20 +342,6 @@ class _PowerSlope(NamedTuple):
         return torch.pow(x, self.exponent - 1) * self.exponent
 
 
-class _Square(Saving):
-    returns_new = True
-
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
-        save(ctx, keep_by_rows(region, input, (-1,)))
-        return square(input, *exponent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
-
-
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
@@ -367,7 +353,13 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
         if runner is not None:
             kept = keep_by_rows(region, input, (-1,))
             return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
-    return region.apply(_Square, func, input, *exponent)
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, x, (-1,)))
+        out: Tensor = func(x, *exponent)
+        return out
+
+    return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
 
 
 def _may_be_held(region: Keeper, x: Tensor) -> bool:

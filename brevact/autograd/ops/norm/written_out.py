@@ -28,7 +28,7 @@ _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 #: Nodes whose results are deviations or norms, ours included; and nodes that add to a result, bound or convert it.
 _DEVIATIONS = (
     *("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),
-    *("_NormBackward", "_DeviationBackward"),
+    "_DeviationBackward",
 )
 _ON_THE_WAY = ("AddBackward", "ClampBackward", "ClampMinBackward", "MaximumBackward", "ToCopyBackward")
 
@@ -79,7 +79,7 @@ def is_deviation(x: Tensor) -> bool:
     node = x.grad_fn
     while node is not None and node.name().startswith(_ON_THE_WAY):
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith(_DEVIATIONS)
+    return node is not None and (hasattr(node, "is_deviation") or node.name().startswith(_DEVIATIONS))
 
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
