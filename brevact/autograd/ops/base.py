@@ -170,14 +170,14 @@ class Formula(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Any, run: Callable[..., Tensor], gradients: Callable[..., tuple[Any, ...]], *tensors: Any
-    ) -> Tensor:
+        ctx: Any, region: Any, run: Callable[..., Any], gradients: Callable[..., tuple[Any, ...]], *tensors: Any
+    ) -> Any:
         ctx.gradients = gradients
         return run(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], grad, *load(ctx))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
 
 
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]

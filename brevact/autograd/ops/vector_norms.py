@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Formula, Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 
 #: Elements of the shortest vector that is large next to its norm.
@@ -80,39 +80,6 @@ def _apply_norm(
 
     out: Tensor = region.apply(Formula, run, gradients, first, second)
     return out
-
-
-class _Deviation(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor], Any],
-        group: _Group,
-        correction: float,
-        is_squared: bool,
-        input: Tensor,
-    ) -> Any:
-        result = call(input)
-        std = (result[0] if isinstance(result, tuple) else result).reshape(group.sizes)
-        std = std.sqrt() if is_squared else std
-        centred = input - input.mean(group.dims, keepdim=True)
-        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
-        ctx.group, ctx.divisor = group, group.length - correction
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        kept, *std = load(ctx)
-        unit = kept.decode()
-        if grad is None:
-            grad_input = torch.zeros_like(unit)
-        else:
-            factor = grad.reshape(ctx.group.sizes) / ctx.divisor
-            grad_input = unit * (factor * (2 * std[0]) if std else factor)
-        if grad_mean is not None:
-            grad_input += grad_mean.reshape(ctx.group.sizes) / ctx.group.length
-        return None, None, None, None, None, grad_input
 
 
 def _packs(region: Keeper, x: Any) -> bool:
@@ -209,8 +176,31 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented
-    is_squared = func in _VARIANCES
-    return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), is_squared, input)
+    dims, sizes, length = group
+    divisor, is_squared, has_mean = length - float(correction), func in _VARIANCES, func in _PAIRS
+
+    def run(ctx: Any, x: Tensor) -> Any:
+        result = func(x, *args, **kwargs)
+        std = (result[0] if has_mean else result).reshape(sizes)
+        std = std.sqrt() if is_squared else std
+        centred = x - x.mean(dims, keepdim=True)
+        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
+        ctx.is_deviation = True
+        return result
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+        grad_mean, kept, *std = rest if has_mean else (None, *rest)
+        unit = kept.decode()
+        if grad is None:
+            grad_input = torch.zeros_like(unit)
+        else:
+            factor = grad.reshape(sizes) / divisor
+            grad_input = unit * (factor * (2 * std[0]) if std else factor)
+        if grad_mean is not None:
+            grad_input += grad_mean.reshape(sizes) / length
+        return (grad_input,)
+
+    return region.apply(Formula, run, gradients, input)
 
 
 def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
@@ -271,7 +261,7 @@ def _normalize(
     return region.apply(Formula, run, gradients, input)
 
 
-_VARIANCES = (torch.var, Tensor.var, torch.var_mean)
+_VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
     "the normalized input, packed; the norms as they are",

@@ -26,10 +26,7 @@ _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
 #: Nodes whose results are inverse deviations: roots, reciprocals, and powers, which may be either.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 #: Nodes whose results are deviations or norms, ours included; and nodes that add to a result, bound or convert it.
-_DEVIATIONS = (
-    *("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),
-    "_DeviationBackward",
-)
+_DEVIATIONS = (*("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),)
 _ON_THE_WAY = ("AddBackward", "ClampBackward", "ClampMinBackward", "MaximumBackward", "ToCopyBackward")
 
 
