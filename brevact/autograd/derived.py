@@ -25,12 +25,11 @@ from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
-from brevact.autograd.saved import EXACT, Decoder, Saved
+from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import HeldOutput, decoded, is_held, may_be_held
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
-from brevact.autograd.saved import PassesOn, Saved, one_object_each
+from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.storages import LONE
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.norm_decoders import (
     Centred,
     OutputDecoder,
@@ -24,7 +23,7 @@ from brevact.autograd.norm_decoders import (
     output_decoder,
     packed_decoder,
 )
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.quantizers import is_traced, normalize, quantize_normalized
 
 if TYPE_CHECKING:

@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
 from brevact.quantizers import PointFunction
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region as Keeper  # which imports the handlers that it calls
+else:
+    Keeper = Any
 
 
 class Quality(NamedTuple):

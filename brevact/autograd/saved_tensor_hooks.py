@@ -27,20 +27,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from brevact.autograd import known_values, sharing, storage_report
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, tensors_of_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.distinct import keep_distinct
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, LIBRARY_FUNCTIONS, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
-from brevact.autograd.saved import Decoder, Saved
-from brevact.autograd.storages import is_tracked, storage_address
+from brevact.autograd.saved import Decoder, Keeper, Saved
+from brevact.autograd.storages import find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weight_recompute import remember
@@ -122,14 +121,14 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
         shares = bool(tensors) and tensors[0].layout is torch.strided
         # by the first tensor that it is decoded from: several second graphs save the same one
-        found = sharing.find(tensors[0], key) if shares else None
+        found = find_shared(tensors[0], key) if shares else None
         if found is not None:
             return found[0][0]
         x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
         if shares and not (x.is_conj() or x.is_neg()):
-            sharing.add(tensors[0], key, (x,), None)
+            share_packed(tensors[0], key, (x,), None)
     return x
 
 
@@ -140,7 +139,7 @@ _Packed = SavedByHook | tuple[Tensor, int]
 class SavedTensorHooks:
     """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
 
-    def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
+    def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
         self.is_empty = (
             region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
         )
@@ -446,7 +445,7 @@ class SavedTensorHooks:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
-    def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
+    def _keep(self, x: Tensor, region: Keeper, saver: FrameType, unknown: str = "") -> Saved:
         """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
         if self.keeps_distinct:
@@ -479,7 +478,7 @@ class SavedTensorHooks:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str]:
         """Return the region that packs a tensor of other code, by a rule or for known Functions, and why not, or ""."""
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import is_inplace, out_of_place
 from brevact.autograd.ops.op import Op, everywhere
 from brevact.autograd.rows import ROWS, row_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.private_names.of_torch import FunctionalTensor
 
 #: Functions that return a view of their first argument.

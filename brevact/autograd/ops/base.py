@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, bound_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
+from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
+from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch
 from brevact.private_names.of_torch import is_batched, is_functorch_batched, is_functorch_tensor, level_of
@@ -178,6 +180,13 @@ class Formula(Saving):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
+
+
+def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
+    """Return a copy of a region with other settings, for one op."""
+    other = copy.copy(region)
+    other.settings = settings
+    return other
 
 
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import arguments_of
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+from brevact.autograd.saved import Keeper
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.store import keep_mask
 

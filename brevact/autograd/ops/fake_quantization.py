@@ -26,11 +26,10 @@ from torch import Tensor
 
 from brevact.autograd import clipped_ends, known_values, storage_report
 from brevact.autograd.decoders import decoder_of_mask
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Formula, SavedValue, Saving, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.ops.recompute import compute_from_weight, gradients_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.integers import IntegerRounding
@@ -117,7 +116,7 @@ class _FakeQuantization(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: EagerKeeper,
+        region: Keeper,
         integers: Integers,
         rectifier: Rectifier | None,
         x: Tensor,
@@ -363,7 +362,7 @@ class _WeightFakeQuantization(Saving):
 
 
 def fake_quantize(
-    region: EagerKeeper,
+    region: Keeper,
     integers: Integers,
     x: Tensor,
     scale: Tensor,
@@ -400,12 +399,12 @@ def fake_quantize(
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)
 
 
-def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> bool:
+def _keeps_output(region: Keeper, integers: Integers, scale: Tensor) -> bool:
     """Return whether the ReLU's output alone is saved and the rest recomputed from it."""
     return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
 
 
-def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
+def is_quantizable(region: Keeper, x: Any, given: tuple[Any, ...]) -> bool:
     if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
     device = x.device
@@ -438,7 +437,7 @@ class Signs:
         return self.of(x, scale) * scale
 
 
-def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
+def quantize_signs(region: Keeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
     """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented

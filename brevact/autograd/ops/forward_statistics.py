@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 
 _BLOCK = 512
@@ -92,21 +92,21 @@ def _exact_sum_of(ones: Tensor) -> torch.dtype:
     return torch.float32 if ones.numel() <= 2**24 else torch.float64
 
 
-def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+def largest_magnitude(region: Keeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     """Largest magnitude of a weight, or of its rows along a dimension: ``brevitas.core.stats.AbsMax``."""
     storage_report.report_op(weight_statistics)
     with DisableTorchFunction():
         return region.apply_to_weight(_LargestMagnitude, weight, dim, keepdim)
 
 
-def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     """Statistics of one or several weights; backward reruns ``compute``, which has no random numbers and no state."""
     storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, *weights)
 
 
 def absolute_percentile(
-    region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
+    region: Keeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
     """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient. ``values``: ReLU of ``x``."""
     storage_report.report_op(absolute_percentile)

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import Kind
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Formula, blank, is_inplace, requires_grad, run_inside, save
 from brevact.autograd.ops.op import (
     EXACT,
@@ -39,7 +38,7 @@ from brevact.autograd.ops.op import (
     everywhere,
     places_in_first,
 )
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask, keep_places
 from brevact.private_names.of_torch import nn_pad
 

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Quality, Saved
+from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made
 from brevact.autograd.store import keep_as_it_is, keep_places, reported

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.derived import Kind, derive
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Decoder
+from brevact.autograd.saved import Decoder, Keeper
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten

@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper, with_settings
-from brevact.autograd.ops.base import Formula, run_inside, save
+from brevact.autograd.ops.base import Formula, run_inside, save, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer

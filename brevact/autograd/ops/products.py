@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import Layer, remember_output
 from brevact.autograd.ops.base import Formula, Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import grouped_mm
 from brevact.quantizers import is_traced
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction, disable_modes
 
 
@@ -56,7 +56,7 @@ class _OfWeight(Saving):
 
 class _OfQuotient(Saving):
     @staticmethod
-    def forward(ctx: Any, region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
         quotient = x / scale
         save(ctx, exact=(quotient, scale))
         ctx.compute = compute
@@ -75,13 +75,13 @@ class _OfQuotient(Saving):
         return None, None, through / scale if needs_x else None, of_scale
 
 
-def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def compute_from_weight(region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
-def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)

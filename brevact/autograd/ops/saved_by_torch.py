@@ -16,8 +16,8 @@ from torch import Tensor
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import Kind
 from brevact.autograd.first_region import before_first_region
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.autograd.saved import Keeper
 from brevact.autograd.storages import end_known_values, storage_address
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled, watch_collectives

@@ -24,12 +24,11 @@ from torch.nn import functional as F
 
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.held_outputs import MOST_HELD
-from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_inplace, load, save, value_of
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import is_offered
 from brevact.autograd.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction, is_traced
@@ -210,7 +209,7 @@ def _packs_output(region: Keeper, input: Tensor) -> bool:
     return is_large and region.find_kept(input) is None
 
 
-def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
     if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
@@ -222,7 +221,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     return out
 
 
-def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its output; None where a Function must run. Autocast is off."""
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
+from brevact.autograd.saved import Keeper
 
 #: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16

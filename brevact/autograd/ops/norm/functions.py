@@ -22,7 +22,6 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.norm_decoders import Centred, Unpacked, along_channels, normalized_early, packed_decoder
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
@@ -36,7 +35,7 @@ from brevact.autograd.ops.norm.formulas import (
     runs_in_float32,
     sum_of_channels,
 )
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState

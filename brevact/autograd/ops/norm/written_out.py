@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.saved import Saved, one_object_each
+from brevact.autograd.saved import Keeper, Saved, one_object_each
 
 #: Elements of the shortest rows that get their own scale.
 SHORTEST_ROW = 64
