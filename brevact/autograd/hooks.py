@@ -108,7 +108,8 @@ class _EnterRegion:
             return False
         if self.yields and around is not None and around is not self.attachment:
             return False
-        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):
+        both = settings, enclosing and enclosing.outer_settings
+        if not _is_grad_enabled() and not any(each is not None and each.changes_forward for each in both):
             return False
         if enclosing is None:
             if settings is None:
@@ -152,10 +153,6 @@ class _InheritRegion(_EnterRegion):
     @property
     def label(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.around.label
-
-
-def _change_forward(*settings: BackwardSettings | None) -> bool:
-    return any(each is not None and each.changes_forward for each in settings)
 
 
 class _ExitRegion:

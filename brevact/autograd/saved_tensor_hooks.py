@@ -429,11 +429,6 @@ class SavedTensorHooks:
             return keep_as_it_is(x, storage_report.VARIABLE)
         return region.keep_activation(x)
 
-    def _is_frozen_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` looks like autocast's copy of a frozen weight."""
-        shapes = self.cast_shapes
-        return shapes is not None and not x.requires_grad and sizes_of(x) in shapes
-
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Save a tensor from which a checkpoint recomputes: unpacked, unless a rule for checkpoints packs it."""
         region = self._region
@@ -472,8 +467,8 @@ class SavedTensorHooks:
             if known is not None:
                 return reported(known)
             why = unknown
-        elif self._is_frozen_weight(x):
-            why = storage_report.WEIGHT
+        elif self.cast_shapes is not None and not x.requires_grad and sizes_of(x) in self.cast_shapes:
+            why = storage_report.WEIGHT  # autocast's copy of a frozen weight
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)

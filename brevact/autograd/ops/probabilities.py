@@ -85,11 +85,10 @@ def _saves_errors(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
     return kept, with_settings(region, of_squares).keep(errors.square(), share=False)
 
 
-def _of_errors(grad: Tensor, dim: int, kept: Any, squares: Any) -> Tensor:
-    return _of_whole(grad, dim, kept).addcmul_(squares.decode().to(grad.dtype), grad)
-
-
-_OF_CLASSES = _Rule(_saves_errors, _of_errors)
+_OF_CLASSES = _Rule(
+    _saves_errors,
+    lambda grad, dim, kept, squares: _of_whole(grad, dim, kept).addcmul_(squares.decode().to(grad.dtype), grad),
+)
 
 
 def _of_logarithms(grad: Tensor, dim: int, kept: Any) -> Tensor:

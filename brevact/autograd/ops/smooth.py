@@ -108,10 +108,6 @@ def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Te
     return region.keep(slope(input), share=False) if kept is None else kept
 
 
-def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
-    return _gelu_slope(approximate)
-
-
 @functools.lru_cache  # one object per setting, so that derivations are found again
 def _gelu_slope(approximate: str) -> Derivative:
     return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
@@ -126,22 +122,6 @@ class _SoftplusSlope:
 
     def __call__(self, one: Tensor, x: Tensor) -> Tensor:
         return aten.softplus_backward(one, x, self.beta, self.threshold)
-
-
-def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Derivative:
-    return _SoftplusSlope(as_number(beta), as_number(threshold))
-
-
-def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
-    return _elu_slope(as_number(alpha), 1.0, 1.0)
-
-
-def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
-    return _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha))
-
-
-def _selu(input: Tensor, inplace: bool = False) -> Derivative:
-    return _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0)
 
 
 @functools.lru_cache
@@ -286,11 +266,13 @@ _RUNNERS = {
 }
 #: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
-    _gelu: (F.gelu,),
-    _softplus: (F.softplus,),
-    _elu: (F.elu, F.elu_),
-    _celu: (F.celu, torch.celu, F.celu_),
-    _selu: (F.selu, torch.selu, F.selu_),
+    lambda input, *, approximate="none": _gelu_slope(approximate): (F.gelu,),
+    lambda input, beta=1, threshold=20: _SoftplusSlope(as_number(beta), as_number(threshold)): (F.softplus,),
+    lambda input, alpha=1.0, inplace=False: _elu_slope(as_number(alpha), 1.0, 1.0): (F.elu, F.elu_),
+    lambda input, alpha=1.0, inplace=False: _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha)): (
+        *(F.celu, torch.celu, F.celu_),
+    ),
+    lambda input, inplace=False: _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0): (F.selu, torch.selu, F.selu_),
 }
 #: Derivatives of functions without settings: (ones, x) -> f'(x).
 DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
