@@ -69,12 +69,10 @@ def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
-    if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
-        is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
-        return _keep_small_factor(region, x) if is_small else keep_by_rows(region, x, dims)
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
-    return region.keep_activation(x)
+    has_rows = dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad)
+    return keep_by_rows(region, x, dims) if has_rows else region.keep_activation(x)
 
 
 def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
