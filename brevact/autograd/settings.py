@@ -154,7 +154,8 @@ class BackwardSettings:
 
     def __post_init__(self) -> None:
         self._check_functions()
-        if (self.quantizer is not None or not self.of_functions) and not self._quantizes():
+        quantizes = callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
+        if (self.quantizer is not None or not self.of_functions) and not quantizes:
             raise TypeError(
                 f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
                 "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
@@ -217,9 +218,6 @@ class BackwardSettings:
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
         for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
         object.__setattr__(self, "text", to_text(for_graph) if has_text else None)
-
-    def _quantizes(self) -> bool:
-        return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
 
     def _check_functions(self) -> None:
         if isinstance(self.of_functions, tuple) and all(

@@ -65,7 +65,7 @@ class _Attention(Saving):
         ctx.needs = needs = ctx.needs_input_grad[2:6]
         state = after_dropout = None
         if backend is not None and not is_traced(query):
-            state = _generator_state(query.device)
+            state = torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
         # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             if backend is not None and is_traced(query):
@@ -265,10 +265,6 @@ def _recompute_attention(leaves: list[Any], options: _Options, backend: int | No
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
         return _attend(query, key, value, mask, *options[:2], **_named(options))
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

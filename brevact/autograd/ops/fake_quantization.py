@@ -166,7 +166,8 @@ class _FakeQuantization(Saving):
         if ctx.keeps_ends:
             floor = None
             if rectifier is not None and not rectifier.zero_is_lowest:
-                floor = _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
+                rounded = integers.round(numbers[0].detach().reshape(()).to(code_decoder.layout.dtype))
+                floor = rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
             ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
             codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
         elif (needs_scale or needs_pre_scale) and not again:
@@ -239,11 +240,6 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
         and codes.layout.numel >= clipped_ends.MIN_NUMEL
         and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
     )
-
-
-def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
-    return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
 
 def _may_be_nan(x: Tensor) -> bool:
@@ -382,26 +378,19 @@ def fake_quantize(
     with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
         weight = region.is_weight(x)
         shares = pre_scale is scale and pre_zero_point is zero_point
+        # whether the ReLU's output alone is saved, and the rest recomputed from it
+        keeps_output = pre_scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
         if (
             not is_quantizable(region, x, given[:2] if shares else given)
             or (weight and (rectifier is not None or not integers.repeats))
             or (not weight and integers.bit_width > 8)
-            or (
-                rectifier is not None
-                and pre_zero_point.requires_grad
-                and not _keeps_output(region, integers, pre_scale)
-            )
+            or (rectifier is not None and pre_zero_point.requires_grad and not keeps_output)
         ):
             return NotImplemented
         storage_report.report_op(fake_quantize)
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)
-
-
-def _keeps_output(region: Keeper, integers: Integers, scale: Tensor) -> bool:
-    """Return whether the ReLU's output alone is saved and the rest recomputed from it."""
-    return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
 
 
 def is_quantizable(region: Keeper, x: Any, given: tuple[Any, ...]) -> bool:

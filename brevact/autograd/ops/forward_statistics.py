@@ -77,7 +77,7 @@ class _LargestMagnitude(Saving):
             return zeros.scatter_(ctx.dim, index, grad.reshape(index.shape) * signs), None, None
         if weight.is_cpu and not math.isnan(found.item()):
             ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
-            each = grad / ones.sum(dtype=_exact_sum_of(ones)).long()
+            each = grad / ones.sum(dtype=torch.float32 if ones.numel() <= 2**24 else torch.float64).long()  # exact
             share = each.item()
             if math.isfinite(share) and share != 0.0:
                 shares = ones.mul_(share)
@@ -86,10 +86,6 @@ class _LargestMagnitude(Saving):
         is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
         shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
         return shares.mul_(weight.sgn()), None, None
-
-
-def _exact_sum_of(ones: Tensor) -> torch.dtype:
-    return torch.float32 if ones.numel() <= 2**24 else torch.float64
 
 
 def largest_magnitude(region: Keeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:

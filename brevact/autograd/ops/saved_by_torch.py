@@ -136,8 +136,9 @@ _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 
 def stores_nothing(func: Callable, args: tuple) -> bool:
     """Return whether a region may skip a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
-    if func is _GETITEM:
-        return _makes_view(args[1])
+    if func is _GETITEM:  # views have a graph node that records their relation to the tensor
+        index = args[1]
+        return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
     return func not in _COUNTING or (type(args[0]) is Tensor and args[0].dtype in _INTEGERS)
 
 
@@ -149,11 +150,6 @@ def hand_out_memory(func: Callable, args: tuple, caller: FrameType) -> None:
     for x in args:
         if isinstance(x, Tensor):
             end_known_values(x, for_good=not is_address or torch.is_grad_enabled())
-
-
-def _makes_view(index: Any) -> bool:
-    """Return whether an index makes a view, whose graph node records its relation to the tensor."""
-    return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
 before_first_region(lambda: watch_collectives(end_known_values))  # an in-place all-reduce bumps no version
