@@ -155,7 +155,8 @@ class NumberPlaces(NamedTuple):
 
 def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
     """Return how numbers of these sizes divide memory order; None along unequal dimensions or in more than two runs."""
-    dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
+    count = len(layout.shape)
+    dims = {tuple(count - len(x) + i for i, size in enumerate(x) if size != 1) for x in numbers} - {()}
     if not dims:
         return NumberPlaces(layout.numel, 1)
     if len(dims) > 1:
@@ -190,10 +191,6 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
         own = [dim - dims + numbers.dim() for dim in order]
         numbers = numbers.permute(own + [dim for dim in range(numbers.dim()) if dim not in own])
     return numbers.detach().reshape(-1)
-
-
-def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
-    return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 @dataclass(frozen=True, eq=False)

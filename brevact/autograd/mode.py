@@ -168,7 +168,9 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
                 result = func(*args, **kwargs)
     else:
         hooks = region.hooks
-        hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.cast_shapes = _NO_SHAPES
+        if is_any_autocast_enabled():  # it may save anonymous copies of weights without gradient
+            hooks.cast_shapes = frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
         hooks.reads_sizes = row.reads_sizes
         if keeps_distinct or row.places is not None:
             hooks.keeps_distinct = keeps_distinct
@@ -266,11 +268,6 @@ def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: 
         if result is not NotImplemented:
             return result
     return func(*args, **kwargs)
-
-
-def _frozen_weight_shapes(region: Any, tensors: list[Tensor]) -> frozenset[tuple[int, ...]]:
-    """Sizes of the argument weights without gradient: autocast may save anonymous copies of these."""
-    return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
 
 
 #: Operators whose function has another name.

@@ -224,7 +224,8 @@ class Store:
             numel = Layout.of(x).numel
             quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
         if settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-            x = _copy_of(x.detach() if norm is not None else without_gaps(x.detach()))
+            x = x.detach() if norm is not None else without_gaps(x.detach())
+            x = distinct_elements(x).clone().expand(x.shape)  # without gaps, in its own storage
         elif _is_grad_enabled():
             x = x.detach()
         seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
@@ -294,11 +295,6 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     if x.layout is not torch.strided or x.is_nested:
         return None
     return find_shared(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
-
-
-def _copy_of(x: Tensor) -> Tensor:
-    """Return a copy without gaps in its own storage, to be packed later; expanded dimensions stay expanded."""
-    return distinct_elements(x).clone().expand(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
