@@ -22,6 +22,20 @@ from brevact.private_names.of_torch import (
 )
 
 
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[Any] = []  # outermost first
+        self.disabled = 0
+
+
+active = _Active()
+
+
+def current_region() -> Any:
+    """Return the innermost ``Region`` of this thread, or None."""
+    return active.regions[-1] if active.regions else None
+
+
 class _Running(threading.local):
     def __init__(self) -> None:
         self.forwards: list[tuple[nn.Module, Any, FrameType]] = []

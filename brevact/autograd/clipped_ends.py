@@ -45,17 +45,6 @@ def bits_of_last(codes: Tensor, bit_width: int) -> Tensor:
     return first_bits(codes, bit_width)
 
 
-def with_code(ends: Tensor, code: Tensor, bit_width: int) -> Tensor:
-    """Return packed codes with ``code``, a 0-d tensor, in place of zeros; ones stay."""
-    return ends | (code.to(torch.uint8) * (255 // (2**bit_width - 1)))
-
-
-def codes_of_ends(bits: Tensor, bit_width: int) -> Tensor:
-    """Return packed codes: all ones where the first bit is set, zeros elsewhere."""
-    rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
-    return rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
-
-
 def _mask_of(bit_width: int) -> int:
     """Return the mask of the first bit of each code in a byte."""
     return 255 // (2**bit_width - 1) << (bit_width - 1)
@@ -76,8 +65,11 @@ class _Codes(Decoder):
     floor: Tensor | None = None
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        ends = codes_of_ends(tensors[0], self.bit_width)
-        return ends if self.floor is None else with_code(ends, self.floor, self.bit_width)
+        """Return packed codes: all ones where the first bit is set, ``floor`` or zeros elsewhere."""
+        bit_width, (bits,) = self.bit_width, tensors
+        rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
+        ends = rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
+        return ends if self.floor is None else ends | (self.floor.to(torch.uint8) * (255 // (2**bit_width - 1)))
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, PassesOn, Quality, Saved, one_object_each
 from brevact.autograd.storages import versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (

@@ -25,13 +25,11 @@ from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep
 from brevact.autograd.norm_recompute import recomputed_output
 from brevact.autograd.normalizing import NormInput, output_of
-from brevact.autograd.quality import EXACT
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
@@ -249,11 +247,11 @@ def derive_output(
 ) -> None:
     if kept is None or not region.settings.derives:
         return
-    known = output_of(input.norm, kept, out, weight, bias)
+    known = output_of(region, input.norm, kept, out, weight, bias)
     if known is None and region.settings.recompute and not is_traced(out):
-        known = recomputed_output(input, kept, out, weight, bias)
+        known = recomputed_output(region, input, kept, out, weight, bias)
     if known is not None:
-        region.register(out, known)
+        region.register(out, known, is_new=True)
 
 
 def derive(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import is_plain
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import Decoder, Keeper, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import is_traced

@@ -14,8 +14,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import Decoder, Quality, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled

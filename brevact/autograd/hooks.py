@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
-from brevact.autograd.active_regions import active
-from brevact.autograd.hook_stack import is_checkpoint_innermost
+from brevact.autograd.abandoned_forwards import active, is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.regions import Region
+from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.compiler import marks
@@ -109,7 +108,8 @@ class _EnterRegion:
             return False
         if self.yields and around is not None and around is not self.attachment:
             return False
-        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):
+        both = settings, enclosing and enclosing.outer_settings
+        if not _is_grad_enabled() and not any(each is not None and each.changes_forward for each in both):
             return False
         if enclosing is None:
             if settings is None:
@@ -152,10 +152,6 @@ class _InheritRegion(_EnterRegion):
     @property
     def label(self) -> tuple[Any, ...]:  # type: ignore[override]
         return self.around.label
-
-
-def _change_forward(*settings: BackwardSettings | None) -> bool:
-    return any(each is not None and each.changes_forward for each in settings)
 
 
 class _ExitRegion:

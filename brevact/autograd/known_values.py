@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded_beside_codes, decoded_for_many, may_be_held
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
+from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many, may_be_held
+from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -156,7 +155,8 @@ class NumberPlaces(NamedTuple):
 
 def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
     """Return how numbers of these sizes divide memory order; None along unequal dimensions or in more than two runs."""
-    dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
+    count = len(layout.shape)
+    dims = {tuple(count - len(x) + i for i, size in enumerate(x) if size != 1) for x in numbers} - {()}
     if not dims:
         return NumberPlaces(layout.numel, 1)
     if len(dims) > 1:
@@ -191,10 +191,6 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
         own = [dim - dims + numbers.dim() for dim in order]
         numbers = numbers.permute(own + [dim for dim in range(numbers.dim()) if dim not in own])
     return numbers.detach().reshape(-1)
-
-
-def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
-    return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,10 +260,8 @@ def register(
                 return  # a cycle: the storage would never be freed
     record = record_of(x)
     if record is not None:
-        record.known = (
-            *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
-            *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
-        )
+        version, stride = x._version + is_dirty, x.stride()
+        record.known = version, x.shape, stride, x.dtype, tensors, versions_of(tensors), decoder, decoder.quality, scope
 
 
 def is_marked(x: Tensor) -> bool:

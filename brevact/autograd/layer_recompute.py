@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import HeldOutput, inside_of_layer, is_held, make_token, take
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, inside_of_layer, is_held, make_token, take
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import Decoder, Keeper, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
 from brevact.autograd.transforms import may_free_weights
@@ -196,7 +194,7 @@ def remember_output(
         goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
         places,
     )
-    biases = () if bias is None else (as_now(bias, False),)
+    biases = () if bias is None else (as_now(region, bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
     count(out.numel())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import FrameType, MethodWrapperType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -13,18 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned
-from brevact.autograd.active_regions import active
-from brevact.autograd.aten_calls import as_torch_function
+from brevact.autograd.abandoned_forwards import active, is_alive, leave_abandoned
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.distinct import keep_distinct, track_distinct
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
-from brevact.autograd.ops.metadata import hand_out_memory, stores_nothing
 from brevact.autograd.ops.op import Op
-from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
-from brevact.autograd.other_code import OPERATORS, label_of
+from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
+from brevact.autograd.other_code import OPERATORS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.saved import Saved
@@ -34,6 +33,7 @@ from brevact.autograd.store import INTEGERS
 from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
+    argument_names,
     frame_callback,
     is_any_autocast_enabled,
     is_torch_function_on,
@@ -168,7 +168,9 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
                 result = func(*args, **kwargs)
     else:
         hooks = region.hooks
-        hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.cast_shapes = _NO_SHAPES
+        if is_any_autocast_enabled():  # it may save anonymous copies of weights without gradient
+            hooks.cast_shapes = frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
         hooks.reads_sizes = row.reads_sizes
         if keeps_distinct or row.places is not None:
             hooks.keeps_distinct = keeps_distinct
@@ -268,6 +270,64 @@ def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: 
     return func(*args, **kwargs)
 
 
-def _frozen_weight_shapes(region: Any, tensors: list[Tensor]) -> frozenset[tuple[int, ...]]:
-    """Sizes of the argument weights without gradient: autocast may save anonymous copies of these."""
-    return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
+#: Operators whose function has another name.
+_NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss2d": "nll_loss"} | {
+    f"adaptive_max_pool{dims}d": f"adaptive_max_pool{dims}d_with_indices" for dims in (1, 2, 3)
+}
+#: Arguments that no torch function takes.
+_OF_OPERATORS = frozenset(("out", "layout", "implicit"))
+_REDUCTIONS = ("none", "mean", "sum")
+
+Call = tuple[Callable, tuple, dict[str, Any]]
+
+
+def _by_name() -> dict[str, Callable]:
+    """Return the functions in ``ROWS`` by name; of equal names, torch's C++ function, then a method, then Python's."""
+    ranks = {BuiltinFunctionType: 2, FunctionType: 0}
+    functions = sorted(ROWS, key=lambda func: ranks.get(type(func), 1))
+    of_python = (F.silu.__module__, torch.einsum, torch.norm)  # the rest have other arguments, or do more
+    return {
+        func.__name__: func
+        for func in functions
+        if type(func) is not FunctionType or func in of_python or func.__module__ in of_python
+    }
+
+
+_FUNCTIONS = _by_name()
+
+
+def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
+    """Return the torch function call that is equivalent to an operator call, or the operator call if there is none."""
+    name, function, names = _function_of(func)
+    if function is None or not _OF_OPERATORS.isdisjoint(kwargs):
+        return func, args, kwargs
+    if not isinstance(function, FunctionType):
+        if function is Tensor.to:
+            place = names.index("memory_format")  # keyword-only in Python
+            kwargs = dict(zip(("memory_format",), args[place:], strict=False)) | kwargs
+            args = args[:place]
+        return function, args, kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if function is torch.einsum and given.pop("path", None) is None:
+        return function, (given["equation"], *given["tensors"]), {}
+    if "self" in given:
+        given = {"input": given.pop("self")} | given
+    if isinstance(given.get("reduction"), int):
+        given["reduction"] = _REDUCTIONS[given["reduction"]]
+    if name.endswith("_"):
+        given["inplace"] = True
+    try:
+        call = inspect.signature(function).bind(**given)
+    except TypeError:
+        return func, args, kwargs
+    return function, call.args, call.kwargs
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of(func: Callable) -> tuple[str, Callable | None, tuple[str, ...]]:
+    """Return an operator's name, its torch function (None without one), and its argument names."""
+    namespace, name = str(func).split(".")[:2]
+    known = _FUNCTIONS.get(_NAMES.get(name, name)) or _FUNCTIONS.get(name.removesuffix("_"))
+    if namespace != "aten" or known is None:
+        return name, None, ()
+    return name, known, argument_names(func)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded, may_be_held
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
+from brevact.autograd.held_outputs import decoded, may_be_held
+from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object_each
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -28,21 +26,49 @@ from brevact.quantizers import (
 from brevact.quantizers.normalizing_plans import NormalizedPlan
 from brevact.quantizers.point_functions import decode_through_plan
 
-#: A norm's input, or input minus means, with its means and spreads.
-WithStatistics = tuple[Tensor, Tensor | None, Tensor]
+
+def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape (C,) or (N * C,) numbers to broadcast over an (N, C, ...) tensor of this shape."""
+    samples = 1 if x.numel() == shape[1] else shape[0]
+    return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
 
 
-class Alignment(Hashable, Protocol):
-    """How a norm's statistics and weights map to the elements of its input."""
+class Alignment(NamedTuple):
+    """How a norm's statistics and weights map to the elements of its input: one number per channel (and sample).
+
+    ``eps`` is added to saved variances; None for deviations. ``groups``: a sample's channels have one mean and one
+    deviation per group. ``of_last_dims``: statistics broadcast as they are, and weights have the last dimensions.
+    """
+
+    eps: float | None = None
+    groups: int = 0
+    of_last_dims: bool = False
 
     def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reshape one number per group so that it broadcasts over a tensor of this shape."""
+        """Reshape statistics so that they broadcast over a tensor of this shape."""
+        if self.of_last_dims:
+            return statistic
+        if self.groups:
+            n, c = shape[:2]
+            statistic = statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c)
+        return along_channels(statistic, shape)
 
     def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Reshape a weight or bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+        if self.of_last_dims:
+            return weight.view(*[1] * (len(shape) - weight.dim()), *weight.shape)
+        return along_channels(weight, shape)
 
     def inverse(self, spread: Tensor) -> Tensor:
         """Return the inverse deviations, in float32 or wider, from the spreads that the norm saves."""
+        spread = (
+            spread if spread.dtype is torch.float32 else spread.to(torch.promote_types(spread.dtype, torch.float32))
+        )
+        return spread if self.eps is None else torch.rsqrt(spread + self.eps)
+
+
+#: A norm's input, or input minus means, with its means and spreads.
+WithStatistics = tuple[Tensor, Tensor | None, Tensor]
 
 
 def aligned(

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded, may_be_held
-from brevact.autograd.held_outputs import HeldOutput, is_held
+from brevact.autograd.held_outputs import HeldOutput, decoded, is_held, may_be_held
 from brevact.autograd.layer_recompute import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
-from brevact.autograd.saved import PassesOn, Saved, one_object_each
+from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.storages import LONE
 from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction
@@ -145,7 +144,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def recomputed_output(
-    norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
     """Return a norm's output as a function of its recomputed input; None if the input is not recomputed."""
     tensors, decoder = kept
@@ -161,8 +160,8 @@ def recomputed_output(
             scale = scale if weight is None else scale * weight
             shift = -norm.mean * scale if bias is None else bias - norm.mean * scale
         make = _of_channels if decoder.lasts else ChannelsAgain
-        weights = () if weight is None else (as_now(weight, True),)
+        weights = () if weight is None else (as_now(region, weight, True),)
         return (*tensors, norm.spread, shift, *weights), make(*given, (weight is not None,), *rest)
-    others = (norm.mean, *(y if y is None else as_now(y, y is weight) for y in (weight, bias)))
+    others = (norm.mean, *(y if y is None else as_now(region, y, y is weight) for y in (weight, bias)))
     result = (_output if decoder.lasts else NormOutputAgain)(*given, tuple(y is not None for y in others), *rest)
     return (*tensors, norm.spread, *(y for y in others if y is not None)), result

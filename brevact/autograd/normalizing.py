@@ -23,8 +23,7 @@ from brevact.autograd.norm_decoders import (
     output_decoder,
     packed_decoder,
 )
-from brevact.autograd.saved import Saved
-from brevact.autograd.transforms import is_distributed
+from brevact.autograd.saved import Keeper, Saved
 from brevact.quantizers import is_traced, normalize, quantize_normalized
 
 if TYPE_CHECKING:
@@ -77,7 +76,9 @@ class NormInput(NamedTuple):
         return (x, *seeds, *self.statistics), decoder
 
 
-def output_of(norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
+def output_of(
+    region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Saved | None:
     """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
@@ -85,15 +86,15 @@ def output_of(norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: 
     if not is_traced(out) and decoder.stride(tensors) != out.stride():
         return None  # it would be decoded in another memory order
     sources = decoder.sources(tensors)
-    affine = tuple(as_now(x, x is weight) for x in (weight, bias) if x is not None)
+    affine = tuple([as_now(region, x, x is weight) for x in (weight, bias) if x is not None])
     has = weight is not None, bias is not None
     make = output_decoder if decoder.lasts else OutputDecoder
     plan = norm.packing if weight is not None and decoder.lasts else None
     return (*sources, *affine), make(norm.alignment, decoder, len(sources), has, out.shape, out.dtype, plan)
 
 
-def as_now(x: Tensor, is_weight: bool) -> Tensor:
+def as_now(region: Keeper, x: Tensor, is_weight: bool) -> Tensor:
     """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
-    if is_traced(x) or (is_weight and not is_distributed()):
+    if is_traced(x) or (is_weight and not region.is_distributed):
         return x.detach()
     return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # one call less in a Function

@@ -2,7 +2,8 @@
 
 Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare the tensors that
 they save, or divide by them; we have not checked. Regions save these in full precision, unless a rule
-(``{MyFunction: StochBackward4bit}``) or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` names them.
+(``{MyFunction: StochBackward4bit}``) or :data:`LIBRARY_FUNCTIONS` names them. So do inputs of checkpoints: decoded
+values may change a function's branches. A rule with the key ``torch.utils.checkpoint.checkpoint`` packs them.
 
 A region's mode sees operators, but not a Function; saved-tensor hooks find that by the frame of its ``apply`` (from
 torch 2.14 on, where ``apply`` is no Python function, by its watched forward). Scripted code stays exact.
@@ -10,15 +11,17 @@ torch 2.14 on, where ``apply`` is no Python function, by its watched forward). S
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
@@ -26,6 +29,8 @@ from brevact.private_names.of_torch import function_apply_code
 #: Classes of operators in ``torch.ops``: all overloads of one, and a single overload.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
+#: Modules whose functions are one op to their caller and many to a region, and save tensors as decompositions do.
+_ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -45,6 +50,19 @@ def operator_name(func: Any) -> str | None:
         return None
     namespace, name = str(func).split(".")[:2]
     return None if namespace in _OF_TORCH else f"{namespace}::{name}"
+
+
+def is_of_torch(func: Callable) -> bool:
+    """Return whether a function is torch's; its compiled methods have no module."""
+    if isinstance(func, OPERATORS):
+        return operator_name(func) is None
+    module = getattr(func, "__module__", None)
+    return not isinstance(module, str) or module.partition(".")[0] == "torch"
+
+
+def is_in_algorithm(caller: FrameType | None) -> bool:
+    """Return whether a frame runs a torch function composed of matrix products and decompositions."""
+    return caller is not None and caller.f_globals.get("__name__") in _ALGORITHMS
 
 
 def name_of(key: Any) -> str | None:
@@ -150,3 +168,38 @@ def find(path: str) -> Any:
                 found = getattr(found, "__dict__", {}).get(part)
             return found
     return None
+
+
+#: Name of the op whose rule applies to checkpoint inputs.
+CHECKPOINT = "checkpoint"
+#: Why an input is saved in full precision.
+INPUT_OF_CHECKPOINT = "input of a checkpoint: a rule with the key torch.utils.checkpoint.checkpoint packs it"
+
+
+def saves_input(frame: FrameType) -> bool:
+    """Return whether a tensor that this innermost frame saves is a checkpoint's input."""
+    if frame.f_code is function_apply_code:  # a reentrant checkpoint is a Function
+        return bool(frame.f_locals["cls"].__module__ == checkpoint.__module__)
+    return bool(frame.f_globals.get("__name__") == checkpoint.__module__)
+
+
+class Gradient(enum.Enum):
+    """How the gradient of a Function depends on its saved tensors."""
+
+    LINEAR = "linear in each tensor that is saved, or as the norm's that a region packs, with its bias of Var/N"
+    BOUNDED = "quadratic in a result between 0 and 1: a bias of one copy's variance, as softmax has"
+    SMOOTH = "a smooth curve of the input, which is saved: the bias Var f'' / 2 of what derives from a packed tensor"
+
+    def may_pack(self, settings: Any) -> bool:
+        # a smooth function's input from ``derive_min_bits`` on
+        return self is not Gradient.SMOOTH or settings.derives_curved or settings.is_lossless
+
+
+#: By the Function's path; ``tests/autograd/test_other_code.py`` tests each one.
+LIBRARY_FUNCTIONS: dict[str, Gradient] = {
+    "torch.nn.modules._functions.SyncBatchNorm": Gradient.LINEAR,
+    "timm.layers.activations_me.SwishAutoFn": Gradient.SMOOTH,
+    "timm.layers.activations_me.MishAutoFn": Gradient.SMOOTH,
+    "transformers.models.bloom.modeling_bloom.GeLUFunction": Gradient.SMOOTH,
+    "transformers.models.sew_d.modeling_sew_d.XSoftmax": Gradient.BOUNDED,
+}

@@ -77,7 +77,7 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = (), 
     record = None if x.is_inference() or x.layout is not torch.strided else record_of(x)
     if record is not None:
         entry = weakref.ref(stored), x._version, x.dtype, (x.shape, x.stride(), x.storage_offset()), inverses
-        record.offered = [each for each in record.offered if each[0]() is not None] + [entry]
+        record.offered = *(each for each in record.offered if each[0]() is not None), entry
         record.saturates = record.saturates or saturates
 
 
@@ -128,7 +128,7 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
     record = find_record(x)
     if record is None:
         return
-    carried, offered, record.carried, record.offered = record.carried, record.offered, (), []
+    carried, offered, record.carried, record.offered = record.carried, record.offered, (), ()
     for source in carried:
         give_up(source, outer, why)
     for reference, version, dtype, place, inverses in offered:

@@ -18,17 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import first_region
-from brevact.autograd.abandoned_forwards import is_alive
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active, is_alive
 from brevact.autograd.call_arguments import operands_beside
-from brevact.autograd.hook_stack import checkpoints_around, is_checkpoint_innermost
-from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.op import Op
-from brevact.autograd.ops.rounding import is_in_algorithm
-from brevact.autograd.other_code import watch_forwards
-from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
+from brevact.autograd.other_code import LIBRARY_FUNCTIONS, is_in_algorithm, watch_forwards
+from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
@@ -108,7 +104,6 @@ class Region(Store):
             self.recompute = max(self.recompute, self.attachment.recompute)
         if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):
             watch_forwards((*LIBRARY_FUNCTIONS, *self.by_op))
-        self.is_alone = self.hooks.are_alone()
         self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)
@@ -146,7 +141,7 @@ class Region(Store):
         found = self._of_op(name, self.norms_only)
         found.parent, found.hooks = self, self.hooks
         found.seeds, found.state, found.mode = self.seeds, self.state, self.mode
-        found.is_alone, found.is_counted, found.is_distributed = self.is_alone, self.is_counted, self.is_distributed
+        found.is_counted, found.is_distributed = self.is_counted, self.is_distributed
         found.attachment, found.recompute = self.attachment, self.recompute
         return found
 

@@ -6,6 +6,11 @@ boolean tensors in one bit per element, and pass everything else through (weight
 ops of weights save are recomputed where possible.
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks around
 the region see each tensor that is really stored.
+
+For double backward, autograd attaches the unpacked tensor to the graph in the saved tensor's place: the second
+derivative is torch's own formula on decoded values. The second graph saves decoded tensors as their codes, without
+another error. Backward is linear in the incoming gradient, and so the second derivative in the saved gradients: these
+are packed if all other tensors that the node saves are known.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,37 +28,131 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
 from brevact.autograd.call_arguments import BoundCall, tensors_of_call
-from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.distinct import keep_distinct
-from brevact.autograd.hook_stack import HookStack
-from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
-from brevact.autograd.other_code import saver_of
+from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, LIBRARY_FUNCTIONS, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
-from brevact.autograd.saved import Saved
-from brevact.autograd.storages import is_tracked, storage_address
+from brevact.autograd.saved import Decoder, Keeper, Saved
+from brevact.autograd.storages import find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
+from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
-from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
+from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
+
+#: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def is_checkpoint_innermost() -> bool:
+    """Return whether the innermost hooks are a non-reentrant checkpoint's, in forward or recomputation."""
+    return _are_of_checkpoint(top_hooks(True))
+
+
+def _are_of_checkpoint(pair: tuple[Callable, Callable] | None) -> bool:
+    return pair is not None and pair[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+
+
+def checkpoints_around() -> tuple[Callable, ...]:
+    """Return the active non-reentrant checkpoints' pack hooks, outermost first."""
+    pairs = []
+    while (pair := top_hooks(True)) is not None:
+        pairs.append(pair)
+        pop_hooks()
+    for pair in reversed(pairs):
+        push_hooks(*pair)
+    return tuple(pair[0] for pair in reversed(pairs) if _are_of_checkpoint(pair))
+
+
+class _Suspended(AbstractContextManager[None]):
+    """Suspends a region's hooks, for tensors of our Functions, and ops whose gradient is singular in theirs."""
+
+    def __init__(self, pair: tuple[Callable, Callable]) -> None:
+        self._pair = pair
+
+    def __enter__(self) -> None:
+        pop_hooks()
+
+    def __exit__(self, *exc_info: object) -> None:
+        push_hooks(*self._pair)
+
+
+_is_grad_enabled = torch.is_grad_enabled
+
+#: Nodes whose backward saves only gradients, decoded tensors and weights: the second derivative is nonlinear in none.
+LINEAR_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Linear", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Mul", "Exp"),
+        *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
+    )
+)
+#: Nodes whose backward pass consists of products and a sigmoid; the second derivative is quadratic in its result.
+CURVED_NODES = frozenset(("SiluBackward0",))
+
+
+@dataclass(frozen=True, slots=True)
+class _Again(Decoder):
+    """Decodes an already decoded tensor again: without a loss, whatever the quantizer."""
+
+    decoder: Decoder
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.decoder.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.decoders.unpack`."""
+    if isinstance(stored, tuple):
+        return unpack(stored)
+    if not _is_grad_enabled():
+        return stored.tensor()
+    with torch.no_grad():
+        tensors = stored.tensors()
+        key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
+        shares = bool(tensors) and tensors[0].layout is torch.strided
+        # by the first tensor that it is decoded from: several second graphs save the same one
+        found = find_shared(tensors[0], key) if shares else None
+        if found is not None:
+            return found[0][0]
+        x = stored.decoder.decode(tensors)
+    if not any(x is kept for kept in tensors):
+        known_values.register(x, tensors, _Again(stored.decoder))
+        if shares and not (x.is_conj() or x.is_neg()):
+            share_packed(tensors[0], key, (x,), None)
+    return x
+
 
 #: The object that autograd holds for a saved tensor: its saved form, or the unpacked tensor and its version.
 _Packed = SavedByHook | tuple[Tensor, int]
 
 
-class SavedTensorHooks(HookStack):
-    def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
-        is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
+class SavedTensorHooks:
+    """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
+
+    def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
+        self.is_empty = (
+            region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
+        )
         is_twice = region.settings is not None and region.settings.double_backward
-        super().__init__((self._pack, unpack_attached if is_twice else unpack), around, is_empty=is_empty)
+        self.pair: tuple[Callable, Callable] = self._pack, unpack_attached if is_twice else unpack
+        self._around = around
+        #: The innermost hooks, unless others are entered inside the region.
+        self.innermost: tuple[Callable, Callable] | None = self.pair
+        self._replaced: SavedTensorHooks | None = None
+        self._outer: tuple[Callable, Callable] | None = None
+        #: The pack hook of the checkpoint around the hooks, which identifies it; None without one.
+        self.scope: Any = None
+        self.suspended: AbstractContextManager[None] = _Suspended(self.pair)
         self._region = region
         # Shapes of the frozen weights of the torch function that the region's mode runs, if its saved tensors may be
         # packed; None otherwise: then other code saves the tensors that the hooks see.
@@ -66,6 +167,35 @@ class SavedTensorHooks(HookStack):
         self.is_in_backward = False
         # Packs the saved tensors of a torch function that replaces a Function of ours, or makes a weight.
         self._packer: Callable[[Tensor], _Packed] | None = None
+
+    def __enter__(self) -> None:
+        around = self._around
+        if around is not None and around.are_innermost():
+            self._replaced = around
+            pop_hooks()
+        self._outer = top_hooks(True)
+        self.scope = self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
+        if self.is_empty:
+            self.innermost = self._outer
+            return
+        try:
+            push_hooks(*self.pair)
+        except RuntimeError as error:
+            if self._replaced is not None:
+                push_hooks(*self._replaced.pair)
+            raise NotImplementedError(NO_TRANSFORMS) from error
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self.is_empty:
+            pop_hooks()
+        if self._replaced is not None:
+            push_hooks(*self._replaced.pair)
+
+    def are_innermost(self) -> bool:
+        return top_hooks(True) == self.pair
+
+    def are_in_checkpoint(self) -> bool:
+        return _are_of_checkpoint(self._outer)
 
     def _run(self, packer: Callable[[Tensor], _Packed], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -299,11 +429,6 @@ class SavedTensorHooks(HookStack):
             return keep_as_it_is(x, storage_report.VARIABLE)
         return region.keep_activation(x)
 
-    def _is_frozen_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` looks like autocast's copy of a frozen weight."""
-        shapes = self.cast_shapes
-        return shapes is not None and not x.requires_grad and sizes_of(x) in shapes
-
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Save a tensor from which a checkpoint recomputes: unpacked, unless a rule for checkpoints packs it."""
         region = self._region
@@ -315,7 +440,7 @@ class SavedTensorHooks(HookStack):
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
-    def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
+    def _keep(self, x: Tensor, region: Keeper, saver: FrameType, unknown: str = "") -> Saved:
         """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
         if self.keeps_distinct:
@@ -342,13 +467,13 @@ class SavedTensorHooks(HookStack):
             if known is not None:
                 return reported(known)
             why = unknown
-        elif self._is_frozen_weight(x):
-            why = storage_report.WEIGHT
+        elif self.cast_shapes is not None and not x.requires_grad and sizes_of(x) in self.cast_shapes:
+            why = storage_report.WEIGHT  # autocast's copy of a frozen weight
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str]:
         """Return the region that packs a tensor of other code, by a rule or for known Functions, and why not, or ""."""
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:

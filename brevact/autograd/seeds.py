@@ -181,7 +181,8 @@ class SeedStream:
             if self._base is None:
                 self._base = _base_at(self._places)
             place = 0 if device.index is None else device.index + 1
-            stream = self._streams[device] = _seeds(device, _mix(self._base, place))
+            base = _split_mix(self._base + place * _GOLDEN) % 2**64 if place else self._base
+            stream = self._streams[device] = _seeds(device, base)
         return next(stream)
 
     def next_on_host(self) -> int:
@@ -224,10 +225,6 @@ def _next_base() -> int:
         _set_count(seed, count + 1)
     digest.update(count.to_bytes(16, "little"))
     return (int.from_bytes(digest.digest()[:8], "little") ^ rank_seed()) & _MASK
-
-
-def _mix(base: int, count: int) -> int:
-    return _split_mix(base + count * _GOLDEN) % 2**64 if count else base
 
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:

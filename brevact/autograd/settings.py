@@ -37,6 +37,7 @@ class SaveMode(str, enum.Enum):
 
 
 _keys: dict[tuple[Any, ...], int] = {}
+_quantizers: dict[Any, Any] = {}  # the first of equal ones, which later ones become: `is` is quicker than `==`
 _keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
@@ -153,7 +154,8 @@ class BackwardSettings:
 
     def __post_init__(self) -> None:
         self._check_functions()
-        if (self.quantizer is not None or not self.of_functions) and not self._quantizes():
+        quantizes = callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
+        if (self.quantizer is not None or not self.of_functions) and not quantizes:
             raise TypeError(
                 f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
                 "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
@@ -210,14 +212,12 @@ class BackwardSettings:
             fields = self._fields[1:-3]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
+            object.__setattr__(self, "quantizer", _quantizers.setdefault(self.quantizer, self.quantizer))
             fields = self._fields[:-3]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
         for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
         object.__setattr__(self, "text", to_text(for_graph) if has_text else None)
-
-    def _quantizes(self) -> bool:
-        return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
 
     def _check_functions(self) -> None:
         if isinstance(self.of_functions, tuple) and all(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, sharing, storage_report
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import (
@@ -30,7 +30,7 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import find_record, is_held, is_tracked, record_of
+from brevact.autograd.storages import find_record, find_shared, is_held, is_tracked, record_of, share_packed
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
@@ -65,7 +65,7 @@ def compact(x: Tensor) -> Tensor:
         return x
     if is_traced(x) or x.is_inference() or x.is_conj() or x.is_neg():
         return x.detach().clone()
-    found = sharing.find(x, _COPY)
+    found = find_shared(x, _COPY)
     if found is not None:
         return found[0][0]
     record = record_of(x) or find_record(x)
@@ -74,7 +74,7 @@ def compact(x: Tensor) -> Tensor:
     if record.copied > x.untyped_storage().nbytes():
         return x
     copied = x.detach().clone()
-    sharing.add(x, _COPY, (copied,), AS_IT_IS)
+    share_packed(x, _COPY, (copied,), AS_IT_IS)
     return copied
 
 
@@ -106,11 +106,11 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
     if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
         return keep_as_it_is(x)
-    found = None if is_traced(x) else sharing.find(x, (kinds[0],))
+    found = None if is_traced(x) else find_shared(x, (kinds[0],))
     if found is None:
         found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
         if not is_traced(x):
-            sharing.add(x, (kinds[0],), *found)
+            share_packed(x, (kinds[0],), *found)
     return reported(found)
 
 
@@ -194,11 +194,11 @@ class Store:
         if norm is not None and normalizes:
             of_norm = norm.key
             key = None if of_norm is None else (settings.key, repeats, of_norm)
-        found = sharing.find(x, key, self.seeds.number) if may_be_known and key is not None else None
+        found = find_shared(x, key, self.seeds.number) if may_be_known and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, norm if normalizes else None)
             if share and key is not None:
-                sharing.add(x, key, *found, self.seeds.number if settings.is_random else 0)
+                share_packed(x, key, *found, self.seeds.number if settings.is_random else 0)
         if storage_report.recorders:
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
@@ -224,7 +224,8 @@ class Store:
             numel = Layout.of(x).numel
             quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
         if settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-            x = _copy_of(x.detach() if norm is not None else without_gaps(x.detach()))
+            x = x.detach() if norm is not None else without_gaps(x.detach())
+            x = distinct_elements(x).clone().expand(x.shape)  # without gaps, in its own storage
         elif _is_grad_enabled():
             x = x.detach()
         seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
@@ -263,7 +264,7 @@ class Store:
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
         root = self.seeds.number if self.settings.is_random else 0
-        sharing.add(x, (self.settings.key, False, norm), vectors, decoder, root)
+        share_packed(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         """Register a saved form; ``is_dirty``: ``mark_dirty`` follows; ``is_new``: dense, in its own memory."""
@@ -293,12 +294,7 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
-    return sharing.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
-
-
-def _copy_of(x: Tensor) -> Tensor:
-    """Return a copy without gaps in its own storage, to be packed later; expanded dimensions stay expanded."""
-    return distinct_elements(x).clone().expand(x.shape)
+    return find_shared(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
 
 
 @functools.lru_cache(maxsize=4096)

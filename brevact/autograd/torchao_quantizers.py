@@ -120,13 +120,13 @@ def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
     setattr(owner, name, ask)
 
 
-def _replace_affine() -> None:
-    _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine)
-
-
-def _replace_float8() -> None:
-    _replace(getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1]), "forward", fake_quantize_float8)
-
-
-when_imported(*FLOAT8_FAKE_QUANTIZER, _replace_float8)
-when_imported(*FAKE_QUANTIZATION, _replace_affine)  # other releases run torchao's own ops, packed like any others
+when_imported(
+    *FLOAT8_FAKE_QUANTIZER,
+    lambda: _replace(
+        getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1]), "forward", fake_quantize_float8
+    ),
+)
+when_imported(  # other releases run torchao's own ops, packed like any others
+    *FAKE_QUANTIZATION,
+    lambda: _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine),
+)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.autograd import forward_ad
 
-from brevact.autograd.active_regions import current_region
+from brevact.autograd.abandoned_forwards import current_region
 from brevact.autograd.first_region import before_first_region
 from brevact.private_names.of_torch import contexts_in_graphs, functorch_interpreter, states_of_modules
 from brevact.private_names.of_torch import is_jit_tracing as is_tracing

@@ -25,9 +25,8 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, bound_call, tensors_of_call
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_complex, is_plain
-from brevact.autograd.saved import Decoder
+from brevact.autograd.saved import Decoder, Keeper
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -108,9 +107,7 @@ class Recipe(Decoder):
         return storage_report.EXACT, self.nbytes
 
 
-def remember(
-    region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
-):
+def remember(region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]):
     """Record how a function made a weight, if that saves memory; ``saved``: tensors that autograd saves for it."""
     if not (
         (region.is_activation(result) or is_complex(result))
@@ -139,7 +136,7 @@ def _is_of_singular_values(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 class _Writer:
-    def __init__(self, region: EagerKeeper, saved: list[Tensor]) -> None:
+    def __init__(self, region: Keeper, saved: list[Tensor]) -> None:
         self._least = region.settings.min_numel
         self._saved = {storage_address(x) for x in saved}
         self._kept: dict[_Kept, Tensor] = {}

@@ -155,36 +155,36 @@ def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorag
     return found
 
 
+class _States(threading.local):
+    def __init__(self) -> None:
+        self.states: list[ModelState] = []
+
+
 class _Watchers:
     """The states that watch their thread's modules by one global hook, under one key: its keys guard compiled code."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self._of_thread = _States()
         self._count = 0
         self._lock = threading.Lock()
         self._key = RemovableHandle(global_forward_pre_hooks).id
 
     def add(self, state: ModelState) -> None:
-        self._states().append(state)
+        self._of_thread.states.append(state)
         with self._lock:
             self._count += 1
             global_forward_pre_hooks[self._key] = _tell_watchers
 
     def remove(self, state: ModelState) -> None:
-        self._states().remove(state)
+        self._of_thread.states.remove(state)
         with self._lock:
             self._count -= 1
             if not self._count:
                 global_forward_pre_hooks.pop(self._key, None)
 
     def tell(self, module: nn.Module) -> None:
-        for state in self._states():
+        for state in self._of_thread.states:
             state.see(module)
-
-    def _states(self) -> list[ModelState]:
-        if not hasattr(self._of_thread, "states"):
-            self._of_thread.states = []
-        return self._of_thread.states
 
 
 def _tell_watchers(module: nn.Module, args: Any) -> None:

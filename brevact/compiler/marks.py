@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.rows import ROWS
 from brevact.autograd.settings import BackwardSettings

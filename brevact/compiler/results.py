@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from brevact.autograd import storage_report
-from brevact.autograd.active_regions import active
+from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.rows import row_of
 from brevact.autograd.weights import is_weight
 from brevact.private_names.of_graph import COMPILED

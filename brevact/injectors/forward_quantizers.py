@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.mode import packing_region
-from brevact.autograd.ops.fake_quantization import Rectifier, fake_quantize
-from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
+from brevact.autograd.ops.fake_quantization import Rectifier, Signs, fake_quantize, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
 from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
 from brevact.injectors.minifloats import float_quant

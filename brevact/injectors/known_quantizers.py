@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
-from brevact.autograd.ops.forward_statistics import largest_magnitude, weight_statistics
-from brevact.autograd.ops.learned_scale import learned_scale, scale_of_magnitudes
+from brevact.autograd.ops.forward_statistics import (
+    largest_magnitude,
+    learned_scale,
+    scale_of_magnitudes,
+    weight_statistics,
+)
 from brevact.injectors.integer_kinds import delays, integers_of
 from brevact.private_names.of_brevitas import (
     Abs,

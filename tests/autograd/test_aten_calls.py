@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import DEFAULT, LosslessBackward
-from brevact.autograd.aten_calls import as_torch_function
+from brevact.autograd.mode import as_torch_function
 from tests.autograd import ops
 from tests.autograd.measuring import kept_bytes, run_function, settings, watch_saved
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import known_values
-from brevact.autograd.decode_cache import MOST_HELD, Cache, decoded, decoded_beside_codes
+from brevact.autograd.held_outputs import MOST_HELD, Cache, decoded, decoded_beside_codes
 
 
 class _Decoder:

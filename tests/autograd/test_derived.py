@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import SaveMode, decode_cache, derived, expressions, known_values, region
+from brevact.autograd import SaveMode, derived, expressions, held_outputs, known_values, region
 from brevact.autograd.store import find_packed
 from tests.autograd.measuring import settings, watch_saved
 
@@ -212,7 +212,7 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
     monkeypatch.setattr(expressions, "_in_one_pass", lambda *_: None)
     expected = run()
     monkeypatch.undo()
-    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
+    monkeypatch.setattr(held_outputs, "MOST_HELD", 0)
     found = run()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -615,7 +615,7 @@ def test_orders_of_memory_and_quotients(function):
 )
 def test_orders_of_memory_that_are_asked_for_where_parts_are_decoded_one_by_one(reorder):
     shape = 4, 8, 96, 96
-    assert torch.Size(shape).numel() > decode_cache.MOST_HELD  # so that it is decoded in parts
+    assert torch.Size(shape).numel() > held_outputs.MOST_HELD  # so that it is decoded in parts
     error = relative_errors(lambda x: reorder(F.group_norm(x, 8)), settings(bit_width=8), lambda: torch.randn(shape))
     assert error < 0.05
 

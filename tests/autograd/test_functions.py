@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -156,6 +157,16 @@ def test_stored_bytes_shrink(op):
         sizes.append(saved.nbytes)
     bits = 32 * sizes[1] / sizes[0]
     assert bits <= {"packed": 4, "scores": 6}.get(op.stored, 2.2), f"{sizes}: {bits:.2f} bits an element"
+
+
+@pytest.mark.parametrize("op", [*ops.PACKED, *ops.EXACT], **by_name)
+def test_inputs_are_freed(op):
+    function, x = op.make(), torch.randn(op.shape, requires_grad=True) * 1
+    with region(settings()):
+        out = function(x)
+    held = weakref.ref(x.untyped_storage())
+    del x
+    assert held() is None, out  # nor does a closure of the op hold it
 
 
 @pytest.mark.parametrize("op", ops.NOTHING, **by_name)

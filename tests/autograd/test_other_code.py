@@ -17,8 +17,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import DEFAULT, LosslessBackward, NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
 from brevact.autograd import BackwardSettings, region, storage_report
-from brevact.autograd.library_functions import LIBRARY_FUNCTIONS, Gradient
-from brevact.autograd.other_code import find, label_of, name_of, watch_forward
+from brevact.autograd.other_code import LIBRARY_FUNCTIONS, Gradient, find, label_of, name_of, watch_forward
 from tests.autograd.measuring import Mirrored, watch_saved
 from tests.autograd.sync_batch_norm import SavesStatistics
 

@@ -16,36 +16,36 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import StochBackward2bit
-from brevact.autograd import attach_region, region, sharing, store
+from brevact.autograd import attach_region, region, store
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import WeakStorage
+from brevact.autograd.storages import WeakStorage, find_shared, packs_of, share_packed
 from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
 
 def test_slot_finds_what_fill_kept():
     x, kept = torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
-    sharing.add(x, ("settings",), kept, "decoder")
-    assert sharing.find(x, ("other settings",)) is None
-    found, decoder = sharing.find(x.detach(), ("settings",))
+    share_packed(x, ("settings",), kept, "decoder")
+    assert find_shared(x, ("other settings",)) is None
+    found, decoder = find_shared(x.detach(), ("settings",))
     assert decoder == "decoder" and torch.equal(found[0], kept[0])
     x.add_(1)
-    assert sharing.find(x, ("settings",)) is None
+    assert find_shared(x, ("settings",)) is None
 
 
 def test_slot_forgets_a_tensor_that_nobody_keeps():
     x = torch.randn(4)
-    sharing.add(x, ("settings",), (torch.ones(3),), "decoder")
-    assert sharing.find(x, ("settings",)) is None
+    share_packed(x, ("settings",), (torch.ones(3),), "decoder")
+    assert find_shared(x, ("settings",)) is None
 
 
 def test_slot_of_a_freed_tensor_is_gone():
     kept = (torch.ones(3),)
     for _ in range(10):
         x = torch.randn(4)
-        assert sharing.find(x, ("settings",)) is None
-        sharing.add(x, ("settings",), kept, "decoder")
-        part = weakref.ref(sharing.packs_of(x))
+        assert find_shared(x, ("settings",)) is None
+        share_packed(x, ("settings",), kept, "decoder")
+        part = weakref.ref(packs_of(x))
         del x
         assert part() is None
 
@@ -53,11 +53,11 @@ def test_slot_of_a_freed_tensor_is_gone():
 def test_slot_outlives_the_python_objects_of_its_tensor():
     kept = (torch.ones(3),)
     x = torch.randn(4, requires_grad=True).exp()
-    sharing.add(x.detach(), ("settings",), kept, "decoder")
+    share_packed(x.detach(), ("settings",), kept, "decoder")
     sine = x.sin()
     del x
     gc.collect()
-    (found,), _ = sharing.find(sine.grad_fn._saved_self, ("settings",))
+    (found,), _ = find_shared(sine.grad_fn._saved_self, ("settings",))
     assert found is kept[0]
 
 
@@ -68,9 +68,9 @@ def test_slot_finds_views_with_their_shape_strides_and_offset():
     for make in (lambda: block[7], lambda: block[4:], lambda: block.view(4, 6).t(), lambda: block.view(2, 3, 4)[:, 1]):
         view = make()
         expected, alias = view.clone(), view.detach()
-        sharing.add(x, ("settings",), (view,), "decoder")
+        share_packed(x, ("settings",), (view,), "decoder")
         del view
-        (found,), _ = sharing.find(x, ("settings",))
+        (found,), _ = find_shared(x, ("settings",))
         assert torch.equal(found, expected) and found.stride() == alias.stride()
 
 
@@ -78,12 +78,12 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
     buffer, alive = torch.zeros(100, 4), []
     for step in range(400):
         kept = (torch.ones(3),)
-        sharing.add(buffer.add_(1), ("settings",), kept, "decoder")
-        sharing.add(buffer[step % 100], ("settings",), kept, "decoder")
+        share_packed(buffer.add_(1), ("settings",), kept, "decoder")
+        share_packed(buffer[step % 100], ("settings",), kept, "decoder")
         if step < 20:
             alive.append(kept)
-    assert len(sharing.packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
-    assert sharing.find(buffer, ("settings",)) is not None
+    assert len(packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
+    assert find_shared(buffer, ("settings",)) is not None
 
 
 def test_weak_storage_expires_with_the_last_alias():
@@ -101,8 +101,8 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
     x, block = torch.randn(64), torch.arange(256)
     kept, decoder = store.pack(x.detach(), quantizer, save_mode, block[7])
-    sharing.add(x, settings.key, kept, decoder)
-    found, found_decoder = sharing.find(x, settings.key)
+    share_packed(x, settings.key, kept, decoder)
+    found, found_decoder = find_shared(x, settings.key)
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
 
 

@@ -24,17 +24,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd import sharing
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.keeper import Keeper, with_settings
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save
+from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save, with_settings
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
-from brevact.autograd.saved import PassesOn, Saved, one_object_each
+from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -66,7 +65,7 @@ class _Attention(Saving):
         ctx.needs = needs = ctx.needs_input_grad[2:6]
         state = after_dropout = None
         if backend is not None and not is_traced(query):
-            state = _generator_state(query.device)
+            state = torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
         # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             if backend is not None and is_traced(query):
@@ -132,7 +131,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     if known is not None:
         return reported(known)
     key, root = ("mask", region.settings.key), region.seeds.number if region.settings.is_random else 0
-    found = sharing.find(mask, key, root)
+    found = find_shared(mask, key, root)
     if found is not None:
         return reported(found)
     x = distinct_elements(mask.detach())
@@ -141,7 +140,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     x = x - largest
     tensors, decoder = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
     found = (*tensors, largest), _from_largest(decoder, mask.shape)
-    sharing.add(mask, key, *found, root)
+    share_packed(mask, key, *found, root)
     return found
 
 
@@ -266,10 +265,6 @@ def _recompute_attention(leaves: list[Any], options: _Options, backend: int | No
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
         return _attend(query, key, value, mask, *options[:2], **_named(options))
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

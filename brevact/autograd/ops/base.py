@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,47 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.batched_gradients import are_batched, run_by_rows
 from brevact.autograd.call_arguments import PLAIN_TYPES, bound_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
+from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
+from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is
-from brevact.private_names.of_torch import is_functorch_tensor
+from brevact.private_names import of_torch
+from brevact.private_names.of_torch import is_batched, is_functorch_batched, is_functorch_tensor, level_of
 from brevact.quantizers import PointFunction, is_traced
+
+#: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
+_LEGACY_LEVELS = range(1, 65)
+
+
+def are_batched(grads: tuple[Tensor | None, ...]) -> bool:
+    for grad in grads:
+        if grad is not None and (is_batched(grad) or is_functorch_batched(grad)):
+            return True
+    return False
+
+
+def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Call ``backward`` for each row of the innermost batch of ``grads``; return its results batched."""
+    given = [grad for grad in grads if grad is not None]
+    if any(map(is_functorch_batched, given)):
+        level = max(map(level_of, given))
+        add, remove, outside = of_torch.add_batch_dim, of_torch.remove_batch_dim, of_torch.outside_of_transform
+    else:
+        add, remove = of_torch.add_legacy_batch_dim, of_torch.remove_legacy_batch_dim
+        outside = of_torch.outside_of_legacy_vmap
+        level = next(level for level in _LEGACY_LEVELS if any(len(remove(grad, level, 0, 0)) for grad in given))
+    batches = [() if grad is None else remove(grad, level, 0, 0) for grad in grads]  # (0, ...) if not at this level
+    with outside():
+        rows = [
+            backward(ctx, *(batch[i] if len(batch) else grad for batch, grad in zip(batches, grads, strict=True)))
+            for i in range(max(map(len, batches)))
+        ]
+        results = zip(*(row if isinstance(row, tuple) else (row,) for row in rows), strict=True)
+        stacked = [None if of_row[0] is None else torch.stack(of_row) for of_row in results]
+    return tuple(None if batch is None else add(batch, 0, level) for batch in stacked)
+
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -130,6 +164,31 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+class Formula(Saving):
+    """An op of one handler: ``run`` saves and computes, and ``gradients`` is of the gradient and what was saved.
+
+    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Any, run: Callable[..., Any], gradients: Callable[..., tuple[Any, ...]], *tensors: Any
+    ) -> Any:
+        ctx.gradients = gradients
+        return run(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
+
+
+def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
+    """Return a copy of a region with other settings, for one op."""
+    other = copy.copy(region)
+    other.settings = settings
+    return other
+
+
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -223,6 +282,8 @@ def as_number(x: Any) -> Any:
 def value_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
     """Return a call as a function of its first argument, never in place; the others are bound as numbers now."""
     function = out_of_place(function)
+    if not args and kwargs.keys() <= {"inplace"}:
+        return function
     args = tuple(map(as_number, args))
     position = _inplace_position(function)
     if position is not None and position <= len(args):

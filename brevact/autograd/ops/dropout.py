@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes
@@ -96,8 +95,12 @@ class _Dropout(Saving):
         return None, grad_input.mul_(ctx.factor), None, None, None
 
 
-def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], Tensor]) -> Any:
+def _twice(
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     """Run torch's own dropout, which supports double backward; a mask replaces the noise that it saves."""
+    if not _drops(region, input, p, training):
+        return NotImplemented
     runner = region.torch_runner(input)
     if runner is None or input.numel() < region.settings.min_numel:
         return NotImplemented
@@ -108,7 +111,7 @@ def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], 
         factor = 1.0 if noise.dtype is torch.bool else _noise_of_kept(p, noise.dtype)
         return stand_in(masks[0], noise.dtype, factor)
 
-    out = runner.run_torch_function(dropout, input, keep=keep)
+    out = runner.run_torch_function(lambda x: func(x, p, training, inplace), input, keep=keep)
     if len(masks) == 1:
         factor = _noise_of_kept(p, input.dtype) if input.device.type == "cpu" else 1.0 / (1.0 - p)
         derive(region, out, ByMask(factor), ((input, source), (input, masks[0])))
@@ -129,14 +132,6 @@ def _copy_of_known(region: Keeper, func: Callable, input: Tensor, p: float, trai
     if known is not None and out is not input:
         region.register(out, known)
     return out
-
-
-def _dropout_twice(
-    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not _drops(region, input, p, training):
-        return NotImplemented
-    return _twice(region, input, p, lambda x: func(x, p, training, inplace))
 
 
 def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Callable:
@@ -185,7 +180,7 @@ _KINDS: dict[tuple[Callable, ...], tuple] = {
 }
 _STORED = Stored("dropout of every kind", MASKS, EXACT)
 OPS = (
-    Op((F.dropout,), _handler(_OF_ELEMENTS), _STORED, _dropout_twice),
+    Op((F.dropout,), _handler(_OF_ELEMENTS), _STORED, _twice),
     *(Op(functions, _handler(*kind), _STORED) for functions, kind in _KINDS.items()),
     Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
 )

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, is_activation, is_complex, is_inplace, load, save
+from brevact.autograd.ops.base import Formula, Saving, is_activation, is_complex, is_inplace, load, save
 from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Saved
+from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.autograd.strides import Strides, lay_out
@@ -70,12 +69,10 @@ def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
-    if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
-        is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
-        return _keep_small_factor(region, x) if is_small else keep_by_rows(region, x, dims)
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
-    return region.keep_activation(x)
+    has_rows = dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad)
+    return keep_by_rows(region, x, dims) if has_rows else region.keep_activation(x)
 
 
 def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
@@ -116,19 +113,6 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
     return region.apply(_Multiply, func, input, other, inplace)
 
 
-class _Divide(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
-        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
-        return divide(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, b = load(ctx)
-        grad_a = grad / b if ctx.needs_input_grad[3] else None
-        return None, None, None, grad_a, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
-
-
 def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
     """Handle division by one number per row, a deviation or one of few; torch, too, saves the numerator for it."""
     if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
@@ -140,7 +124,16 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
     dims = dims_of_rows(input, other)
     if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):
         return NotImplemented
-    return region.apply(_Divide, func, dims, input, other)
+
+    def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
+        out: Tensor = func(a, b)
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
+        return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
+
+    return region.apply(Formula, run, gradients, input, other)
 
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:

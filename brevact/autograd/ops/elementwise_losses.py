@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import arguments_of
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+from brevact.autograd.saved import Keeper
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.store import keep_mask
 
@@ -46,77 +46,12 @@ class _Loss(NamedTuple):
     is_sign: bool = False
 
 
-class _ElementwiseLoss(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: _Call, loss: _Loss, divisor: int, options: dict, input: Tensor, target: Tensor
-    ) -> Tensor:
-        out = call(input, target)
-        slope = loss.slope(input.to(out.dtype), target.to(out.dtype), **options)
-        if loss.is_sign:
-            save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
-        else:
-            save(ctx, region.keep(slope, share=False))
-        ctx.factor, ctx.divisor, ctx.is_of_difference = loss.factor, divisor, loss.is_of_difference
-        ctx.shapes, ctx.dtypes = (input.shape, target.shape), (input.dtype, target.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *below = load(ctx)
-        if below:
-            sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
-            along = grad.expand(sign.shape) / ctx.divisor * sign if ctx.divisor > 1 else grad.expand(sign.shape) * sign
-        else:
-            along = _times(kept, grad, ctx.factor / ctx.divisor)
-            along = along.contiguous() if ctx.is_of_difference else along  # as torch's own gradient is
-        (input_shape, target_shape), (input_dtype, target_dtype) = ctx.shapes, ctx.dtypes
-        grad_input = along.sum_to_size(input_shape).to(input_dtype) if ctx.needs_input_grad[5] else None
-        grad_target = (-along).sum_to_size(target_shape).to(target_dtype) if ctx.needs_input_grad[6] else None
-        return None, None, None, None, None, grad_input, grad_target
-
-
 def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
     if grad.dim():
         product: Tensor = kept.multiply(grad)
         return product if factor == 1 else product * factor
     decoded: Tensor = kept.decode()
     return (decoded if factor == 1 else decoded * factor) * grad
-
-
-class _BinaryCrossEntropy(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[..., Tensor],
-        divisor: int,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        positive: Tensor | None,
-    ) -> Tensor:
-        out = call(input, target, weight, positive)
-        slope = torch.sigmoid(input.to(out.dtype))
-        if positive is None:
-            slope -= target
-        kept = region.keep(slope, share=False)
-        more = (target, positive) if positive is not None else ()
-        save(ctx, kept, None if weight is None else region.keep_activation(weight), *map(region.keep_activation, more))
-        ctx.divisor, ctx.dtype = divisor, input.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, *more = load(ctx)
-        if more:
-            target, positive = (each.decode().to(grad.dtype) for each in more)
-            along = (1 + (positive - 1) * target) * kept.decode() - positive * target
-            along = along * (1 / ctx.divisor) * grad
-        else:
-            along = _times(kept, grad, 1 / ctx.divisor)
-        along = along if weight is None else along * weight.decode().to(grad.dtype)
-        return None, None, None, along.to(ctx.dtype), None, None, None
 
 
 def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
@@ -152,10 +87,29 @@ def _handler(loss: _Loss) -> Callable:
         if not divisor or (input.shape != target.shape and not loss.is_of_difference):
             return NotImplemented
 
-        def call(x: Tensor, t: Tensor) -> Tensor:
-            return func(x, t, reduction=reduction, **options)
+        input_shape, input_dtype, target_shape, target_dtype = input.shape, input.dtype, target.shape, target.dtype
 
-        return region.apply(_ElementwiseLoss, call, loss, divisor, options, input, target)
+        def run(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
+            out: Tensor = func(x, t, reduction=reduction, **options)
+            slope = loss.slope(x.to(out.dtype), t.to(out.dtype), **options)
+            if loss.is_sign:
+                save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
+            else:
+                save(ctx, region.keep(slope, share=False))
+            return out
+
+        def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
+            if below:
+                sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
+                along = grad.expand(sign.shape)
+                along = along / divisor * sign if divisor > 1 else along * sign
+            else:
+                along = _times(kept, grad, loss.factor / divisor)
+                along = along.contiguous() if loss.is_of_difference else along  # as torch's own gradient is
+            of_input = along.sum_to_size(input_shape).to(input_dtype) if needs[0] else None
+            return of_input, (-along).sum_to_size(target_shape).to(target_dtype) if needs[1] else None
+
+        return region.apply(Formula, run, gradients, input, target)
 
     return handle
 
@@ -169,10 +123,29 @@ def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any
     if not divisor or input.shape != target.shape:
         return NotImplemented
 
-    def call(x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
-        return func(x, t, weight=w, reduction=reduction, pos_weight=p)
+    dtype = input.dtype
 
-    return region.apply(_BinaryCrossEntropy, call, divisor, input, target, weight, positive)
+    def run(ctx: Any, x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
+        out: Tensor = func(x, t, weight=w, reduction=reduction, pos_weight=p)
+        slope = torch.sigmoid(x.to(out.dtype))
+        if p is None:
+            slope -= t
+        more = () if p is None else (t, p)
+        kept = region.keep(slope, share=False)
+        save(ctx, kept, None if w is None else region.keep_activation(w), *map(region.keep_activation, more))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, w: Any, *more: Any) -> tuple[Any, ...]:
+        if more:
+            t, p = (each.decode().to(grad.dtype) for each in more)
+            along = (1 + (p - 1) * t) * kept.decode() - p * t
+            along = along * (1 / divisor) * grad
+        else:
+            along = _times(kept, grad, 1 / divisor)
+        along = along if w is None else along * w.decode().to(grad.dtype)
+        return along.to(dtype), None, None, None
+
+    return region.apply(Formula, run, gradients, input, target, weight, positive)
 
 
 def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from brevact.autograd import clipped_ends, known_values, storage_report
 from brevact.autograd.decoders import decoder_of_mask
-from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import SavedValue, Saving, load, save
+from brevact.autograd.ops.base import Formula, SavedValue, Saving, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
-from brevact.autograd.ops.recompute import gradients_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.ops.recompute import compute_from_weight, gradients_of
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
-from brevact.autograd.store import keep_as_it_is, pack, reported
+from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import Layout, ResidualQuantizer, is_traced, pack_mask
@@ -117,7 +116,7 @@ class _FakeQuantization(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: EagerKeeper,
+        region: Keeper,
         integers: Integers,
         rectifier: Rectifier | None,
         x: Tensor,
@@ -167,7 +166,8 @@ class _FakeQuantization(Saving):
         if ctx.keeps_ends:
             floor = None
             if rectifier is not None and not rectifier.zero_is_lowest:
-                floor = _code_of_zero(integers, numbers[0], code_decoder.layout.dtype)
+                rounded = integers.round(numbers[0].detach().reshape(()).to(code_decoder.layout.dtype))
+                floor = rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
             ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
             codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
         elif (needs_scale or needs_pre_scale) and not again:
@@ -240,11 +240,6 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
         and codes.layout.numel >= clipped_ends.MIN_NUMEL
         and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
     )
-
-
-def _code_of_zero(integers: Integers, zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = integers.round(zero_point.detach().reshape(()).to(dtype))
-    return rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
 
 
 def _may_be_nan(x: Tensor) -> bool:
@@ -363,7 +358,7 @@ class _WeightFakeQuantization(Saving):
 
 
 def fake_quantize(
-    region: EagerKeeper,
+    region: Keeper,
     integers: Integers,
     x: Tensor,
     scale: Tensor,
@@ -383,15 +378,13 @@ def fake_quantize(
     with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
         weight = region.is_weight(x)
         shares = pre_scale is scale and pre_zero_point is zero_point
+        # whether the ReLU's output alone is saved, and the rest recomputed from it
+        keeps_output = pre_scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
         if (
             not is_quantizable(region, x, given[:2] if shares else given)
             or (weight and (rectifier is not None or not integers.repeats))
             or (not weight and integers.bit_width > 8)
-            or (
-                rectifier is not None
-                and pre_zero_point.requires_grad
-                and not _keeps_output(region, integers, pre_scale)
-            )
+            or (rectifier is not None and pre_zero_point.requires_grad and not keeps_output)
         ):
             return NotImplemented
         storage_report.report_op(fake_quantize)
@@ -400,12 +393,7 @@ def fake_quantize(
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)
 
 
-def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> bool:
-    """Return whether the ReLU's output alone is saved and the rest recomputed from it."""
-    return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
-
-
-def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
+def is_quantizable(region: Keeper, x: Any, given: tuple[Any, ...]) -> bool:
     if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
     device = x.device
@@ -418,3 +406,55 @@ def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _broadcast(shape: torch.Size, *others: torch.Size) -> bool:
     return torch.broadcast_shapes(shape, *others) == shape
+
+
+@dataclass(frozen=True, eq=False)
+class Signs:
+    """How a binary or ternary forward quantizer turns x into the integers that the scale multiplies.
+
+    ``of`` returns the integers of x under a scale, starting at -1 in steps, by differentiable ops. ``clips``: elements
+    beyond the scale have no gradient, and the scale gets theirs. A zero stops the gradient.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]
+    bit_width: int
+    step: int
+    clips: bool = False
+    has_zero: bool = False
+
+    def quantized(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.of(x, scale) * scale
+
+
+def quantize_signs(region: Keeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
+    """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
+    if not is_quantizable(region, x, (scale,)):
+        return NotImplemented
+    storage_report.report_op(quantize_signs)
+    if region.is_weight(x):
+        return compute_from_weight(region, signs.quantized, x, scale)
+    dtype, shape = x.dtype, x.shape
+
+    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        q = signs.of(x, scale)
+        out = q * scale
+        decoder = known_values.IntegerCodes(
+            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
+        )
+        tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
+        known_values.register(out, tensors, decoder)
+        codes = reported((tensors, decoder)) if ctx.needs_input_grad[4] or signs.has_zero else None
+        passes = (x > scale).logical_or_(x < -scale).logical_not_() if signs.clips else None
+        save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, codes: Any, mask: Any, scale: Tensor) -> tuple[Any, ...]:
+        q = torch.ones((), device=grad.device) if codes is None else codes.decoder.integers(codes.tensors)
+        size = scale.detach().abs()
+        x = q * (1000.0 * size + 1.0)  # beyond any threshold and bound
+        if not signs.has_zero:
+            x = torch.where(mask.decode(), q * (0.5 * size), x) if mask is not None else q
+        return tuple(gradients_of(signs.quantized, [x.to(dtype).expand(shape), scale], needs, grad))
+
+    with DisableTorchFunction():
+        return region.apply(Formula, run, gradients, x, scale)

@@ -10,11 +10,48 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.recompute import compute_from_weight
-from brevact.autograd.ops.selection import kth_magnitude
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
+
+_BLOCK = 512
+_MOST_OF_BLOCKS = 8  #: At most one block in this many is searched.
+
+
+def kth_magnitude(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return ``torch.kthvalue(x.abs(), rank, keepdim=True)`` of (n,) floats, with the same choice among equal ones."""
+    found = _among_the_largest(x, rank) if x.is_contiguous() else None
+    if found is None:
+        value, index = torch.kthvalue(x.abs(), rank, dim=0, keepdim=True)
+        return value, index
+    return found
+
+
+def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
+    """Select in blocks; None where that is no faster, for NaN, and if several elements are the k-th.
+
+    With r = n - k + 1, the r-th largest of the blocks' largest magnitudes bounds the r-th largest of all from below:
+    the blocks that reach it, about r, hold every element that does.
+    """
+    numel = x.numel()
+    blocks, from_above = numel // _BLOCK, numel - rank + 1
+    if not 1 <= from_above <= blocks // _MOST_OF_BLOCKS:
+        return None
+    rows = x[: blocks * _BLOCK].view(blocks, _BLOCK)
+    largest = torch.maximum(rows.amax(1), rows.amin(1).neg())
+    bound = torch.kthvalue(largest, blocks - from_above + 1)[0]
+    places = (largest >= bound).nonzero().squeeze(1)
+    if largest.amax().isnan() or len(places) > blocks // _MOST_OF_BLOCKS:
+        return None
+    tail = torch.arange(blocks * _BLOCK, numel, device=x.device)
+    index = torch.cat(((places[:, None] * _BLOCK + torch.arange(_BLOCK, device=x.device)).view(-1), tail))
+    magnitudes = x[index].abs()
+    value = torch.kthvalue(magnitudes, len(magnitudes) - from_above + 1, keepdim=True)[0]
+    equal = (magnitudes == value).nonzero()
+    if len(equal) != 1:  # torch picks one of them; none is equal to a NaN in the tail
+        return None
+    return value, index[equal.view(1)]
 
 
 class _LargestMagnitude(Saving):
@@ -40,7 +77,7 @@ class _LargestMagnitude(Saving):
             return zeros.scatter_(ctx.dim, index, grad.reshape(index.shape) * signs), None, None
         if weight.is_cpu and not math.isnan(found.item()):
             ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
-            each = grad / ones.sum(dtype=_exact_sum_of(ones)).long()
+            each = grad / ones.sum(dtype=torch.float32 if ones.numel() <= 2**24 else torch.float64).long()  # exact
             share = each.item()
             if math.isfinite(share) and share != 0.0:
                 shares = ones.mul_(share)
@@ -51,25 +88,21 @@ class _LargestMagnitude(Saving):
         return shares.mul_(weight.sgn()), None, None
 
 
-def _exact_sum_of(ones: Tensor) -> torch.dtype:
-    return torch.float32 if ones.numel() <= 2**24 else torch.float64
-
-
-def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+def largest_magnitude(region: Keeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     """Largest magnitude of a weight, or of its rows along a dimension: ``brevitas.core.stats.AbsMax``."""
     storage_report.report_op(weight_statistics)
     with DisableTorchFunction():
         return region.apply_to_weight(_LargestMagnitude, weight, dim, keepdim)
 
 
-def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     """Statistics of one or several weights; backward reruns ``compute``, which has no random numbers and no state."""
     storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, *weights)
 
 
 def absolute_percentile(
-    region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
+    region: Keeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
     """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient. ``values``: ReLU of ``x``."""
     storage_report.report_op(absolute_percentile)
@@ -96,3 +129,53 @@ def magnitude_of_all(x: Tensor, q: float) -> Tensor:
 
 def _rank(q: float, numel: int) -> int:
     return math.floor(0.01 * q * numel + 0.5)
+
+
+class _LearnedScale(Saving):
+    """s = max(|v|, least) / t (brevitas.core.scaling.ParameterScaling), with dL/dv = sgn(v) (dL/ds / t)."""
+
+    is_brevact = False  # its result is computed from weights
+    returns_new = True
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
+        save(ctx, exact=(value, threshold))
+        magnitude = value.abs()
+        return (magnitude if least is None else magnitude.clamp_min_(least)) / threshold
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        value, threshold = load(ctx)
+        return (grad / threshold).to(value.dtype).mul_(value.sgn()), None, None
+
+
+def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
+    """Return scales of a parameter; ``threshold``: positive, 0-d; ``least``: smallest magnitude, None for none."""
+    if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
+        return value.abs() / threshold  # its gradient in C++ is the same
+    found: Tensor = _LearnedScale.record(value, threshold, least)
+    return found
+
+
+class _ScaleOfMagnitudes(Saving):
+    """s = max(m, least) / t for statistics m (StatsFromParameterScaling): dL/dm = sgn(max(m, least)) (dL/ds / t)."""
+
+    is_brevact = False  # its result is computed from weights
+    returns_new = True
+
+    @staticmethod
+    def forward(ctx: Any, magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
+        bounded = magnitudes.clamp_min(least)
+        save(ctx, exact=(bounded, threshold))
+        return bounded / threshold
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        bounded, threshold = load(ctx)
+        return (grad / threshold).mul_(bounded.sgn()), None, None
+
+
+def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
+    """Return scales of nonnegative statistics, NaN for NaN; ``threshold``: positive, 0-d, of the same dtype."""
+    found: Tensor = _ScaleOfMagnitudes.record(magnitudes, threshold, least)
+    return found

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import Kind
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, blank, is_inplace, load, requires_grad, run_inside, save
+from brevact.autograd.ops.base import Formula, blank, is_inplace, requires_grad, run_inside, save
 from brevact.autograd.ops.op import (
     EXACT,
     MASKS,
@@ -39,36 +38,11 @@ from brevact.autograd.ops.op import (
     everywhere,
     places_in_first,
 )
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask, keep_places
 from brevact.private_names.of_torch import nn_pad
 
 aten = torch.ops.aten
-
-
-class _GridSample(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor, Tensor], Tensor],
-        options: tuple[int, int, bool],
-        input: Tensor,
-        grid: Tensor,
-    ) -> Tensor:
-        save(ctx, region.keep_activation(input) if ctx.needs_input_grad[4] else None, exact=(grid,))
-        ctx.options, ctx.input_like = options, (input.shape, input.stride(), input.dtype)
-        return call(input, grid)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, grid = load(ctx)
-        x = blank(ctx.input_like, grad) if kept is None else kept.decode()
-        run = aten.grid_sampler_2d_backward if x.dim() == 4 else aten.grid_sampler_3d_backward
-        wanted = list(ctx.needs_input_grad[3:])
-        grads = run(grad, x.to(grad.dtype), grid.to(grad.dtype), *ctx.options, wanted)
-        like = zip(grads, (ctx.input_like[2], grid.dtype), wanted, strict=True)
-        return None, None, None, *(g.to(dtype) if needed else None for g, dtype, needed in like)
 
 
 def _grid_sampler(
@@ -85,7 +59,21 @@ def _grid_sampler(
     if input.dim() not in (4, 5) or input.numel() == 0:
         return NotImplemented
     options = (interpolation_mode, padding_mode, align_corners)
-    return region.apply(_GridSample, lambda x, g: func(x, g, *options), options, input, grid)
+    input_like, grid_dtype = (input.shape, input.stride(), input.dtype), grid.dtype
+
+    def run(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
+        save(ctx, region.keep_activation(x) if ctx.needs_input_grad[4] else None, exact=(g,))
+        out: Tensor = func(x, g, *options)
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, g: Tensor) -> tuple[Any, ...]:
+        x = blank(input_like, grad) if kept is None else kept.decode()
+        backward = aten.grid_sampler_2d_backward if x.dim() == 4 else aten.grid_sampler_3d_backward
+        found = backward(grad, x.to(grad.dtype), g.to(grad.dtype), *options, list(needs))
+        like = zip(found, (input_like[2], grid_dtype), needs, strict=True)
+        return tuple(each.to(dtype) if needed else None for each, dtype, needed in like)
+
+    return region.apply(Formula, run, gradients, input, grid)
 
 
 _STORED = Stored("embedding, gather and other lookups", "the indices, in the smallest integers that hold them", EXACT)
@@ -118,51 +106,6 @@ class _Places(NamedTuple):
 
     def clear(self, x: Tensor, index: Tensor) -> Tensor:
         return (x.index_fill if self.is_by_row else x.scatter)(self.dim, index, 0)
-
-
-class _Reduction(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[..., Tensor],
-        places: _Places,
-        reduce: str,
-        include_self: bool,
-        input: Tensor,
-        index: Tensor,
-        source: Tensor,
-    ) -> Tensor:
-        is_extreme = reduce in _EXTREMES
-        before = input.clone() if places.inplace and is_extreme else input
-        out = call(input, index, source)
-        masks: tuple[Saved, ...] = ()
-        if is_extreme:
-            masks = keep_mask(before == out), keep_mask(source == places.take(out, index))
-        if places.inplace:
-            ctx.mark_dirty(input)
-        save(ctx, *masks, keep_places(index, region.settings, input.shape))
-        ctx.places, ctx.reduce, ctx.include_self, ctx.shape = places, reduce, include_self, source.shape
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *masks, kept = load(ctx)
-        index, places, grad_input, of_source = kept.decode(), ctx.places, grad, None
-        if masks:
-            of_input, of_source = (mask.decode().to(grad.dtype) for mask in masks)
-            grad = grad / places.add(of_input, index, of_source)
-            grad_input = of_input * grad
-        elif ctx.reduce == "mean":
-            counts = torch.ones_like(grad) if ctx.include_self else torch.zeros_like(grad)
-            counts = places.add(counts, index, grad.new_ones(()).expand(ctx.shape))
-            grad = grad_input = grad / counts.masked_fill_(counts == 0, 1)
-        grad_source = places.take(grad, index)
-        if of_source is not None:
-            grad_source = of_source * grad_source
-        if not ctx.include_self:
-            grad_input = places.clear(grad_input, index)
-        return None, None, None, None, None, grad_input, None, grad_source
 
 
 _EXTREMES = frozenset(("amax", "amin"))
@@ -200,10 +143,36 @@ def _reducing(is_by_row: bool) -> Callable:
             return NotImplemented
         places = _Places(dim, is_by_row, is_inplace(func, (), {}))
 
-        def call(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
-            return func(x, dim, i, s, reduce, include_self=include_self)
+        shape = src.shape
 
-        return region.apply(_Reduction, call, places, reduce, bool(include_self), input, index, src)
+        def run(ctx: Any, x: Tensor, i: Tensor, source: Tensor) -> Tensor:
+            before = x.clone() if places.inplace and reduce in _EXTREMES else x
+            out: Tensor = func(x, dim, i, source, reduce, include_self=include_self)
+            masks: tuple[Saved, ...] = ()
+            if reduce in _EXTREMES:
+                masks = keep_mask(before == out), keep_mask(source == places.take(out, i))
+            if places.inplace:
+                ctx.mark_dirty(x)
+            save(ctx, *masks, keep_places(i, region.settings, x.shape))
+            return out
+
+        def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
+            *masks, i = (each.decode() for each in kept)
+            grad_input, of_source = grad, None
+            if masks:
+                of_input, of_source = (mask.to(grad.dtype) for mask in masks)
+                grad = grad / places.add(of_input, i, of_source)
+                grad_input = of_input * grad
+            elif reduce == "mean":
+                counts = torch.ones_like(grad) if include_self else torch.zeros_like(grad)
+                counts = places.add(counts, i, grad.new_ones(()).expand(shape))
+                grad = grad_input = grad / counts.masked_fill_(counts == 0, 1)
+            grad_source = places.take(grad, i)
+            if of_source is not None:
+                grad_source = of_source * grad_source
+            return grad_input if include_self else places.clear(grad_input, i), None, grad_source
+
+        return region.apply(Formula, run, gradients, input, index, src)
 
     return handle
 

@@ -26,12 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made
 from brevact.autograd.store import keep_as_it_is, keep_places, reported
@@ -54,7 +52,11 @@ class _CrossEntropy(Saving):
         ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
     ) -> Tensor:
         out = call(input, target, weight)
-        kept = _kept_probabilities(region, input, options.class_dim, out.dtype)
+        known = _known_logits(region, input)
+        if known is None:
+            kept = region.keep(torch.softmax(input, options.class_dim, dtype=out.dtype), share=False)
+        else:
+            kept = reported((known[0], _Probabilities(known[1], options.class_dim, tuple(input.shape), out.dtype)))
         ctx.has_index = not target.is_floating_point()
         kept_target = _kept_index(region, input, target, options) if ctx.has_index else region.keep_activation(target)
         save(ctx, kept, kept_target, exact=(weight,))
@@ -181,13 +183,6 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
         return known
     return None
-
-
-def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
-    known = _known_logits(region, input)
-    if known is not None:
-        return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))
-    return region.keep(torch.softmax(input, dim, dtype=dtype), share=False)
 
 
 class _NegativeLogLikelihood(Saving):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.decoders import Mapped
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_complex, is_inplace, load, save
+from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_complex, is_inplace, load, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
-from brevact.autograd.ops.torch_rules import clamp_passes_bounds
+from brevact.autograd.ops.recompute import clamp_passes_bounds
 from brevact.autograd.rectified import stand_in
+from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
@@ -112,24 +112,12 @@ def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tenso
     return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
-
-
-def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
-    return _Pieces(_itself, inplace, reads="output")
-
-
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
     min_val, max_val = as_number(min_val), as_number(max_val)
 
     mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
     stands = _between(min_val, max_val), math.inf
     return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
-
-
-def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
-    return _hardtanh(input, 0.0, 6.0, inplace)
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -142,25 +130,11 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
     return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
 
 
-def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> _Pieces:
-    return _leaky_relu(input, (lower + upper) / 2)
-
-
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     threshold, value = as_number(threshold), as_number(value)
 
     mask = _passed_by(aten.threshold_backward, threshold)
     return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
-
-
-def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    mask = _passed_by(aten.softshrink_backward, lambd)
-    return _Pieces(mask, value=None, stands=(math.inf, 0.0), saved_first=False)
-
-
-def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    mask = _passed_by(aten.hardshrink_backward, lambd)
-    return _Pieces(mask, stands=(math.inf, 0.0), saved_first=False)
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
@@ -176,20 +150,6 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
     low, high = -math.inf if min is None else as_number(min), math.inf if max is None else as_number(max)
     middle = high if high == math.inf else low if low == -math.inf else (low + high) / 2
     return _Pieces(mask, value=_Bounded(min, max), stands=(middle, math.nan), reads="mask")
-
-
-def _clamp_min(input: Tensor, min: float) -> _Pieces:
-    return _clamp(input, min=min)
-
-
-def _clamp_max(input: Tensor, max: float) -> _Pieces:
-    return _clamp(input, max=max)
-
-
-def _nan_to_num(
-    input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
-) -> _Pieces:
-    return _Pieces(torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", saved_first=False)
 
 
 def _twice(rule: Callable[..., _Pieces]) -> Callable:
@@ -247,21 +207,27 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
     return handle
 
 
-#: Randomized ReLU in evaluation: a leaky ReLU with the mean slope.
-frozen_rrelu = _handler(_frozen_rrelu)
+#: What functions do, by their parameters.
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
-    _relu: everywhere("relu"),
+    # pack_mask reads a floating-point tensor as ~(x <= 0)
+    lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output"): everywhere("relu"),
     _hardtanh: (F.hardtanh, F.hardtanh_),
-    _relu6: (F.relu6,),
+    lambda input, inplace=False: _hardtanh(input, 0.0, 6.0, inplace): (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu, F.leaky_relu_),
     _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),  # type: ignore[attr-defined]
-    _softshrink: (F.softshrink,),
-    _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
+    lambda input, lambd=0.5: _Pieces(
+        _passed_by(aten.softshrink_backward, lambd), value=None, stands=(math.inf, 0.0), saved_first=False
+    ): (F.softshrink,),
+    lambda input, lambd=0.5: _Pieces(
+        _passed_by(aten.hardshrink_backward, lambd), stands=(math.inf, 0.0), saved_first=False
+    ): (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
     _clamp: everywhere("clamp", "clip"),
-    _nan_to_num: everywhere("nan_to_num"),
-    _clamp_min: everywhere("clamp_min"),
-    _clamp_max: everywhere("clamp_max"),
+    lambda input, nan=0.0, posinf=None, neginf=None: _Pieces(
+        torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", saved_first=False
+    ): everywhere("nan_to_num"),
+    lambda input, min: _clamp(input, min=min): everywhere("clamp_min"),
+    lambda input, max: _clamp(input, max=max): everywhere("clamp_max"),
 }
 _STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
 
@@ -325,23 +291,6 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
 
 
-class _RReLU(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
-        slopes = torch.empty_like(input, memory_format=torch.contiguous_format)  # torch writes them in this order
-        run = aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise
-        out = run(input, slopes, lower, upper, True)
-        if inplace:
-            ctx.mark_dirty(input)
-        save(ctx, region.keep(slopes, share=False))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        return None, kept.multiply(grad), None, None, None
-
-
 def _rrelu(
     region: Keeper,
     func: Callable,
@@ -353,52 +302,56 @@ def _rrelu(
 ) -> Any:
     inplace = inplace or func is torch.rrelu_
     if not training:
-        return frozen_rrelu(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
+        of_mean = _handler(lambda input, lower, upper: _leaky_relu(input, (lower + upper) / 2))
+        return of_mean(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
     if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
         return NotImplemented
-    return region.apply(_RReLU, input, lower, upper, inplace)
 
-
-class _Absolute(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
-        above, below = keep_mask(input > 0), keep_mask(input < 0)
-        save(ctx, above, below)
-        source, out = region.find_known(input), func(input)
-        if source is not None:
-            derive(region, out, _signed, ((input, source), (input, above), (input, below)), is_dirty=inplace)
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        slopes = torch.empty_like(x, memory_format=torch.contiguous_format)  # torch writes them in this order
+        out: Tensor = (aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise)(x, slopes, lower, upper, True)
         if inplace:
-            ctx.mark_dirty(input)
+            ctx.mark_dirty(x)
+        save(ctx, region.keep(slopes, share=False))
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        above, below = load(ctx)
-        sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
-        return None, None, None, lay_out(sign.mul_(grad), grad, sign.stride())
+    return region.apply(Formula, run, _times, input)
 
 
-class _Magnitude(Saving):
-    """Absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+def _times(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+    return (kept.multiply(grad),)
 
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor) -> Tensor:
-        save(ctx, region.keep(torch.sgn(input), share=False))
-        return func(input)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (direction,) = load(ctx)
-        return None, None, grad * direction.decode()
+def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -> tuple[Any, ...]:
+    sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
+    return (lay_out(sign.mul_(grad), grad, sign.stride()),)
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
-    if is_complex(input) and input.requires_grad and not is_inplace(func, (input,), {}) and not is_traced(input):
+    """Of complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+    inplace = is_inplace(func, (input,), {})
+
+    def magnitude(ctx: Any, x: Tensor) -> Tensor:
+        save(ctx, region.keep(torch.sgn(x), share=False))
+        out: Tensor = func(x)
+        return out
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        above, below = keep_mask(x > 0), keep_mask(x < 0)
+        save(ctx, above, below)
+        source, out = region.find_known(x), func(x)
+        if source is not None:
+            derive(region, out, _signed, ((x, source), (x, above), (x, below)), is_dirty=inplace)
+        if inplace:
+            ctx.mark_dirty(x)
+        return out
+
+    if is_complex(input) and input.requires_grad and not inplace and not is_traced(input):
         small = input.numel() < region.settings.min_numel
-        return NotImplemented if small or region.is_weight(input) else region.apply(_Magnitude, func, input)
+        return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
-    return region.apply(_Absolute, func, is_inplace(func, (input,), {}), input)
+    return region.apply(Formula, run, _times_sign, input)
 
 
 OPS = (

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.derived import Kind, derive
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import track_pooled_codes
-from brevact.autograd.ops.base import Saving, blank, load, save
+from brevact.autograd.ops.base import Formula, blank, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Decoder
+from brevact.autograd.saved import Decoder, Keeper
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten
@@ -109,32 +108,6 @@ class _Pick(NamedTuple):
         return x.flatten(-self.rank).gather(-1, index.flatten(-self.rank)).view(index.shape)
 
 
-class _MaxPool(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, pool: Callable, backward: Callable, windows: Callable, input: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, index = pool(input)
-        geometry = windows(out)
-        track_pooled_codes(input, index, out, len(geometry.input))
-        codes = pack_codes(geometry.position(index), geometry.bit_width)
-        source = region.find_known(input)
-        if source is not None:
-            picked = (codes,), _Positions(geometry, index.shape)
-            derive(region, out, _Pick(len(geometry.input)), ((input, source), (index, picked)), is_pointwise=False)
-        save(ctx, exact=(codes,))
-        ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
-        ctx.input_like = (input.shape, input.stride(), input.dtype)
-        ctx.mark_non_differentiable(index)
-        return out, index
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        (packed,) = load(ctx)
-        index = _Positions(ctx.windows, ctx.out_shape).decode((packed,))
-        return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)
-
-
 def _max_pool(
     region: Keeper,
     func: Callable,
@@ -155,22 +128,47 @@ def _max_pool(
     padding = (0,) * len(flat) + sizes[2]
     geometry = (kernel, stride, padding, dilation, ceil_mode)
     pool, pool_backward = _ATEN_MAX[len(kernel)]
-
-    def windows(out: Tensor) -> _Windows:
-        starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
-        return _Windows(flat + tuple(input.shape[-dims:]), starts, dilation, kernel)
-
-    calls = lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i), windows
-    return _maxima(region, calls, input, dims, return_indices if returns_index is None else returns_index)
+    starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
+    windows = _Windows(flat + tuple(input.shape[-dims:]), starts, dilation, kernel)
+    calls = lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i)
+    return _maxima(region, *calls, windows, input, dims, return_indices if returns_index is None else returns_index)
 
 
-def _maxima(region: Keeper, calls: tuple[Callable, ...], input: Tensor, dims: int, returns_index: bool) -> Any:
+def _maxima(
+    region: Keeper,
+    pool: Callable,
+    pool_backward: Callable,
+    windows: _Windows,
+    input: Tensor,
+    dims: int,
+    returns_index: bool,
+) -> Any:
     """Run a max-pooling; a 1-d one runs as 2-d over maps of height one."""
-    if dims > 1:
-        out, index = region.apply(_MaxPool, *calls, input)
-    else:
-        out, index = (x.squeeze(-2) for x in region.apply(_MaxPool, *calls, input.unsqueeze(-2)))
-    return (out, index) if returns_index else out
+    if dims == 1:
+        out, index = (
+            x.squeeze(-2) for x in _maxima(region, pool, pool_backward, windows, input.unsqueeze(-2), 2, True)
+        )
+        return (out, index) if returns_index else out
+    input_like = input.shape, input.stride(), input.dtype
+
+    def run(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, index = pool(x)
+        track_pooled_codes(x, index, out, len(windows.input))
+        codes = pack_codes(windows.position(index), windows.bit_width)
+        source = region.find_known(x)
+        if source is not None:
+            picked = (codes,), _Positions(windows, index.shape)
+            derive(region, out, _Pick(len(windows.input)), ((x, source), (index, picked)), is_pointwise=False)
+        save(ctx, exact=(codes,))
+        ctx.mark_non_differentiable(index)
+        return out, index
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, _: None, codes: Tensor) -> tuple[Any, ...]:
+        index = _Positions(windows, grad.shape).decode((codes,))
+        return (pool_backward(grad, blank(input_like, grad), index),)
+
+    found = region.apply(Formula, run, gradients, input)
+    return found if returns_index else found[0]
 
 
 def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
@@ -200,8 +198,15 @@ def _adaptive_max_pool(
     size = flat + size
     windows = _adaptive_windows(flat + tuple(input.shape[-dims:]), size)
     pool, pool_backward = _ATEN_ADAPTIVE_MAX[len(size)]
-    calls = lambda x: pool(x, size), pool_backward, lambda out: windows
-    return _maxima(region, calls, input, dims, return_indices if returns_index is None else returns_index)
+    return _maxima(
+        region,
+        lambda x: pool(x, size),
+        pool_backward,
+        windows,
+        input,
+        dims,
+        return_indices if returns_index is None else returns_index,
+    )
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:

@@ -25,91 +25,78 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper, with_settings
-from brevact.autograd.ops.base import SavedValue, Saving, load, run_inside, save
+from brevact.autograd.ops.base import Formula, run_inside, save, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
 
 
-class _Softmax(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
-    ) -> Tensor:
-        out = call(input)
-        save(ctx, region.keep(out))
-        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
-        return out
+class _Rule(NamedTuple):
+    """What an op saves, by region, output and dimension; and its gradient, by that of the output, and what it saved."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
-        return None, None, None, None, -grad_input if ctx.negates else grad_input
+    saves: Callable[[Keeper, Tensor, int], tuple[Saved, ...]]
+    gradient: Callable[..., Tensor]
 
+
+def _of_whole(grad: Tensor, dim: int, kept: Any) -> Tensor:
+    return softmax_backward(grad, kept.decode(), dim, grad.dtype)
+
+
+_WHOLE = _Rule(lambda region, out, dim: (region.keep(out),), _of_whole)
 
 #: Numbers of classes with no more products of two than probabilities.
 _FEW = (2, 3)
 
 
-class _SoftmaxOfFew(Saving):
-    """Softmax over two or three classes: saves p_0 p_1, and for three p_1 p_2 and p_2 p_0, along the same dim."""
+def _saves_products(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
+    """Save p_0 p_1, and for three classes p_1 p_2 and p_2 p_0, along the same dimension."""
+    p = out.detach().unbind(dim)
+    products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
+    return (region.keep(torch.stack(products, dim), share=False),)
 
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
-    ) -> Tensor:
-        out = call(input)
-        p = out.detach().unbind(dim)
-        products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
-        save(ctx, region.keep(torch.stack(products, dim), share=False))
-        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        products, g = kept.decode().unbind(ctx.dim), grad.unbind(ctx.dim)
-        flows = [p * (a - b) for p, a, b in zip(products, g, (*g[1:], g[0]), strict=False)]
-        of_inputs = (flows[0], -flows[0]) if len(g) == 2 else [flows[i] - flows[i - 1] for i in range(len(g))]
-        grad_input = torch.stack(tuple(of_inputs), ctx.dim).contiguous().to(ctx.dtype)
-        return None, None, None, None, -grad_input if ctx.negates else grad_input
+def _of_products(grad: Tensor, dim: int, kept: Any) -> Tensor:
+    products, g = kept.decode().unbind(dim), grad.unbind(dim)
+    flows = [p * (a - b) for p, a, b in zip(products, g, (*g[1:], g[0]), strict=False)]
+    of_inputs = (flows[0], -flows[0]) if len(g) == 2 else [flows[i] - flows[i - 1] for i in range(len(g))]
+    return torch.stack(tuple(of_inputs), dim).contiguous()
 
+
+_OF_FEW = _Rule(_saves_products, _of_products)
 
 #: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
 
 
-class _SoftmaxOfClasses(Saving):
-    """Softmax over four or more classes: saves the output and its squared errors, both packed for this op alone."""
+def _saves_errors(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
+    """Save the output and its squared errors, both packed for this op alone."""
+    p = out.detach()
+    of_p, of_squares = _settings_of(region.settings)
+    kept = with_settings(region, of_p).keep(p, share=False)
+    errors = kept[1].decode(kept[0]).float() - p
+    return kept, with_settings(region, of_squares).keep(errors.square(), share=False)
 
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
-    ) -> Tensor:
-        out = call(input)
-        p = out.detach()
-        of_p, of_squares = _settings_of(region.settings)
-        kept = with_settings(region, of_p).keep(p, share=False)
-        errors = SavedValue(*kept).decode().float() - p
-        save(ctx, kept, with_settings(region, of_squares).keep(errors.square(), share=False))
-        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, squares = load(ctx)
-        grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype)
-        grad_input = grad_input.addcmul_(squares.decode().to(grad.dtype), grad).to(ctx.dtype)
-        return None, None, None, None, -grad_input if ctx.negates else grad_input
+_OF_CLASSES = _Rule(
+    _saves_errors,
+    lambda grad, dim, kept, squares: _of_whole(grad, dim, kept).addcmul_(squares.decode().to(grad.dtype), grad),
+)
+
+
+def _of_logarithms(grad: Tensor, dim: int, kept: Any) -> Tensor:
+    grad = grad.contiguous()  # as torch's own gradient is
+    return torch.addcmul(grad, kept.decode(), grad.sum(dim, keepdim=True), value=-1).contiguous()
+
+
+_LOGARITHMS = _Rule(lambda region, out, dim: (region.keep(out.exp(), share=False),), _of_logarithms)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,47 +109,41 @@ def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, Backward
     return replace(settings, quantizer=quantizer), replace(settings, quantizer=of_squares)
 
 
-def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> type[Saving]:
-    """Return the Function of softmax along a dimension, by the number of classes."""
+def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Rule:
+    """Return the rule of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
-        return _Softmax
+        return _WHOLE
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
     if classes in _FEW:
-        return _SoftmaxOfFew
+        return _OF_FEW
     attends = is_last and len(shape) > 2 and classes > _MOST_CLASSES_OF_SCORES
     packs_at_random = settings.quantizer.is_stochastic and not settings.is_lossless
-    return _Softmax if classes < 2 or attends or not packs_at_random else _SoftmaxOfClasses
+    return _WHOLE if classes < 2 or attends or not packs_at_random else _OF_CLASSES
 
 
-class _LogSoftmax(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
-        out = call(input)
-        save(ctx, region.keep(out.exp(), share=False))
-        ctx.dim, ctx.dtype = dim, input.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        grad = grad.contiguous()  # as torch's own gradient is
-        total = grad.sum(ctx.dim, keepdim=True)
-        return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).contiguous().to(ctx.dtype)
-
-
-def _handler(function: type[Saving], *options: Any) -> Callable:
+def _handler(given: _Rule | None = None, *, negates: bool = False) -> Callable:
     def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
-        of_size = _softmax_for(region.settings, input.shape, dim) if function is _Softmax else function
-        return region.apply(of_size, lambda x: func(x, dim, *args, **kwargs), dim, *options, input)
+        rule, dtype = given or _softmax_for(region.settings, input.shape, dim), input.dtype
+
+        def run(ctx: Any, x: Tensor) -> Tensor:
+            out: Tensor = func(x, dim, *args, **kwargs)
+            save(ctx, *rule.saves(region, out, dim))
+            return out
+
+        def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
+            grad_input = rule.gradient(grad, dim, *kept).to(dtype)
+            return (-grad_input if negates else grad_input,)
+
+        return region.apply(Formula, run, gradients, input)
 
     return handle
 
 
-_SOFTMIN, _SOFTMIN_INSIDE = _handler(_Softmax, True), run_inside(F.softmin)
+_SOFTMIN, _SOFTMIN_INSIDE = _handler(negates=True), run_inside(F.softmin)
 
 
 def _softmin(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -180,13 +161,13 @@ _OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)
 OPS = (
     Op(
         (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
-        _handler(_Softmax, False),
+        _handler(),
         _STORED,
         is_bit_exact=False,
     ),
     Op(
         (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
-        _handler(_LogSoftmax),
+        _handler(_LOGARITHMS),
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),

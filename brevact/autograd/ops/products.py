@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.layer_recompute import Layer, remember_output
-from brevact.autograd.ops.base import Saving, is_complex, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import grouped_mm
 from brevact.quantizers import is_traced
 
@@ -245,39 +245,6 @@ _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
 STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
 
 
-class _Grouped(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        needs_a, needs_b = ctx.needs_input_grad[2:4]
-        save(
-            ctx,
-            keep_operand(region, a) if needs_b else None,
-            keep_operand(region, b) if needs_a else None,
-            exact=(offs,),
-        )
-        ctx.are_columns = _are_columns(a), _are_columns(b)
-        return _without_rest(multiply(a, b, offs=offs), offs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept_a, kept_b, offs = load(ctx)
-        columns_of_a, columns_of_b = ctx.are_columns
-        grad_a = grad_b = None
-        if kept_b is not None:
-            b = kept_b.decode()
-            if columns_of_a:
-                grad_a = grouped_mm(b, grad.mT, offs=offs).mT
-            else:
-                grad_a = grouped_mm(grad, b.mT, offs=offs)
-        if kept_a is not None:
-            a = kept_a.decode()
-            if columns_of_b:
-                grad_b = grouped_mm(grad.mT, a, offs=offs).mT
-            else:
-                grad_b = grouped_mm(a.mT, grad, offs=offs)
-        return None, None, grad_a, grad_b, None
-
-
 def _are_columns(x: Tensor) -> bool:
     return x.stride(-2) == 1 and x.stride(-1) == max(1, x.shape[-2])
 
@@ -302,7 +269,25 @@ def _grouped(
         return NotImplemented
     if bias is not None or out_dtype not in (None, input.dtype) or input.numel() < region.settings.min_numel:
         return NotImplemented
-    return region.apply(_Grouped, func, input, mat2, offs)
+    columns_of_a, columns_of_b = _are_columns(input), _are_columns(mat2)
+
+    def run(ctx: Any, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[3:5]
+        kept = keep_operand(region, a) if needs_b else None, keep_operand(region, b) if needs_a else None
+        save(ctx, *kept, exact=(offs,))
+        return _without_rest(func(a, b, offs=offs), offs)
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept_a: Any, kept_b: Any, offs: Tensor) -> tuple[Any, ...]:
+        grad_a = grad_b = None
+        if kept_b is not None:
+            b = kept_b.decode()
+            grad_a = grouped_mm(b, grad.mT, offs=offs).mT if columns_of_a else grouped_mm(grad, b.mT, offs=offs)
+        if kept_a is not None:
+            a = kept_a.decode()
+            grad_b = grouped_mm(grad.mT, a, offs=offs).mT if columns_of_b else grouped_mm(a.mT, grad, offs=offs)
+        return grad_a, grad_b, None
+
+    return region.apply(Formula, run, gradients, input, mat2, offs)
 
 
 _FUNCTIONS = *everywhere("grouped_mm"), grouped_mm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
-from brevact.private_names.of_torch import DisableTorchFunction
+from brevact.autograd.saved import Keeper
+from brevact.private_names.of_torch import DisableTorchFunction, disable_modes
 
 
 @contextmanager
@@ -55,7 +56,7 @@ class _OfWeight(Saving):
 
 class _OfQuotient(Saving):
     @staticmethod
-    def forward(ctx: Any, region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
         quotient = x / scale
         save(ctx, exact=(quotient, scale))
         ctx.compute = compute
@@ -74,13 +75,31 @@ class _OfQuotient(Saving):
         return None, None, through / scale if needs_x else None, of_scale
 
 
-def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def compute_from_weight(region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
-def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
     with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)
+
+
+@functools.cache
+def clamp_passes_bounds() -> bool:
+    """Return whether ``clamp`` passes the gradient of an element equal to a bound: in torch 2.13, not in 2.15."""
+    return _gradient(lambda x: x.clamp(0.0, 1.0), 0.0) == 1.0
+
+
+@functools.cache
+def fmax_shares_ties() -> bool:
+    """Return whether equal elements share the gradient of ``fmax`` and ``fmin``: in torch 2.15, not in 2.13."""
+    return _gradient(torch.fmax, 1.0, 1.0) == 0.5
+
+
+def _gradient(function: Callable[..., Tensor], *values: float) -> float:
+    with disable_modes(), torch.inference_mode(False), outside_regions(torch.device("cpu")):
+        numbers = [torch.tensor(value, device="cpu", dtype=torch.float32).requires_grad_() for value in values]
+        return float(torch.autograd.grad(function(*numbers), numbers[0])[0])

@@ -15,45 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.ops.torch_rules import fmax_shares_ties
+from brevact.autograd.ops.recompute import fmax_shares_ties
+from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask
-
-
-class _Chosen(Saving):
-    """A reduction of some elements, which a mask chooses: an extreme, or the sum or mean of the numbers among them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], kind: _Kind, dims: list[int], input: Tensor
-    ) -> Tensor:
-        out = call(input)
-        ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
-        ctx.dims, ctx.kind, ctx.dtype = dims, kind, input.dtype
-        ctx.fills = kind is _Kind.WHOLE and not input.is_cuda
-        value = out.view(ctx.sizes) if kind in (_Kind.EXTREME, _Kind.WHOLE) else out
-        if kind is _Kind.EXTREME:
-            mask = value == input  # in torch's order, which decides the strides
-        elif kind is _Kind.WHOLE:
-            mask = torch.where(value.isnan(), input.isnan(), input == value)
-        else:
-            mask = input.isnan().logical_not_()
-        save(ctx, keep_mask(mask))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, grad = load(ctx)[0].decode(), grad.reshape(ctx.sizes)
-        count = 1 if ctx.kind is _Kind.SUM else mask.sum(ctx.dims, keepdim=True) if ctx.dims else mask
-        if ctx.fills:  # as torch does it: the result is contiguous
-            found = grad.new_zeros(mask.shape).masked_fill_(mask, (grad / count).view(()))
-        elif ctx.kind in (_Kind.EXTREME, _Kind.WHOLE):
-            found = grad * mask / count
-        else:
-            found = (grad if ctx.kind is _Kind.SUM else grad / count).to(ctx.dtype) * mask
-        return None, None, None, None, found
 
 
 class _Kind(enum.Enum):
@@ -63,37 +29,36 @@ class _Kind(enum.Enum):
     MEAN = "the mean of numbers"
 
 
-class _Either(Saving):
-    """Masks record whether the first and the second of two elements were chosen: both if equal, none if one is NaN."""
+def _apply_chosen(
+    region: Keeper, call: Callable[[Tensor], Tensor], kind: _Kind, dims: list[int], input: Tensor
+) -> Tensor:
+    """Run a reduction of some elements, which a mask chooses: an extreme, or the sum or mean of the numbers."""
+    sizes, dtype = [1 if dim in dims else size for dim, size in enumerate(input.shape)], input.dtype
+    fills = kind is _Kind.WHOLE and not input.is_cuda
 
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], rule: _Rule, a: Tensor, b: Tensor
-    ) -> Tensor:
-        x, y = a.detach(), b.detach()
-        is_first = rule.is_first(x, y)
-        if not rule.ignores_nan:
-            save(ctx, keep_mask(is_first), keep_mask(rule.is_first(y, x)))
-        elif fmax_shares_ties():
-            is_second = rule.is_first(y, x) | (x.isnan() & ~y.isnan())
-            save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        out = call(x)
+        value = out.view(sizes) if kind in (_Kind.EXTREME, _Kind.WHOLE) else out
+        if kind is _Kind.EXTREME:
+            mask = value == x  # in torch's order, which decides the strides
+        elif kind is _Kind.WHOLE:
+            mask = torch.where(value.isnan(), x.isnan(), x == value)
         else:
-            save(ctx, keep_mask(is_first | y.isnan()))
-        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-        return call(a, b)
+            mask = x.isnan().logical_not_()
+        save(ctx, keep_mask(mask))
+        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, *second = (kept.decode() for kept in load(ctx))
-        if second:
-            ties, lost = first & second[0], (second[0] & ~first, first & ~second[0])
-        else:
-            ties, lost = None, (~first, first)
-        grads = (
-            _without(grad, mask, ties).sum_to_size(shape).to(dtype) if needed else None
-            for mask, shape, dtype, needed in zip(lost, ctx.shapes, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
-        )
-        return None, None, None, *grads
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+        mask, grad = kept.decode(), grad.reshape(sizes)
+        count = 1 if kind is _Kind.SUM else mask.sum(dims, keepdim=True) if dims else mask
+        if fills:  # as torch does it: the result is contiguous
+            return (grad.new_zeros(mask.shape).masked_fill_(mask, (grad / count).view(())),)
+        if kind in (_Kind.EXTREME, _Kind.WHOLE):
+            return (grad * mask / count,)
+        return ((grad if kind is _Kind.SUM else grad / count).to(dtype) * mask,)
+
+    result: Tensor = region.apply(Formula, run, gradients, input)
+    return result
 
 
 def _without(grad: Tensor, lost: Tensor, ties: Tensor | None) -> Tensor:
@@ -121,18 +86,44 @@ def _of_dims(kind: _Kind) -> Callable:
         chosen = (dim,) if isinstance(dim, int) else tuple(dim or ())
         dims = [d % input.dim() for d in chosen] or list(range(input.dim()))
         given = () if dim is None and kind is _Kind.EXTREME else dim
-        return region.apply(_Chosen, lambda x: func(x, given, keepdim, **kwargs), kind, dims, input)
+        return _apply_chosen(region, lambda x: func(x, given, keepdim, **kwargs), kind, dims, input)
 
     return handle
 
 
 def _either(rule: _Rule) -> Callable:
+    """Masks record whether the first and the second of two elements were chosen: both if equal, none if one is NaN."""
+
     def handle(region: Keeper, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
         if kwargs or not (region.is_activation(input) and region.is_activation(other)):
             return NotImplemented
         if not requires_grad(input, other) or input.device != other.device or region.are_weights(input, other):
             return NotImplemented
-        return region.apply(_Either, func, rule, input, other)
+        likes = (input.shape, input.dtype), (other.shape, other.dtype)
+
+        def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            x, y = a.detach(), b.detach()
+            is_first = rule.is_first(x, y)
+            if not rule.ignores_nan:
+                save(ctx, keep_mask(is_first), keep_mask(rule.is_first(y, x)))
+            elif fmax_shares_ties():
+                is_second = rule.is_first(y, x) | (x.isnan() & ~y.isnan())
+                save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
+            else:
+                save(ctx, keep_mask(is_first | y.isnan()))
+            out: Tensor = func(a, b)
+            return out
+
+        def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
+            first, *second = (mask.decode() for mask in kept)
+            ties = first & second[0] if second else None
+            lost = (second[0] & ~first, first & ~second[0]) if second else (~first, first)
+            return tuple(
+                _without(grad, mask, ties).sum_to_size(shape).to(dtype) if needed else None
+                for mask, (shape, dtype), needed in zip(lost, likes, needs, strict=True)
+            )
+
+        return region.apply(Formula, run, gradients, input, other)
 
     return handle
 
@@ -147,7 +138,7 @@ def _whole_or_either(rule: _Rule) -> Callable:
             return of_two(region, func, input, kwargs["other"])
         if args or kwargs or not (region.packs_input(input) and input.requires_grad and input.numel() > 0):
             return NotImplemented  # along a dimension: indices are saved
-        return region.apply(_Chosen, func, _Kind.WHOLE, list(range(input.dim())), input)
+        return _apply_chosen(region, func, _Kind.WHOLE, list(range(input.dim())), input)
 
     return handle
 

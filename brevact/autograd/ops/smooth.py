@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
-from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops.base import Saving, as_number, expanded_one, is_inplace, load, save, value_of
+from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_inplace, load, save, value_of
+from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.storages import is_offered
 from brevact.autograd.store import keep_mask, keep_small, reported
-from brevact.quantizers import PointFunction
+from brevact.quantizers import PointFunction, is_traced
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -107,10 +108,6 @@ def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Te
     return region.keep(slope(input), share=False) if kept is None else kept
 
 
-def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
-    return _gelu_slope(approximate)
-
-
 @functools.lru_cache  # one object per setting, so that derivations are found again
 def _gelu_slope(approximate: str) -> Derivative:
     return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
@@ -125,22 +122,6 @@ class _SoftplusSlope:
 
     def __call__(self, one: Tensor, x: Tensor) -> Tensor:
         return aten.softplus_backward(one, x, self.beta, self.threshold)
-
-
-def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Derivative:
-    return _SoftplusSlope(as_number(beta), as_number(threshold))
-
-
-def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
-    return _elu_slope(as_number(alpha), 1.0, 1.0)
-
-
-def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
-    return _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha))
-
-
-def _selu(input: Tensor, inplace: bool = False) -> Derivative:
-    return _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0)
 
 
 @functools.lru_cache
@@ -208,7 +189,7 @@ def _packs_output(region: Keeper, input: Tensor) -> bool:
     return is_large and region.find_kept(input) is None
 
 
-def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
     if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
@@ -220,7 +201,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     return out
 
 
-def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its output; None where a Function must run. Autocast is off."""
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
@@ -285,11 +266,13 @@ _RUNNERS = {
 }
 #: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
-    _gelu: (F.gelu,),
-    _softplus: (F.softplus,),
-    _elu: (F.elu, F.elu_),
-    _celu: (F.celu, torch.celu, F.celu_),
-    _selu: (F.selu, torch.selu, F.selu_),
+    lambda input, *, approximate="none": _gelu_slope(approximate): (F.gelu,),
+    lambda input, beta=1, threshold=20: _SoftplusSlope(as_number(beta), as_number(threshold)): (F.softplus,),
+    lambda input, alpha=1.0, inplace=False: _elu_slope(as_number(alpha), 1.0, 1.0): (F.elu, F.elu_),
+    lambda input, alpha=1.0, inplace=False: _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha)): (
+        *(F.celu, torch.celu, F.celu_),
+    ),
+    lambda input, inplace=False: _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0): (F.selu, torch.selu, F.selu_),
 }
 #: Derivatives of functions without settings: (ones, x) -> f'(x).
 DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
@@ -331,6 +314,64 @@ _BOUNDED = Stored(
     "bias Var of one packed copy, or Var f'' / 2",
 )
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
+
+
+class _PowerSlope(NamedTuple):
+    exponent: float
+
+    def __call__(self, one: Tensor, x: Tensor) -> Tensor:
+        return torch.pow(x, self.exponent - 1) * self.exponent
+
+
+def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
+    """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
+    if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+        return NotImplemented
+    if (input.is_leaf and not is_traced(input)) or not are_rows(input.shape, (-1,)):
+        return NotImplemented
+    if not is_traced(input) and _may_be_held(region, input):
+        runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
+        if runner is not None:
+            kept = keep_by_rows(region, input, (-1,))
+            return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, x, (-1,)))
+        out: Tensor = func(x, *exponent)
+        return out
+
+    return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
+
+
+def _may_be_held(region: Keeper, x: Tensor) -> bool:
+    """Return whether a tensor may later be needed exactly: an exponential or a softplus, by which programs divide."""
+    known = region.find_known(x)
+    return is_offered(x) or (known is not None and known[1].quality.is_curved)
+
+
+def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2 or isinstance(args[1], bool) or not isinstance(args[1], int | float):
+        return NotImplemented
+    input, exponent = args
+    if exponent == 2:
+        return keep_square(region, func, input, exponent)
+    return _smooth_power(region, torch.pow, input, exponent) if exponent > 2 else NotImplemented
+
+
+_smooth_power = smooth_handler(lambda input, exponent: _PowerSlope(exponent))
+
+
+def _is_steep(region: Keeper, args: tuple) -> bool:
+    """Return whether a power is steep or singular in its saved tensor: x^2 saves a factor of its gradient, 2x."""
+    return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+
+
+WRITTEN_OUT = Stored(
+    "RMS norm written out (`x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`, `x` over a root, a norm or a "
+    "deviation)",
+    "the input, packed by rows of one scale, once",
+    "bias Var/N of one packed copy",
+)
 OPS = (
     *(_op(funcs, smooth_handler(rule, is_gentle=funcs[0] not in _STEEP)) for rule, funcs in _RULES.items()),
     *(
@@ -344,4 +385,8 @@ OPS = (
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
     *(Op((func,), twice=handler) for func, handler in _TWICE.items()),
+    Op((torch.pow, Tensor.pow, Tensor.__pow__), _pow, STORED._replace(op="x^p with p > 2"), is_bit_exact=False),
+    Op((torch.square, Tensor.square), keep_square, WRITTEN_OUT, is_bit_exact=False),
+    Op(everywhere("square"), saves=Saves.FACTORS),
+    Op((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__), must_not_round=_is_steep),
 )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
+from brevact.autograd.saved import Keeper
 from brevact.quantizers import Layout, is_traced
 
 
@@ -43,7 +43,7 @@ _FUSED = (
 _NAMES = {"self": "input", "x": "input", "ch_axis": "axis"}
 
 
-def _quantized(names: tuple[str, ...], region: EagerKeeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _quantized(names: tuple[str, ...], region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run torch's op, whose mask the hooks save in bits, and register its integers."""
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | {
         _NAMES.get(name, name): x for name, x in kwargs.items()

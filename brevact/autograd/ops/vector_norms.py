@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
+from brevact.autograd.saved import Keeper
 
 #: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16
@@ -62,105 +62,24 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
     return (x / norm).masked_fill_(norm == 0, 0)
 
 
-class _Norm(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[..., Tensor], group: _Group, eps: float, a: Tensor, b: Tensor | None
-    ) -> Tensor:
+def _apply_norm(
+    region: Keeper, call: Callable[..., Tensor], group: _Group, eps: float, first: Tensor, second: Tensor | None
+) -> Tensor:
+    sizes, of_first, of_second = group.sizes, first.shape, None if second is None else second.shape
+
+    def run(ctx: Any, a: Tensor, b: Tensor | None) -> Tensor:
         out = call(a) if b is None else call(a, b)
         difference = a if b is None else a - b + eps
-        save(ctx, region.keep(_over(difference, out.reshape(group.sizes)), share=False))
-        ctx.sizes, ctx.shapes = group.sizes, (a.shape, None if b is None else b.shape)
+        save(ctx, region.keep(_over(difference, out.reshape(sizes)), share=False))
+        ctx.is_deviation = True
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (unit,) = load(ctx)
-        along = unit.decode() * grad.reshape(ctx.sizes)
-        grad_a = along.sum_to_size(ctx.shapes[0]) if ctx.needs_input_grad[4] else None
-        grad_b = -along.sum_to_size(ctx.shapes[1]) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, grad_a, grad_b
+    def gradients(needs: tuple[bool, ...], grad: Tensor, unit: Any) -> tuple[Any, ...]:
+        along = unit.decode() * grad.reshape(sizes)
+        return along.sum_to_size(of_first) if needs[0] else None, -along.sum_to_size(of_second) if needs[1] else None
 
-
-class _Deviation(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor], Any],
-        group: _Group,
-        correction: float,
-        is_squared: bool,
-        input: Tensor,
-    ) -> Any:
-        result = call(input)
-        std = (result[0] if isinstance(result, tuple) else result).reshape(group.sizes)
-        std = std.sqrt() if is_squared else std
-        centred = input - input.mean(group.dims, keepdim=True)
-        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
-        ctx.group, ctx.divisor = group, group.length - correction
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        kept, *std = load(ctx)
-        unit = kept.decode()
-        if grad is None:
-            grad_input = torch.zeros_like(unit)
-        else:
-            factor = grad.reshape(ctx.group.sizes) / ctx.divisor
-            grad_input = unit * (factor * (2 * std[0]) if std else factor)
-        if grad_mean is not None:
-            grad_input += grad_mean.reshape(ctx.group.sizes) / ctx.group.length
-        return None, None, None, None, None, grad_input
-
-
-class _CosineSimilarity(Saving):
-    """sum(u v) with u = x / max(|x|, eps); torch differentiates it as if nothing bounded the norms."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], dim: int, eps: float, x: Tensor, y: Tensor
-    ) -> Tensor:
-        out = call(x, y)
-        norms = [torch.linalg.vector_norm(each, 2, dim, keepdim=True) for each in (x, y)]
-        units = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
-        save(ctx, *(region.keep(unit, share=False) for unit in units), exact=(*norms, out))
-        ctx.dim, ctx.eps = dim, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        u, v, norm_x, norm_y, cosine = load(ctx)
-        u, v = u.decode(), v.decode()
-        grad, cosine = grad.unsqueeze(ctx.dim), cosine.unsqueeze(ctx.dim)
-        grads: list[Tensor | None] = []
-        pairs = (u, v, norm_x), (v, u, norm_y)
-        for (own, other, norm), needed in zip(pairs, ctx.needs_input_grad[4:], strict=True):
-            bounded = norm.clamp_min(ctx.eps)
-            # The last factor is bounded / norm, where that overflows.
-            along = cosine * own * (ctx.eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
-            grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
-        return None, None, None, None, *grads
-
-
-class _Normalize(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], group: _Group, eps: float, input: Tensor
-    ) -> Tensor:
-        out = call(input)
-        norm = torch.linalg.vector_norm(input, 2, group.dims, keepdim=True)
-        save(ctx, region.keep(out.detach()), exact=(norm,))
-        ctx.dims, ctx.eps = group.dims, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, norm = load(ctx)
-        y = kept.decode()
-        across = (grad * y).sum(ctx.dims, keepdim=True).masked_fill_(norm < ctx.eps, 0)
-        return None, None, None, None, (grad - y * across) / norm.clamp_min(ctx.eps)
+    out: Tensor = region.apply(Formula, run, gradients, first, second)
+    return out
 
 
 def _packs(region: Keeper, x: Any) -> bool:
@@ -169,7 +88,7 @@ def _packs(region: Keeper, x: Any) -> bool:
 
 def _norm_of(region: Keeper, call: Callable[..., Tensor], input: Any, dim: Any) -> Any:
     group = _group(input, dim) if _packs(region, input) else None
-    return NotImplemented if group is None else region.apply(_Norm, call, group, 0.0, input, None)
+    return NotImplemented if group is None else _apply_norm(region, call, group, 0.0, input, None)
 
 
 def _norm(
@@ -223,7 +142,7 @@ def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, e
         return NotImplemented  # torch raises the error
     like = a.new_empty(()).expand(shape)
     group = _group(like, dim) if like.numel() >= max(1, region.settings.min_numel) else None
-    return NotImplemented if group is None else region.apply(_Norm, call, group, eps, a, b)
+    return NotImplemented if group is None else _apply_norm(region, call, group, eps, a, b)
 
 
 def _pairwise_distance(
@@ -257,11 +176,35 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented
-    is_squared = func in _VARIANCES
-    return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), is_squared, input)
+    dims, sizes, length = group
+    divisor, is_squared, has_mean = length - float(correction), func in _VARIANCES, func in _PAIRS
+
+    def run(ctx: Any, x: Tensor) -> Any:
+        result = func(x, *args, **kwargs)
+        std = (result[0] if has_mean else result).reshape(sizes)
+        std = std.sqrt() if is_squared else std
+        centred = x - x.mean(dims, keepdim=True)
+        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
+        ctx.is_deviation = True
+        return result
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+        grad_mean, kept, *std = rest if has_mean else (None, *rest)
+        unit = kept.decode()
+        if grad is None:
+            grad_input = torch.zeros_like(unit)
+        else:
+            factor = grad.reshape(sizes) / divisor
+            grad_input = unit * (factor * (2 * std[0]) if std else factor)
+        if grad_mean is not None:
+            grad_input += grad_mean.reshape(sizes) / length
+        return (grad_input,)
+
+    return region.apply(Formula, run, gradients, input)
 
 
 def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    """sum(u v) with u = x / max(|x|, eps); torch differentiates it as if nothing bounded the norms."""
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
     count = max(x1.dim(), x2.dim())
@@ -273,7 +216,28 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
     groups = _group(x1, axis), _group(x2, axis)
     if groups[0] is None or groups[1] is None or groups[0].length != groups[1].length:
         return NotImplemented
-    return region.apply(_CosineSimilarity, lambda a, b: func(a, b, dim, eps), axis, eps, x1, x2)
+
+    def run(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        out = func(x, y, dim, eps)
+        norms = [torch.linalg.vector_norm(each, 2, axis, keepdim=True) for each in (x, y)]
+        units = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
+        save(ctx, *(region.keep(unit, share=False) for unit in units), exact=(*norms, out))
+        return out
+
+    def gradients(
+        needs: tuple[bool, ...], grad: Tensor, of_x: Any, of_y: Any, norm_x: Tensor, norm_y: Tensor, cosine: Tensor
+    ) -> tuple[Any, ...]:
+        u, v = of_x.decode(), of_y.decode()
+        grad, cosine = grad.unsqueeze(axis), cosine.unsqueeze(axis)
+        grads: list[Tensor | None] = []
+        for (own, other, norm), needed in zip(((u, v, norm_x), (v, u, norm_y)), needs, strict=True):
+            bounded = norm.clamp_min(eps)
+            # The last factor is bounded / norm, where that overflows.
+            along = cosine * own * (eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
+            grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
+        return tuple(grads)
+
+    return region.apply(Formula, run, gradients, x1, x2)
 
 
 def _normalize(
@@ -282,10 +246,22 @@ def _normalize(
     group = _group(input, dim) if p == 2 and out is None and _packs(region, input) else None
     if group is None:
         return NotImplemented
-    return region.apply(_Normalize, lambda x: func(x, p, dim, eps), group, eps, input)
+    dims = group.dims
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        found: Tensor = func(x, p, dim, eps)
+        save(ctx, region.keep(found.detach()), exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
+        return found
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
+        y = kept.decode()
+        across = (grad * y).sum(dims, keepdim=True).masked_fill_(norm < eps, 0)
+        return ((grad - y * across) / norm.clamp_min(eps),)
+
+    return region.apply(Formula, run, gradients, input)
 
 
-_VARIANCES = (torch.var, Tensor.var, torch.var_mean)
+_VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
     "the normalized input, packed; the norms as they are",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
 from brevact.autograd.ops.norm.formulas import (
     BatchNorm,
@@ -24,6 +23,7 @@ from brevact.autograd.ops.norm.formulas import (
 )
 from brevact.autograd.ops.norm.functions import apply, reacts
 from brevact.autograd.ops.op import Op, Stored, everywhere
+from brevact.autograd.saved import Keeper
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
@@ -93,7 +93,7 @@ def _of_statistics(
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
-    if not all((x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running):
+    if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
         return NotImplemented  # torch raises the error
     rest = momentum, eps, cudnn_enabled
     if not by_batch:

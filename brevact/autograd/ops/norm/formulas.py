@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment
-from brevact.autograd.ops.norm.alignments import OverChannels, OverGroups, OverLastDims
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -33,7 +32,7 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
-_OVER_CHANNELS = OverChannels()
+_OVER_CHANNELS = Alignment()
 
 
 def packed_batch_norm_backward(
@@ -241,7 +240,7 @@ class Frozen(Norm):
 
     @property
     def alignment(self) -> Alignment:
-        return OverChannels(self.eps)
+        return Alignment(self.eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
@@ -266,7 +265,7 @@ class _OfLastDims(Norm):
 
     @property
     def alignment(self) -> Alignment:
-        return OverLastDims()
+        return Alignment(of_last_dims=True)
 
     @property
     def key(self) -> Hashable:
@@ -314,7 +313,7 @@ class GroupNorm(Norm):
 
     @property
     def alignment(self) -> Alignment:
-        return OverGroups(self.groups)
+        return Alignment(groups=self.groups)
 
     @property
     def key(self) -> Hashable:

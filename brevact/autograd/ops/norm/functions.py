@@ -22,11 +22,9 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
-from brevact.autograd.keeper import Keeper
-from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early, packed_decoder
+from brevact.autograd.norm_decoders import Centred, Unpacked, along_channels, normalized_early, packed_decoder
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
-from brevact.autograd.ops.norm.alignments import along_channels
 from brevact.autograd.ops.norm.formulas import (
     Frozen,
     Gradients,
@@ -37,9 +35,10 @@ from brevact.autograd.ops.norm.formulas import (
     runs_in_float32,
     sum_of_channels,
 )
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import is_tracked
+from brevact.autograd.weights import ModelState
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.backends import cpu_kernels
 
@@ -53,10 +52,10 @@ def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | Non
 def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        return region.apply(_Normalization, norm, input, weight, bias)
+        out: Tensor = region.apply(_Normalization, norm, input, weight, bias)
+        ModelState.mark_activation(out)
+        return out
     x, w, b = _to_autocast(norm, input, weight, bias)
-    if isinstance(norm, Frozen):
-        return _run_frozen(region, norm, input, x, w, b)[0]
     return _run_levels(region, norm, input, x, w, b)[0]
 
 
@@ -73,10 +72,12 @@ class _Normalization(Saving):
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
         if norm.packing is not None and _packs_anew(region, input):
             out, kept, given = _run_planned(region, norm, input, weight, bias)
-        elif isinstance(norm, Frozen) and region.settings.quantizes_forward:
-            out, kept, given, mark = _run_frozen(region, norm, input, x, w, b)
-        elif norm.has_mean and not is_frozen and region.settings.for_normalized is not None:
-            out, kept, given = _run_levels(region, norm, input, x, w, b)
+        elif (
+            norm.has_mean
+            and region.settings.for_normalized is not None
+            and (not is_frozen or region.settings.quantizes_forward)
+        ):
+            out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
         else:
             out, mean, spread = norm.forward(x, w, b)
             given = NormInput(norm, mean, spread, x.dtype)
@@ -157,28 +158,21 @@ def _backward_of_recomputed(
 
 def _run_levels(
     region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Saved, NormInput]:
-    """Output, saved form of the normalized input, and its statistics: invstd is NaN for a non-finite group."""
-    out, mean, invstd = norm.forward(x, weight, bias)
+) -> tuple[Tensor, Saved, NormInput, Tensor | None]:
+    """Output, saved form of the normalized input, statistics, and, if these are constant, a zero per channel.
+
+    For a non-finite group, the inverse deviation or the zero is NaN.
+    """
+    out, mean, spread = norm.forward(x, weight, bias)
     assert mean is not None
-    invstd = mean * 0 + invstd
-    given = NormInput(norm, mean, invstd, x.dtype)
+    is_frozen = isinstance(norm, Frozen)
+    spread = spread if is_frozen else mean * 0 + spread
+    mark = x * 0 if is_frozen else norm.alignment.align(spread - spread, x.shape)
+    given = NormInput(norm, mean, spread, x.dtype)
     kept = region.keep_levels(input, given)
     if region.settings.quantizes_forward:
-        _write_affine(out, norm, kept, norm.alignment.align(invstd - invstd, x.shape), weight, bias)
-    return out, kept, given
-
-
-def _run_frozen(
-    region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Saved, NormInput, Tensor]:
-    """Output, saved form of N(x), the statistics, and one zero per channel: NaN where a value is not finite."""
-    out, mean, var = norm.forward(x, weight, bias)
-    given = NormInput(norm, mean, var, x.dtype)
-    kept = region.keep_levels(input, given)
-    mark = x * 0
-    _write_affine(out, norm, kept, mark, weight, bias)
-    return out, kept, given, sum_of_channels(mark)
+        _write_affine(out, norm, kept, mark, weight, bias)
+    return out, kept, given, sum_of_channels(mark) if is_frozen else None
 
 
 def _write_affine(

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.norm.alignments import OverLastDims
-from brevact.autograd.saved import Saved, one_object_each
+from brevact.autograd.saved import Keeper, Saved, one_object_each
 
 #: Elements of the shortest rows that get their own scale.
 SHORTEST_ROW = 64
@@ -26,10 +25,7 @@ _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
 #: Nodes whose results are inverse deviations: roots, reciprocals, and powers, which may be either.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 #: Nodes whose results are deviations or norms, ours included; and nodes that add to a result, bound or convert it.
-_DEVIATIONS = (
-    *("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),
-    *("_NormBackward", "_DeviationBackward"),
-)
+_DEVIATIONS = (*("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),)
 _ON_THE_WAY = ("AddBackward", "ClampBackward", "ClampMinBackward", "MaximumBackward", "ToCopyBackward")
 
 
@@ -39,8 +35,8 @@ class RowScale(NamedTuple):
     dims: tuple[int, ...]
 
     @property
-    def alignment(self) -> OverLastDims:
-        return OverLastDims()
+    def alignment(self) -> Alignment:
+        return Alignment(of_last_dims=True)
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -79,7 +75,7 @@ def is_deviation(x: Tensor) -> bool:
     node = x.grad_fn
     while node is not None and node.name().startswith(_ON_THE_WAY):
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith(_DEVIATIONS)
+    return node is not None and (hasattr(node, "is_deviation") or node.name().startswith(_DEVIATIONS))
 
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
