@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx
 from torch._dynamo.backends import common
+from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config, partitioners
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
@@ -30,7 +31,8 @@ from brevact.quantizers import from_text, to_text
 
 class _Current(threading.local):
     partitioner: Any = None  # that partitions a joint graph
-    for_others: Any = None  # for compilers that are not Inductor
+    texts: frozenset[str] = frozenset()  # settings of the graph that is compiled
+    budget: tuple[str, float] | None = None  # of compilers that are not Inductor
 
 
 _current = _Current()
@@ -39,13 +41,13 @@ _current = _Current()
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partitioner by minimum cut, whose saved tensors are packed."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.key = " ".join((*sorted(texts), str(rank_seed())))
-        self.is_exact = all(from_text(text).is_exact for text in texts)
+    def __init__(self, budget: tuple[str, float] | None = None) -> None:
+        self.budget = budget
         self.rows: list[Row] = []
 
     def uuid(self) -> Any:
-        return hashlib.sha256(self.key.encode()).hexdigest()
+        key = (*sorted(_current.texts), str(rank_seed()), repr(self.budget))
+        return hashlib.sha256(" ".join(key).encode()).hexdigest()
 
     def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         before, _current.partitioner = _current.partitioner, self
@@ -68,13 +70,27 @@ def packing(graph: fx.GraphModule) -> Iterator[None]:
     if not texts:
         yield
         return
-    partitioner = Partitioner(texts)
-    with inductor.patch(custom_partitioner_fn=partitioner):
-        before, _current.for_others = _current.for_others, partitioner
-        try:
+    before, _current.texts = _current.texts, frozenset(texts)
+    try:
+        with inductor.patch(custom_partitioner_fn=Partitioner()):
             yield
+    finally:
+        _current.texts = before
+
+
+def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
+    """A backend that compiles within a budget."""
+    compiler = backend if callable(backend) else lookup_backend(backend)
+
+    @functools.wraps(compiler)
+    def compile_within(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        before, _current.budget = _current.budget, budget
+        try:
+            return compiler(graph, inputs, **options)
         finally:
-            _current.for_others = before
+            _current.budget = before
+
+    return compile_within
 
 
 def _name_of(node: fx.Node) -> str:
@@ -127,15 +143,19 @@ class _Marks:
         return max(found, key=lambda settings: (settings.is_exact, bits_of(settings.quantizer)))
 
 
+def _is_exact() -> bool:
+    """Whether settings of the graph pack only what is exact: all else is then as the compiler would do it."""
+    return all(from_text(text).is_exact for text in _current.texts)
+
+
 _make = common.aot_module_simplified
 
 
 @functools.wraps(_make)
 def _make_packed(*args: Any, **options: Any) -> Any:
-    partitioner = _current.for_others
-    if partitioner is not None and options.get("partition_fn") is not compile_fx.partition_fn:
-        options["partition_fn"] = partitioner
-        if not partitioner.is_exact:  # the table is of ops that Inductor decomposes
+    if _current.texts and options.get("partition_fn") is not compile_fx.partition_fn:
+        options["partition_fn"] = Partitioner(_current.budget)
+        if not _is_exact():  # the table is of ops that Inductor decomposes
             options["decompositions"] = {**select_decomp_table(), **(options.get("decompositions") or {})}
     return _make(*args, **options)
 
@@ -147,13 +167,15 @@ _choose = partitioners.choose_saved_values_set
 @functools.wraps(_choose)
 def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
     partitioner = _current.partitioner
-    if partitioner is None:
+    if partitioner is None or not _current.texts:
         return _choose(joint_graph, node_info, memory_budget)
     marks = _Marks(joint_graph)
     again = recomputed_layers(joint_graph, marks.settings_of)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with config.patch({} if partitioner.is_exact else {"ban_recompute_materialized_backward": False}):
+    if partitioner.budget is not None and partitioner.budget[0] == "part":
+        memory_budget = partitioner.budget[1]
+    with config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
         saved = _choose(joint_graph, node_info, memory_budget)
     for node in again:
         del node.meta["recompute"]

@@ -71,6 +71,7 @@ def pack_saved(
     packing.unite_views()
     packing.avoid_exact()
     packing.drop_computable()
+    packing.save_statistics()
     return packing.pack()
 
 
@@ -88,10 +89,9 @@ class _Packing:
     def __init__(
         self, graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
     ) -> None:
-        self.graph, self.settings_of = graph, settings_of
+        self.graph, self.settings_of, self.outputs = graph, settings_of, outputs
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.of_forward = [each for each in self.output.args[0][:outputs] if isinstance(each, fx.Node)]
-        self.of_backward = [each for each in self.output.args[0][outputs:] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
@@ -112,7 +112,7 @@ class _Packing:
 
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = {self.output}, list(self.of_backward)
+        found, waiting = {self.output}, [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -280,6 +280,17 @@ class _Packing:
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
 
+    def save_statistics(self) -> None:
+        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
+        found: dict[fx.Node, None] = {}
+        for each in self.dependence.saved:
+            if each.use is not Use.EXACT and self.packs(each):
+                statistics = self.statistics(each.node, self.settings_of(each.readers))
+                found.update((x, None) for x in statistics or () if x is not None and self.dependence.is_read(x))
+        if found:
+            self.saved.update(found)
+            self.analyse()
+
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
@@ -413,26 +424,29 @@ class _Packing:
         return made
 
     def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
-        """Let backward read decoded tensors; what forward computes, too, is computed from them by nodes of its own."""
+        """Let backward read other nodes; it computes from them by nodes of its own what forward computes, too."""
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:
+                results = self.output.args[0]
+                new = [decoded.get(each, each) for each in results[self.outputs :]]
+                self.output.args = ((*results[: self.outputs], *new), *self.output.args[1:])
                 continue
-            changed = [each for each in node.all_input_nodes if each in decoded]
-            if not changed:
-                continue
-            if node in forward:
-                with self.insert_after(node):
+            given = [decoded.get(each, each) for each in node.all_input_nodes]
+            last = max((node, *given))
+            if given == node.all_input_nodes:
+                if last is not node:
+                    last.append(node)
+            elif node in forward:
+                with self.insert_after(last):
                     again = self.graph.node_copy(node, lambda each: decoded.get(each, each))
                 decoded[node] = again
                 self.origins[again] = self.origins.get(node, node)
             else:
-                for each in changed:
-                    node.replace_input_with(each, decoded[each])
-        places = {each: decoded[each] for each in self.of_backward if each in decoded}
-        count = len(self.output.args[0]) - len(self.of_backward)
-        if places:
-            raise AssertionError(count)
+                for each, new in zip(node.all_input_nodes, given, strict=True):
+                    node.replace_input_with(each, new)
+                if last is not node:
+                    last.append(node)
 
 
 def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
