@@ -33,6 +33,10 @@ DEEP_BITS = 8
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
 _BLOCK = 512
+#: Bytes per element of minima and scales.
+_METADATA = 6 / 512
+#: Noise of what layers are computed again from, as a multiple of that of other tensors.
+_DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.
 SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
@@ -66,13 +70,19 @@ def pack_saved(
     Returns:
         Nodes to save, and a description of each tensor among them.
     """
+    return planned(graph, saved, outputs, static, settings_of).pack()
+
+
+def planned(
+    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+) -> _Packing:
     packing = _Packing(graph, saved, outputs, static, settings_of)
     packing.unite_masks()
     packing.unite_views()
     packing.avoid_exact()
     packing.drop_computable()
     packing.save_statistics()
-    return packing.pack()
+    return packing
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
@@ -297,6 +307,23 @@ class _Packing:
             return False
         readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
         return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+
+    def estimate(self) -> tuple[float, float]:
+        """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
+        uses = {each.node: each for each in self.dependence.saved}
+        nbytes = noise = 0.0
+        for node in self.saved:
+            value, use = node.meta.get("val"), uses.get(node)
+            if not isinstance(value, Tensor) or node.op == "placeholder":
+                continue
+            if use is not None and use.use is not Use.EXACT and self.packs(use):
+                bits = bits_of(quantizer_of(self.settings_of(use.readers), use))
+                nbytes += _numel(node) * (bits / 8 + _METADATA)
+                noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
+            else:
+                width = 1 if value.dtype is torch.bool else places_width(node) or 8 * value.itemsize
+                nbytes += _numel(node) * width / 8
+        return nbytes, noise
 
     # --- packing
 
