@@ -30,7 +30,6 @@ from brevact.compiler.marks import FULL_PRECISION, MARK
 from brevact.compiler.partition import Row, pack_saved, planned, recomputed_layers
 from brevact.quantizers import from_text, to_text
 
-
 #: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
 _PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BITS = (8, 7, 6, 5, 4, 3, 2)

@@ -122,7 +122,10 @@ class _Packing:
 
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = {self.output}, [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
+        found, waiting = (
+            {self.output},
+            [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)],
+        )
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
