@@ -122,7 +122,10 @@ class _Packing:
 
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = {self.output}, [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
+        found, waiting = (
+            {self.output},
+            [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)],
+        )
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -189,7 +192,7 @@ class _Packing:
                     self.saved[mask] = None
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
-        """Return the comparison of x with 0 by which a leaky function of x was made, if ``node`` compares its result."""
+        """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
         packet, value = _packet(node), node.args[0] if node.args else None
         while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -563,7 +566,17 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
     kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
     shape = tuple(value.shape)
-    return Row(node.name, str(node.target), modules[-1][0], shape, name, bits, _numel(node) * value.itemsize, kept)
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return Row(
+        node.name,
+        str(_packet(source) or source.target),
+        modules[-1][0],
+        shape,
+        name,
+        bits,
+        _numel(node) * value.itemsize,
+        kept,
+    )
 
 
 def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:
