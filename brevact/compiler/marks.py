@@ -56,6 +56,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 #: values do so there, too.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
+# A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
+torch._dynamo.config.skip_nnmodule_hook_guards = False
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
