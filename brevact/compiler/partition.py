@@ -234,7 +234,7 @@ class _Packing:
         """Save nothing that backward can compute, element by element, from what it reads anyway."""
         available = {*self.nodes, *self.saved}
         for node in sorted(self.saved):
-            is_mask = node.op == "call_function" and node.meta["val"].dtype is torch.bool
+            is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
             if not (is_mask or self.may_round(node)):
                 continue
             steps = self._steps(node, available)
@@ -259,7 +259,8 @@ class _Packing:
     def _instead(self, saved: Saved) -> Iterable[fx.Node]:
         for node, arg in saved.exact:
             if node not in self.gradients:
-                yield node
+                is_tensor = isinstance(node.meta["val"], Tensor)
+                yield from (node,) if is_tensor else readers_of(node, self.read)
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
 
@@ -354,7 +355,7 @@ class _Packing:
                 packed = self.call(ops.quantize_normalized.default, node, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
             decoded[node] = self._like(node, made)
-        symbols = _symbols(size, stride)
+        symbols = [*_symbols(size, stride), *(each for each in statistics or () if each is not None)]
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
@@ -367,7 +368,7 @@ class _Packing:
         users = [user for each in (node, *_casts(node)) for user in each.users]
         for user in users:
             packet = _packet(user)
-            if packet is aten.sub and _is_broadcast(user.args[1], user):
+            if packet is aten.sub and user.args[0] in (node, *_casts(node)) and _is_broadcast(user.args[1], user):
                 for scaled in user.users:
                     if (invstd := _deviation(scaled, user)) is not None:
                         return user.args[1], invstd  # type: ignore[return-value]
