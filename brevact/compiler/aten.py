@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from typing import Any
 
 import torch
@@ -151,6 +152,27 @@ KINKS = {
     aten.clamp_min: lambda args: (aten.le, args[0], args[1]),
     aten.clamp_max: lambda args: (aten.ge, args[0], args[1]),
 }
+#: Number of different values in the integers that an op returns.
+PLACES = {
+    aten.max_pool2d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-2:]),
+    aten.max_pool3d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-3:]),
+    prims._low_memory_max_pool_with_offsets: lambda args: math.prod(args[1]),
+}
+
+
+def cost_of(node: Any) -> int:
+    """Multiplications per element of a layer's output; 0 for other ops, and for symbolic sizes."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.convolution and not node.args[6]:
+        weight = node.args[1].meta["val"]
+        cost = weight.numel() // weight.shape[0]
+    elif packet in (aten.mm, aten.addmm):
+        cost = node.args[-1].meta["val"].shape[0]
+    else:
+        return 0
+    return cost if isinstance(cost, int) else 0
+
+
 _CHEAP = frozenset(
     _packets(
         aten,

@@ -18,12 +18,13 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import rank_seed
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler.marks import FULL_PRECISION, MARK
-from brevact.compiler.partition import Row, pack_saved
+from brevact.compiler.partition import Row, pack_saved, recomputed_layers
 from brevact.quantizers import from_text, to_text
 
 
@@ -148,11 +149,17 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     partitioner = _current.partitioner
     if partitioner is None:
         return _choose(joint_graph, node_info, memory_budget)
+    marks = _Marks(joint_graph)
+    again = recomputed_layers(joint_graph, marks.settings_of)
+    for node in again:
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     with config.patch({} if partitioner.is_exact else {"ban_recompute_materialized_backward": False}):
         saved = _choose(joint_graph, node_info, memory_budget)
+    for node in again:
+        del node.meta["recompute"]
     options = partitioner.options
     static = frozenset(options.get("static_lifetime_input_indices") or ())
-    saved, rows = pack_saved(joint_graph, saved, options["num_fwd_outputs"], static, _Marks(joint_graph).settings_of)
+    saved, rows = pack_saved(joint_graph, saved, options["num_fwd_outputs"], static, marks.settings_of)
     partitioner.rows += rows
     return saved
 

@@ -18,7 +18,7 @@ from brevact.autograd.saved import ACTIVATION_DTYPES
 from brevact.autograd.seeds import rank_seed
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
-from brevact.compiler.aten import Use, aten
+from brevact.compiler.aten import Use, aten, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing_plans import FUSED
@@ -32,6 +32,7 @@ _BROADCAST = 8
 DEEP_BITS = 8
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
+_BLOCK = 512
 
 #: Settings of a tensor that some ops of backward read.
 SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
@@ -71,6 +72,16 @@ def pack_saved(
     packing.avoid_exact()
     packing.drop_computable()
     return packing.pack()
+
+
+def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
+    """Layers whose outputs backward computes again, since their settings say so (``recompute``)."""
+    found = []
+    for node in graph.nodes:
+        cost = table.cost_of(node)
+        if cost and (settings := settings_of([node])) is not None and cost <= settings.recompute:
+            found.append(node)
+    return found
 
 
 class _Packing:
@@ -237,24 +248,30 @@ class _Packing:
             is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
             if not (is_mask or self.may_round(node)):
                 continue
-            steps = self._steps(node, available)
-            if steps is not None:
+            found = self._steps(node, available)
+            if found is not None and sum(map(_numel, found[1])) < _numel(node):
                 del self.saved[node]
-                available |= steps
+                self.saved.update(dict.fromkeys(found[1]))
+                available |= found[0] | found[1]
         self.avoid_exact()
 
-    def _steps(self, node: fx.Node, available: set[fx.Node]) -> set[fx.Node] | None:
-        """Nodes by which backward computes a saved node from what it has; None if that is not cheap."""
-        found, waiting = set(), [node]
+    def _steps(self, node: fx.Node, available: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]] | None:
+        """Nodes by which backward computes a node, element by element, and others to save for it; None if it cannot."""
+        steps: set[fx.Node] = set()
+        missing: set[fx.Node] = set()
+        waiting = [node]
         while waiting:
             each = waiting.pop()
-            if each in found or (each is not node and (each in available or each.op != "call_function")):
+            if each in steps or (each is not node and (each in available or each.op != "call_function")):
                 continue
-            found.add(each)
-            if len(found) > _MOST_STEPS or not table.is_cheap(each):
+            if table.is_cheap(each):
+                steps.add(each)
+                waiting += each.all_input_nodes
+            elif self.may_round(each):
+                missing.add(each)
+            if len(steps) > _MOST_STEPS or node in missing or not (each in steps or each in missing):
                 return None
-            waiting += each.all_input_nodes
-        return found
+        return steps, missing
 
     def _instead(self, saved: Saved) -> Iterable[fx.Node]:
         for node, arg in saved.exact:
@@ -286,6 +303,9 @@ class _Packing:
             if isinstance(value, Tensor) and value.dtype is torch.bool and _numel(node) >= _LEAST_MASK:
                 if node.op == "call_function" and self.settings_of(readers_of(node, self.read)) is not None:
                     stored, bits = self.pack_mask(node, decoded), 1
+            elif value is not None and node.op == "call_function" and (width := places_width(node)):
+                if self.settings_of(readers_of(node, self.read)) is not None:
+                    stored, bits = self.pack_places(node, width, decoded), width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings = self.settings_of(use.readers)
                 quantizer = quantizer_of(settings, use)
@@ -359,6 +379,19 @@ class _Packing:
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
+
+    def pack_places(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+        x = node.meta["val"]
+        order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
+        back = [order.index(dim) for dim in range(x.dim())]
+        with self.insert_after(node):
+            ordered = self.call(aten.permute.default, node, order)
+            packed = self.call(ops.pack_codes.default, self.call(aten.reshape.default, ordered, [-1]), width, _BLOCK)
+            found = self.call(ops.unpack_codes.default, packed, width, x.numel(), _BLOCK)
+            found = self.call(aten.view.default, found, [x.shape[dim] for dim in order])
+            found = self.call(prims.convert_element_type.default, found, x.dtype)
+            decoded[node] = self._like(node, self.call(aten.permute.default, found, back))
+        return (packed,)
 
     def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node | None, fx.Node] | None:
         """Means and inverse deviations of the norm that reads a tensor, if it is packed normalized."""
@@ -448,6 +481,19 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def places_width(node: fx.Node) -> int:
+    """Bits of a tensor of places, such as the indices that pooling returns; 0 for others, and for symbolic sizes."""
+    value, source = node.meta["val"], node.args[0] if node.target is operator.getitem else node
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
+        return 0
+    count = table.PLACES.get(_packet(source))
+    if count is None or _numel(node) < _LEAST_MASK:
+        return 0
+    most = count(source.args)
+    width = (most - 1).bit_length() if isinstance(most, int) and isinstance(value.numel(), int) else 0
+    return width if width < 8 * value.itemsize else 0
+
+
 def _casts(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.users if _packet(each) in table.CASTS]
 
@@ -487,7 +533,7 @@ def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:
         least = settings.derive_min_bits or 4
     elif saved.use is Use.SCORES:
         least = settings.score_bit_width
-    if saved.is_deep:
+    if saved.is_deep and not settings.recompute:
         least = max(least, DEEP_BITS)
     if not 0 < bits_of(quantizer) < least:
         return quantizer
