@@ -69,6 +69,8 @@ def pack_saved(
     packing = _Packing(graph, saved, outputs, static, settings_of)
     packing.unite_masks()
     packing.unite_views()
+    packing.read_sizes_alone()
+    packing.factor_slopes()
     packing.avoid_exact()
     packing.drop_computable()
     return packing.pack()
@@ -150,6 +152,7 @@ class _Packing:
             self.analyse()
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
             found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
+            found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
             if not found:
                 return
             for node in found:
@@ -161,7 +164,8 @@ class _Packing:
         """Find how backward depends on what is saved, and save nothing that it does not read."""
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
-        needed = {each for node in self.nodes for each in node.all_input_nodes}
+        needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
+        needed.update(self.of_backward)
         self.saved = {
             node: None for node in self.saved if node in needed or not isinstance(node.meta.get("val"), Tensor)
         }
@@ -238,6 +242,42 @@ class _Packing:
         are_numbers = all(isinstance(bound, int | float) for _, bound in bounds)
         return found if are_numbers and (not lower or not upper or max(lower) < min(upper)) else [node]
 
+    def read_sizes_alone(self) -> None:
+        """Let ops that read the sizes of a tensor read an empty one."""
+        for node in list(self.graph.nodes):
+            x = node.args[1] if _packet(node) in table.OF_SIZES else None
+            if not (isinstance(x, fx.Node) and self.may_round(x) and all(isinstance(n, int) for n in _shape(x))):
+                continue
+            with self.insert_after(node.args[0]):
+                empty = self.call(aten.new_empty_strided.default, node.args[0], *self.sizes(x))
+            self.gradients.add(self._like(node, empty))
+            node.replace_input_with(x, empty)
+
+    def factor_slopes(self) -> None:
+        """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
+        for node in list(self.graph.nodes):
+            if node not in self.gradients or _packet(node) is not aten.div or not table.is_at_least_one(node.args[1]):
+                continue
+            (grad, below), settings = node.args[:2], self.settings_of([node])
+            if below in self.gradients or settings is None or settings.is_exact or _shape(below) != _shape(node):
+                continue
+            above = None
+            if _packet(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
+                above = next((each for each in grad.args if each not in self.gradients), None)
+                if above is not None:
+                    grad = next(each for each in grad.args if each is not above)
+            with self.insert_after(node):
+                made = (aten.reciprocal.default, below) if above is None else (aten.div.Tensor, above, below)
+                slope = self._like(below, self.call(*made))
+            with self.insert_after(slope):
+                product = self._like(node, self.call(aten.mul.Tensor, grad, slope))
+            for nodes in (self.live, self.activations):
+                nodes |= {slope, product}
+            self.gradients.add(product)
+            node.replace_all_uses_with(product)
+            self.of_backward = [product if each is node else each for each in self.of_backward]
+            self.graph.erase_node(node)
+
     def insert_after(self, node: fx.Node) -> Any:
         return self.graph.inserting_before(node.next)
 
@@ -280,6 +320,14 @@ class _Packing:
                 yield from (node,) if is_tensor else readers_of(node, self.read)
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
+
+    def _slope(self, saved: Saved) -> Iterable[fx.Node]:
+        """The slope to save in place of a smooth function's argument, if that is all that backward needs of it."""
+        if saved.use in (Use.LINEAR, Use.EXACT) or saved.is_factor or len(saved.slopes) != 1 or not self.packs(saved):
+            return
+        (node,) = saved.slopes
+        if self.may_round(node) and node not in self.saved and _nbytes(node) <= _nbytes(saved.node):
+            yield node
 
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
@@ -475,6 +523,14 @@ def _packet(node: fx.Node) -> Any:
 def _numel(node: fx.Node) -> int:
     size = node.meta["val"].numel()
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return _numel(node) * int(node.meta["val"].itemsize)
 
 
 def _is_random(node: fx.Node) -> bool:
