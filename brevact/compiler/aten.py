@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # registers prims
+from torch._inductor import inductor_prims as inductor_prims
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -21,6 +21,7 @@ from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.rows import ROWS
 from brevact.autograd.settings import BackwardSettings
+from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     CheckpointHooks,
@@ -35,10 +36,6 @@ from brevact.private_names.of_torch import (
 from brevact.quantizers import from_text
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-#: Key of a node's mark, the text of its settings; empty for full precision.
-MARK, FULL_PRECISION = "brevact", ""
 
 
 def skipped_by_dynamo(function: F) -> F:
@@ -103,6 +100,7 @@ class RegionMode(TorchFunctionMode):
     text: str | None
     norms_only: bool = False
     is_region = True
+    eager: Any  # class of eager regions
 
 
 class TracingMode(RegionMode):
@@ -161,10 +159,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
 @torch.compiler.disable
 def _call_outside(text: str, norms_only: bool, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function in an eager region."""
-    from brevact.autograd.regions import Region
-
     settings = None if text == FULL_PRECISION else from_text(text)
-    with Region(settings, norms_only=norms_only):
+    with RegionMode.eager(settings, norms_only=norms_only):
         return func(*args, **kwargs)
 
 

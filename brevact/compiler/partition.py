@@ -33,6 +33,10 @@ DEEP_BITS = 8
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
 _BLOCK = 512
+#: Bytes per element of minima and scales.
+_METADATA = 6 / 512
+#: Noise of what layers are computed again from, as a multiple of that of other tensors.
+_DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.
 SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
@@ -66,6 +70,12 @@ def pack_saved(
     Returns:
         Nodes to save, and a description of each tensor among them.
     """
+    return planned(graph, saved, outputs, static, settings_of).pack()
+
+
+def planned(
+    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+) -> _Packing:
     packing = _Packing(graph, saved, outputs, static, settings_of)
     packing.unite_masks()
     packing.unite_views()
@@ -73,7 +83,8 @@ def pack_saved(
     packing.factor_slopes()
     packing.avoid_exact()
     packing.drop_computable()
-    return packing.pack()
+    packing.save_statistics()
+    return packing
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
@@ -90,10 +101,9 @@ class _Packing:
     def __init__(
         self, graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
     ) -> None:
-        self.graph, self.settings_of = graph, settings_of
+        self.graph, self.settings_of, self.outputs = graph, settings_of, outputs
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.of_forward = [each for each in self.output.args[0][:outputs] if isinstance(each, fx.Node)]
-        self.of_backward = [each for each in self.output.args[0][outputs:] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
@@ -114,7 +124,10 @@ class _Packing:
 
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = {self.output}, list(self.of_backward)
+        found, waiting = (
+            {self.output},
+            [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)],
+        )
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -183,7 +196,7 @@ class _Packing:
                     self.saved[mask] = None
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
-        """Return the comparison of x with 0 by which a leaky function of x was made, if ``node`` compares its result."""
+        """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
         packet, value = _packet(node), node.args[0] if node.args else None
         while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -329,12 +342,40 @@ class _Packing:
         if self.may_round(node) and node not in self.saved and _nbytes(node) <= _nbytes(saved.node):
             yield node
 
+    def save_statistics(self) -> None:
+        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
+        found: dict[fx.Node, None] = {}
+        for each in self.dependence.saved:
+            if each.use is not Use.EXACT and self.packs(each):
+                statistics = self.statistics(each.node, self.settings_of(each.readers))
+                found.update((x, None) for x in statistics or () if x is not None and self.dependence.is_read(x))
+        if found:
+            self.saved.update(found)
+            self.analyse()
+
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
             return False
         readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
         return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+
+    def estimate(self) -> tuple[float, float]:
+        """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
+        uses = {each.node: each for each in self.dependence.saved}
+        nbytes = noise = 0.0
+        for node in self.saved:
+            value, use = node.meta.get("val"), uses.get(node)
+            if not isinstance(value, Tensor) or node.op == "placeholder":
+                continue
+            if use is not None and use.use is not Use.EXACT and self.packs(use):
+                bits = bits_of(quantizer_of(self.settings_of(use.readers), use))
+                nbytes += _numel(node) * (bits / 8 + _METADATA)
+                noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
+            else:
+                width = 1 if value.dtype is torch.bool else places_width(node) or 8 * value.itemsize
+                nbytes += _numel(node) * width / 8
+        return nbytes, noise
 
     # --- packing
 
@@ -462,26 +503,29 @@ class _Packing:
         return made
 
     def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
-        """Let backward read decoded tensors; what forward computes, too, is computed from them by nodes of its own."""
+        """Let backward read other nodes; it computes from them by nodes of its own what forward computes, too."""
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:
+                results = self.output.args[0]
+                new = [decoded.get(each, each) for each in results[self.outputs :]]
+                self.output.args = ((*results[: self.outputs], *new), *self.output.args[1:])
                 continue
-            changed = [each for each in node.all_input_nodes if each in decoded]
-            if not changed:
-                continue
-            if node in forward:
-                with self.insert_after(node):
+            given = [decoded.get(each, each) for each in node.all_input_nodes]
+            last = max((node, *given))
+            if given == node.all_input_nodes:
+                if last is not node:
+                    last.append(node)
+            elif node in forward:
+                with self.insert_after(last):
                     again = self.graph.node_copy(node, lambda each: decoded.get(each, each))
                 decoded[node] = again
                 self.origins[again] = self.origins.get(node, node)
             else:
-                for each in changed:
-                    node.replace_input_with(each, decoded[each])
-        places = {each: decoded[each] for each in self.of_backward if each in decoded}
-        count = len(self.output.args[0]) - len(self.of_backward)
-        if places:
-            raise AssertionError(count)
+                for each, new in zip(node.all_input_nodes, given, strict=True):
+                    node.replace_input_with(each, new)
+                if last is not node:
+                    last.append(node)
 
 
 def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
@@ -579,7 +623,17 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
     kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
     shape = tuple(value.shape)
-    return Row(node.name, str(node.target), modules[-1][0], shape, name, bits, _numel(node) * value.itemsize, kept)
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return Row(
+        node.name,
+        str(_packet(source) or source.target),
+        modules[-1][0],
+        shape,
+        name,
+        bits,
+        _numel(node) * value.itemsize,
+        kept,
+    )
 
 
 def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:
