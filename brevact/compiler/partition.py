@@ -122,12 +122,12 @@ class _Packing:
 
     # --- which tensors to save
 
+    def of_backward(self) -> list[fx.Node]:
+        return [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
+
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = (
-            {self.output},
-            [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)],
-        )
+        found, waiting = {self.output}, self.of_backward()
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -178,7 +178,7 @@ class _Packing:
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
         needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
-        needed.update(self.of_backward)
+        needed.update(self.of_backward())
         self.saved = {
             node: None for node in self.saved if node in needed or not isinstance(node.meta.get("val"), Tensor)
         }
@@ -288,7 +288,6 @@ class _Packing:
                 nodes |= {slope, product}
             self.gradients.add(product)
             node.replace_all_uses_with(product)
-            self.of_backward = [product if each is node else each for each in self.of_backward]
             self.graph.erase_node(node)
 
     def insert_after(self, node: fx.Node) -> Any:

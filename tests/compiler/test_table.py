@@ -159,4 +159,4 @@ def test_gradients_near_at_2_bits(function):
 
 
 def test_an_op_that_the_table_lacks_keeps_its_tensors():
-    assert packed_rows(lambda x: torch.cdist(x, x.flip(0)), X).values() == {0}
+    assert set(packed_rows(lambda x: torch.cdist(x, x.flip(0)), X).values()) == {0}
