@@ -29,6 +29,7 @@ from brevact.private_names.of_torch import (
     frame_callback,
     function_apply_code,
     function_stack_at,
+    get_overridable_functions,
     len_function_stack,
     skip_code,
 )
@@ -68,6 +69,8 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
         function = out_of_dynamo(function)
     function(*args)
 
+
+get_overridable_functions().update(ROWS)  # PyTorch's list lacks some that modes see, such as `hardswish`
 
 #: Norms that may go on with rounded values.
 _NORMS = {func for func, row in ROWS.items() if row.rounds_forward}
