@@ -108,6 +108,11 @@ class _Packing:
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
         wanted = zip(primals, self.output.args[0][outputs:], strict=False)
+        self.of_forward += [  # changes of inputs, such as running statistics
+            node
+            for node in graph.nodes
+            if node.op == "call_function" and not node.users and node not in self.gradients
+        ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in static]
         random = [node for node in graph.nodes if _is_random(node)]
@@ -356,8 +361,24 @@ class _Packing:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
             return False
-        readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
-        return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+        return not self.is_spread(saved.node)
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether backward reads a tensor, and functions of its elements, only by broadcasting, as norms' deviations."""
+        size, found, waiting = _numel(node), {node}, [node]
+        is_spread = False
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in self.read or user in found or not isinstance(user.meta.get("val"), Tensor):
+                    continue
+                found.add(user)
+                if _numel(user) >= _BROADCAST * size:
+                    is_spread = True
+                elif _numel(user) == size and _packet(user) not in table.PRODUCTS - {aten.mul}:
+                    waiting.append(user)
+                else:
+                    return False
+        return is_spread
 
     def estimate(self) -> tuple[float, float]:
         """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
