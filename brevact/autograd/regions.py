@@ -232,3 +232,6 @@ class Region(Store):
             push_hooks(*self.hooks.pair)
         self.state.mark_weight(result, weight=True)
         return result
+
+
+marks.RegionMode.eager = Region

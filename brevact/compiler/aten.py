@@ -64,7 +64,7 @@ PRODUCTS = frozenset(
         aten,
         "mul mm bmm addmm baddbmm mv addmv dot convolution convolution_backward addcmul native_dropout_backward "
         "_grouped_mm linear matmul outer linear_backward mkldnn_rnn_layer _weight_norm_interface lerp "
-        "_cdist_forward_ einsum grid_sampler_2d_ addr kron ",
+        "_trilinear einsum addr kron",
     )
 ) | frozenset(_packets(prims, "fma"))
 #: The steps of the latter are products of matrices: what follows is a function of many rounded values.
@@ -123,6 +123,17 @@ _by_place("hardswish_backward hardsigmoid_backward nll_loss_backward nll_loss2d_
 _by_place("binary_cross_entropy_backward smooth_l1_loss_backward huber_loss_backward", {0: L})
 _by_place("mse_loss_backward", {0: L, 1: L, 2: L})
 _by_place("native_dropout", {0: L})
+#: Ops that read the sizes of their second argument.
+OF_SIZES = frozenset(
+    _packets(
+        aten,
+        "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
+        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad1d_backward "
+        "reflection_pad2d_backward reflection_pad3d_backward",
+    )
+)
 #: Comparisons, whose results take a bit in place of what they compare.
 COMPARISONS = frozenset(_packets(aten, "gt ge lt le eq ne logical_and logical_or logical_not isnan isinf"))
 #: Functions of the exponential of a tensor that are smooth in the tensor itself: of 1 + exp(x).
@@ -133,7 +144,7 @@ OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div true_divide
 
 @functools.cache
 def powers_are_smooth(exponent: Any) -> bool:
-    return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
+    return isinstance(exponent, int | float) and 1 <= exponent <= 4 and float(exponent).is_integer()
 
 
 #: Views, and copies in another memory order.
@@ -184,15 +195,31 @@ _CHEAP = frozenset(
 ) | frozenset(_packets(prims, "convert_element_type"))
 
 
+def is_softmax(node: Any) -> bool:
+    """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
+    above, below = (*node.args, None, None)[:2]
+    names = [getattr(getattr(each, "target", None), "overloadpacket", None) for each in (node, above, below)]
+    if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:
+        return False
+    shape, dim = node.meta["val"].shape, below.args[1][0] % node.meta["val"].dim()
+    return len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32
+
+
+def is_at_least_one(node: Any) -> bool:
+    """Whether a node is 1 or more, plus an exponential, a magnitude or a square."""
+    if getattr(getattr(node, "target", None), "overloadpacket", None) is not aten.add:
+        return False
+    term, least = node.args[:2]
+    if not isinstance(least, int | float) or least < 1:
+        return False
+    packet = getattr(term.target, "overloadpacket", None)
+    is_square = (packet is aten.pow and term.args[1] == 2) or (packet is aten.mul and term.args[0] is term.args[1])
+    return is_square or packet in (aten.exp, aten.abs)
+
+
 def is_cheap(node: Any) -> bool:
     """Whether each element is computed from one element of each argument, without division."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.div:
-        return isinstance(node.args[1], int | float) or _is_one_plus_exp(node.args[1])
+        return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
     return packet in _CHEAP
-
-
-def _is_one_plus_exp(node: Any) -> bool:
-    return getattr(node.target, "overloadpacket", None) is aten.add and (
-        getattr(node.args[0].target, "overloadpacket", None) is aten.exp
-    )

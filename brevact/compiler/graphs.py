@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import rank_seed
 from brevact.autograd.settings import BackwardSettings, bits_of
-from brevact.compiler.marks import FULL_PRECISION, MARK
+from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.partition import Row, pack_saved, planned, recomputed_layers
 from brevact.quantizers import from_text, to_text
 
@@ -41,6 +41,7 @@ _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 class _Current(threading.local):
     partitioner: Any = None  # that partitions a joint graph
     texts: frozenset[str] = frozenset()  # settings of the graph that is compiled
+    rows: list[Row] | None = None
     budget: tuple[str, float] | None = None  # of compilers that are not Inductor
 
 
@@ -52,7 +53,6 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(self, budget: tuple[str, float] | None = None) -> None:
         self.budget = budget
-        self.rows: list[Row] = []
 
     def uuid(self) -> Any:
         key = (*sorted(_current.texts), str(rank_seed()), repr(self.budget), torch.__version__)
@@ -69,23 +69,28 @@ class Partitioner(CustomPartitionerFn):
 
 
 @contextmanager
-def packing(graph: fx.GraphModule) -> Iterator[None]:
-    """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked."""
+def packing(graph: fx.GraphModule) -> Iterator[list[Row]]:
+    """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked.
+
+    The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
+    """
     texts = set()
     for each in _graphs(graph):
         for node in each.nodes:
             if mark := mark_of(node):
                 node.meta["custom"] = {**node.meta["custom"], MARK: _mark_for(mark, _name_of(node))}
                 texts.add(mark)
+    rows: list[Row] = []
     if not texts:
-        yield
+        yield rows
         return
-    before, _current.texts = _current.texts, frozenset(texts)
+    before = _current.texts, _current.rows
+    _current.texts, _current.rows = frozenset(texts), rows
     try:
         with inductor.patch(custom_partitioner_fn=Partitioner()):
-            yield
+            yield rows
     finally:
-        _current.texts = before
+        _current.texts, _current.rows = before
 
 
 def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
@@ -198,7 +203,8 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
         part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
     saved, marks = _chosen(joint_graph, node_info, part, bits)
     saved, rows = pack_saved(joint_graph, saved, *partitioner.sizes, marks.settings_of)
-    partitioner.rows += rows
+    if _current.rows is not None:
+        _current.rows += rows
     return saved
 
 

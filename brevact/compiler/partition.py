@@ -79,6 +79,8 @@ def planned(
     packing = _Packing(graph, saved, outputs, static, settings_of)
     packing.unite_masks()
     packing.unite_views()
+    packing.read_sizes_alone()
+    packing.factor_slopes()
     packing.avoid_exact()
     packing.drop_computable()
     packing.save_statistics()
@@ -106,6 +108,11 @@ class _Packing:
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
         wanted = zip(primals, self.output.args[0][outputs:], strict=False)
+        self.of_forward += [  # changes of inputs, such as running statistics
+            node
+            for node in graph.nodes
+            if node.op == "call_function" and not node.users and node not in self.gradients
+        ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in static]
         random = [node for node in graph.nodes if _is_random(node)]
@@ -120,12 +127,12 @@ class _Packing:
 
     # --- which tensors to save
 
+    def of_backward(self) -> list[fx.Node]:
+        return [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
+
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = (
-            {self.output},
-            [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)],
-        )
+        found, waiting = {self.output}, self.of_backward()
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -163,6 +170,7 @@ class _Packing:
             self.analyse()
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
             found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
+            found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
             if not found:
                 return
             for node in found:
@@ -174,7 +182,8 @@ class _Packing:
         """Find how backward depends on what is saved, and save nothing that it does not read."""
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
-        needed = {each for node in self.nodes for each in node.all_input_nodes}
+        needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
+        needed.update(self.of_backward())
         self.saved = {
             node: None for node in self.saved if node in needed or not isinstance(node.meta.get("val"), Tensor)
         }
@@ -192,7 +201,7 @@ class _Packing:
                     self.saved[mask] = None
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
-        """Return the comparison of x with 0 by which a leaky function of x was made, if ``node`` compares its result."""
+        """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
         packet, value = _packet(node), node.args[0] if node.args else None
         while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -251,6 +260,41 @@ class _Packing:
         are_numbers = all(isinstance(bound, int | float) for _, bound in bounds)
         return found if are_numbers and (not lower or not upper or max(lower) < min(upper)) else [node]
 
+    def read_sizes_alone(self) -> None:
+        """Let ops that read the sizes of a tensor read an empty one."""
+        for node in list(self.graph.nodes):
+            x = node.args[1] if _packet(node) in table.OF_SIZES else None
+            if not (isinstance(x, fx.Node) and self.may_round(x) and all(isinstance(n, int) for n in _shape(x))):
+                continue
+            with self.insert_after(node.args[0]):
+                empty = self.call(aten.new_empty_strided.default, node.args[0], *self.sizes(x))
+            self.gradients.add(self._like(node, empty))
+            node.replace_input_with(x, empty)
+
+    def factor_slopes(self) -> None:
+        """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
+        for node in list(self.graph.nodes):
+            if node not in self.gradients or _packet(node) is not aten.div or not table.is_at_least_one(node.args[1]):
+                continue
+            (grad, below), settings = node.args[:2], self.settings_of([node])
+            if below in self.gradients or settings is None or settings.is_exact or _shape(below) != _shape(node):
+                continue
+            above = None
+            if _packet(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
+                above = next((each for each in grad.args if each not in self.gradients), None)
+                if above is not None:
+                    grad = next(each for each in grad.args if each is not above)
+            with self.insert_after(node):
+                made = (aten.reciprocal.default, below) if above is None else (aten.div.Tensor, above, below)
+                slope = self._like(below, self.call(*made))
+            with self.insert_after(slope):
+                product = self._like(node, self.call(aten.mul.Tensor, grad, slope))
+            for nodes in (self.live, self.activations):
+                nodes |= {slope, product}
+            self.gradients.add(product)
+            node.replace_all_uses_with(product)
+            self.graph.erase_node(node)
+
     def insert_after(self, node: fx.Node) -> Any:
         return self.graph.inserting_before(node.next)
 
@@ -258,7 +302,7 @@ class _Packing:
         """Save nothing that backward can compute, element by element, from what it reads anyway."""
         available = {*self.nodes, *self.saved}
         for node in sorted(self.saved):
-            is_mask = node.op == "call_function" and node.meta["val"].dtype is torch.bool
+            is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
             if not (is_mask or self.may_round(node)):
                 continue
             found = self._steps(node, available)
@@ -289,9 +333,18 @@ class _Packing:
     def _instead(self, saved: Saved) -> Iterable[fx.Node]:
         for node, arg in saved.exact:
             if node not in self.gradients:
-                yield node
+                is_tensor = isinstance(node.meta["val"], Tensor)
+                yield from (node,) if is_tensor else readers_of(node, self.read)
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
+
+    def _slope(self, saved: Saved) -> Iterable[fx.Node]:
+        """The slope to save in place of a smooth function's argument, if that is all that backward needs of it."""
+        if saved.use in (Use.LINEAR, Use.EXACT) or saved.is_factor or len(saved.slopes) != 1 or not self.packs(saved):
+            return
+        (node,) = saved.slopes
+        if self.may_round(node) and node not in self.saved and _nbytes(node) <= _nbytes(saved.node):
+            yield node
 
     def save_statistics(self) -> None:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
@@ -308,8 +361,24 @@ class _Packing:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
             return False
-        readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
-        return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+        return not self.is_spread(saved.node)
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether backward reads a tensor, and functions of its elements, only by broadcasting, as norms' deviations."""
+        size, found, waiting = _numel(node), {node}, [node]
+        is_spread = False
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in self.read or user in found or not isinstance(user.meta.get("val"), Tensor):
+                    continue
+                found.add(user)
+                if _numel(user) >= _BROADCAST * size:
+                    is_spread = True
+                elif _numel(user) == size and _packet(user) not in table.PRODUCTS - {aten.mul}:
+                    waiting.append(user)
+                else:
+                    return False
+        return is_spread
 
     def estimate(self) -> tuple[float, float]:
         """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
@@ -415,7 +484,7 @@ class _Packing:
                 packed = self.call(ops.quantize_normalized.default, node, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
             decoded[node] = self._like(node, made)
-        symbols = _symbols(size, stride)
+        symbols = [*_symbols(size, stride), *(each for each in statistics or () if each is not None)]
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
@@ -441,7 +510,7 @@ class _Packing:
         users = [user for each in (node, *_casts(node)) for user in each.users]
         for user in users:
             packet = _packet(user)
-            if packet is aten.sub and _is_broadcast(user.args[1], user):
+            if packet is aten.sub and user.args[0] in (node, *_casts(node)) and _is_broadcast(user.args[1], user):
                 for scaled in user.users:
                     if (invstd := _deviation(scaled, user)) is not None:
                         return user.args[1], invstd  # type: ignore[return-value]
@@ -520,6 +589,14 @@ def _numel(node: fx.Node) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return _numel(node) * int(node.meta["val"].itemsize)
+
+
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -566,7 +643,17 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
     kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
     shape = tuple(value.shape)
-    return Row(node.name, str(node.target), modules[-1][0], shape, name, bits, _numel(node) * value.itemsize, kept)
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return Row(
+        node.name,
+        str(_packet(source) or source.target),
+        modules[-1][0],
+        shape,
+        name,
+        bits,
+        _numel(node) * value.itemsize,
+        kept,
+    )
 
 
 def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:

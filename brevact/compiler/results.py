@@ -49,20 +49,22 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
         from brevact.compiler.graphs import packing  # it imports Inductor
 
         results = _results_of(graph)
-        with packing(graph):
+        with packing(graph) as rows:
             run = compiler(graph, inputs, **options)
         if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
             return run
-        return _in_region(run, results)
+        return _in_region(run, results, rows)
 
     compile_watched.is_brevact = True  # type: ignore[attr-defined]
     return compile_watched
 
 
-def _in_region(run: Callable[..., Any], results: dict[int, frozenset[int]]) -> Callable[..., Any]:
+def _in_region(run: Callable[..., Any], results: dict[int, frozenset[int]], rows: list[Any]) -> Callable[..., Any]:
     is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
 
     def run_in_region(*inputs: Any) -> Any:
+        if storage_report.recorders:
+            storage_report.report_graph(rows)
         if not active.regions:
             return run(*inputs)
         region = active.regions[-1]
