@@ -173,7 +173,8 @@ class SeedStream:
         if stream is not None and device == _HOST:
             return next(stream)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return draw_anew(device)
+            seed, rank = draw_seed(device), rank_seed()  # drawn in each replay
+            return seed ^ rank if rank else seed
         if device.type == "meta":  # no values, and no generator: codes have sizes alone
             device = _HOST
             stream = self._streams.get(device)
@@ -187,12 +188,6 @@ class SeedStream:
 
     def next_on_host(self) -> int:
         return int(self.next(_HOST))
-
-
-def draw_anew(device: torch.device) -> Tensor:
-    """Return a seed that the captured or traced graph draws on the device in each run."""
-    seed, rank = draw_seed(device), rank_seed()
-    return seed ^ rank if rank else seed
 
 
 def rank_seed() -> int:

@@ -142,13 +142,14 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks")
 
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
+#: Prefix of the modules where torch.compile makes the functions that run its graphs.
+COMPILED = "torch._functorch."
 #: Contexts that Dynamo knows, by their factory functions.
 contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes")
 #: Dynamo's callback for functions called here: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-_ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.
@@ -163,11 +164,6 @@ def has_compiled() -> bool:
     """Return whether torch.compile has traced anything in this process: graphs call no module hooks."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters["stats"])
-
-
-def is_parameter_or_buffer(node: Any) -> bool:
-    """Return whether an input of a Dynamo graph is a parameter or buffer of a module."""
-    return isinstance(getattr(getattr(node, "_dynamo_source", None), "base", None), _ParametersOrBuffers)
 
 
 # --- autocast
