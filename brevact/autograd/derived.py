@@ -386,7 +386,7 @@ def track_derived(
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
         *(region, out, bound_call(func, args, kwargs), operands),
-        is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
+        is_pointwise=is_elementwise and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

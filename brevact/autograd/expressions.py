@@ -287,7 +287,7 @@ class Restrided(NamedTuple):
     whole: tuple[int, ...] | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int | torch.SymInt
+    offset: int
 
     def __call__(self, x: Tensor) -> Tensor:
         return with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)

@@ -22,8 +22,8 @@ from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_f
 #: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.
 WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers that ran where no region saw them: their result is an activation.
-_PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
+    *("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward"),
     *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
     *("MiopenBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "ScaledDotProduct"),
     *("MaxPool", "AvgPool", "IndexSelectBackward"),
@@ -211,7 +211,7 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
         marked = node.metadata.get(WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
-        if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
+        if marked is None and node.name().startswith(_LAYER_NODES):
             return False
         if marked is not None:
             largest = max(largest, marked)
@@ -223,19 +223,6 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
             largest = max(largest, variable.numel())
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
     return 0 < x.numel() <= largest
-
-
-def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
-    """Return whether a layer has run on the way to a node; a matrix product, perhaps of weights, does not count."""
-    pending: list[torch.autograd.graph.Node] = [node]
-    seen: set[torch.autograd.graph.Node] = set()
-    while pending:
-        node = pending.pop()
-        if len(seen) > _MAX_NODES or _is_own(node) or node.name().startswith(_LAYER_NODES):
-            return True
-        seen.add(node)
-        pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
-    return False
 
 
 def _is_own(node: torch.autograd.graph.Node) -> bool:

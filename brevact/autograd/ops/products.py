@@ -307,13 +307,13 @@ OPS = (
         STORED,
         is_bit_exact=False,
     ),
-    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
-    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
+    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False),
+    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
         saves=Saves.FACTORS,
     ),
     Op(everywhere("multi_dot"), saves=Saves.FACTORS),
     Op(_FUNCTIONS, _grouped, STORED._replace(op="grouped matrix products (mixtures of experts)")),
-    Op(_FUNCTIONS, saves=Saves.FACTORS, is_product=True),
+    Op(_FUNCTIONS, saves=Saves.FACTORS),
 )
