@@ -582,7 +582,8 @@ def _is_random(node: fx.Node) -> bool:
 
 def places_width(node: fx.Node) -> int:
     """Bits of a tensor of places, such as the indices that pooling returns; 0 for others, and for symbolic sizes."""
-    value, source = node.meta["val"], node.args[0] if node.target is operator.getitem else node
+    value, source = node.meta["val"], _root(node)
+    source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
         return 0
     count = table.PLACES.get(_packet(source))
