@@ -195,6 +195,13 @@ def draw_anew(device: torch.device) -> Tensor:
     return seed ^ rank if rank else seed
 
 
+def seed_of_graph(device: torch.device) -> Tensor:
+    """Return the seed of one run of a compiled graph, which counts as a root region."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return draw_anew(device)
+    return torch.tensor(_split_mix(_next_base()), device=device)
+
+
 def rank_seed() -> int:
     """Return the number that is mixed into this process's seeds: a signed 64-bit integer, 0 on rank 0."""
     if not (distributed.is_available() and distributed.is_initialized()):

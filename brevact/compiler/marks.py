@@ -57,6 +57,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 #: values do so there, too.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
+# A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
+torch._dynamo.config.skip_nnmodule_hook_guards = False
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -103,6 +105,17 @@ class RegionMode(TorchFunctionMode):
     eager: Any  # class of eager regions
 
 
+class PlainMode(RegionMode):
+    """A mode under which Dynamo traces as if without regions, to graphs of their own: it guards on the modes around."""
+
+    text = FULL_PRECISION
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class TracingMode(RegionMode):
     """Region of a module (``owner``) that Dynamo inlines, or of a ``with`` block; ``norms_only``: see ``Region``."""
 
@@ -110,7 +123,7 @@ class TracingMode(RegionMode):
         super().__init__()
         if _is_compiling():
             watch_graph()
-        self.text = text
+        self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text
         self.owner = owner
         self.norms_only = norms_only
 
@@ -182,6 +195,8 @@ _inside = _Inside()
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
     """Enter a module's region, unless the one around has the same settings, or it ``inherits`` any around it."""
     around, text = _innermost(), text_of(settings)
+    if type(around) is PlainMode:
+        return
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):
         around = None  # a checkpoint, recomputed outside the region

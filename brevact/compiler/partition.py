@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.saved import ACTIVATION_DTYPES
-from brevact.autograd.seeds import rank_seed
+from brevact.autograd.seeds import seed_of_graph
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
@@ -24,6 +24,14 @@ from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing_plans import FUSED
 
 ops = torch.ops.brevact
+_library = torch.library.Library("brevact", "FRAGMENT")
+_library.define(
+    "draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+)
+_library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
+)
 _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
@@ -108,6 +116,9 @@ class _Packing:
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
         wanted = zip(primals, self.output.args[0][outputs:], strict=False)
+        self.of_forward += [  # changes of inputs, such as running statistics
+            node for node in graph.nodes if node.op == "call_function" and not node.users and node not in self.gradients
+        ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in static]
         random = [node for node in graph.nodes if _is_random(node)]
@@ -356,8 +367,24 @@ class _Packing:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
             return False
-        readers = [user for user in saved.node.users if user in self.read and isinstance(user.meta.get("val"), Tensor)]
-        return not readers or not all(_is_broadcast(saved.node, user) for user in readers)
+        return not self.is_spread(saved.node)
+
+    def is_spread(self, node: fx.Node) -> bool:
+        """Whether backward reads a tensor, and functions of its elements, only by broadcasting, as norms' deviations."""
+        size, found, waiting = _numel(node), {node}, [node]
+        is_spread = False
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in self.read or user in found or not isinstance(user.meta.get("val"), Tensor):
+                    continue
+                found.add(user)
+                if _numel(user) >= _BROADCAST * size:
+                    is_spread = True
+                elif _numel(user) == size and _packet(user) not in table.PRODUCTS - {aten.mul}:
+                    waiting.append(user)
+                else:
+                    return False
+        return is_spread
 
     def estimate(self) -> tuple[float, float]:
         """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
@@ -414,14 +441,8 @@ class _Packing:
     def seed(self, x: fx.Node) -> fx.Node:
         device = x.meta["val"].device
         if device not in self.seeds:
-            keywords = {"dtype": torch.int64, "device": device}
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
-                drawn = self.graph.call_function(aten.randint.low, (0, 2**62, []), keywords)
-                with self.mode:
-                    drawn.meta["val"] = torch.empty((), **keywords)
-                if rank := rank_seed():
-                    drawn = self.call(aten.bitwise_xor.Scalar, drawn, rank)
-            self.seeds[device] = drawn
+                self.seeds[device] = self.call(ops.draw_seed.default, device)
         self.count += 1
         return self.call(aten.add.Tensor, self.seeds[device], self.count)
 
