@@ -43,7 +43,8 @@ def with_policy(step: Step, policy: str) -> Step:
     Args:
         step: that no policy has changed.
         policy: "plain"; "checkpoint", of each block; "compile" or "compile:PART", by `torch.compile` within a part
-            of the memory, with "+POLICY" at the end by a policy, too; "fit:BUDGET", by `brevact.fit`; or a policy in words of `brevact.parse_policy`.
+            of the memory, with "+POLICY" at the end by a policy, too; "fit:BUDGET", by `brevact.fit`; or a policy in
+            words of `brevact.parse_policy`.
 
     Raises:
         ValueError: the model has no blocks to checkpoint, or there is no such policy or budget.

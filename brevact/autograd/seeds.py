@@ -173,8 +173,7 @@ class SeedStream:
         if stream is not None and device == _HOST:
             return next(stream)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            seed, rank = draw_seed(device), rank_seed()  # drawn in each replay
-            return seed ^ rank if rank else seed
+            return draw_anew(device)
         if device.type == "meta":  # no values, and no generator: codes have sizes alone
             device = _HOST
             stream = self._streams.get(device)
@@ -188,6 +187,19 @@ class SeedStream:
 
     def next_on_host(self) -> int:
         return int(self.next(_HOST))
+
+
+def draw_anew(device: torch.device) -> Tensor:
+    """Return a seed that a captured graph draws on the device in each replay."""
+    seed, rank = draw_seed(device), rank_seed()
+    return seed ^ rank if rank else seed
+
+
+def seed_of_graph(device: torch.device) -> Tensor:
+    """Return the seed of one run of a compiled graph, which counts as a root region."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return draw_anew(device)
+    return torch.tensor(_split_mix(_next_base()), device=device)
 
 
 def rank_seed() -> int:

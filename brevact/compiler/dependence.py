@@ -123,7 +123,7 @@ class Dependence:
         is_product = packet not in table.ADDITIVE
         uses = table.BY_PLACE.get(packet)
         for place, arg, value in values:
-            use = Use.LINEAR if value.is_gradient else _use(node, packet, uses, place)
+            use = Use.LINEAR if value.is_gradient else _use(node, arg, packet, uses, place)
             linear, smooth, mixed = value.linear, value.smooth, value.mixed
             if value.exp and use >= Use.LINEAR:
                 self._mark(value.exp, Use.EXACT, node, arg)
@@ -148,7 +148,7 @@ class Dependence:
     def _of_exp(self, node: fx.Node, packet: Any, values: list[tuple[int, fx.Node, _Value]]) -> _Value | None:
         """Follow an exponential as far as the functions of 1 + exp(x), which are smooth."""
         place, arg, value = values[0]
-        if packet in table.EXP and len(values) == 1 and not value.is_gradient and not value.exp:
+        if packet is table.aten.exp and len(values) == 1 and not value.is_gradient and not value.exp:
             if _is_negative_square(node.args[0]):
                 return self._smooth(node, value)
             return _Value(exp=value.all, mixed=value.mixed)
@@ -183,19 +183,21 @@ def _tensors(node: fx.Node) -> Iterable[tuple[int, fx.Node]]:
                     yield place, each
 
 
-def _use(node: fx.Node, packet: Any, uses: dict[int, Use] | None, place: int) -> Use:
-    value = node.meta["val"]
-    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
-        return Use.EXACT
-    if node.kwargs.get("rounding_mode") is not None:
+def _use(node: fx.Node, arg: fx.Node, packet: Any, uses: dict[int, Use] | None, place: int) -> Use:
+    if (_is_float(arg) and not _is_float(node)) or node.kwargs.get("rounding_mode") is not None:
         return Use.EXACT
     if uses is not None:
         return uses.get(place, Use.EXACT)
-    if packet in table.ADDITIVE or packet in table.PRODUCTS:
+    if packet in table.ADDITIVE or packet in table.PRODUCTS or packet in table.OF_SIZES:
         return Use.LINEAR
     if packet in table.SMOOTH or (packet is table.aten.pow and table.powers_are_smooth(node.args[1])):
         return Use.SMOOTH
     return Use.EXACT
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _is_negative_square(node: Any) -> bool:

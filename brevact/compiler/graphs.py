@@ -24,7 +24,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.rows import row_of
-from brevact.autograd.seeds import rank_seed
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.partition import Row, pack_saved, planned, recomputed_layers
@@ -55,7 +54,7 @@ class Partitioner(CustomPartitionerFn):
         self.budget = budget
 
     def uuid(self) -> Any:
-        key = (*sorted(_current.texts), str(rank_seed()), repr(self.budget), torch.__version__)
+        key = (*sorted(_current.texts), repr(self.budget), torch.__version__)
         return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:

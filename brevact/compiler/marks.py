@@ -105,6 +105,17 @@ class RegionMode(TorchFunctionMode):
     eager: Any  # class of eager regions
 
 
+class PlainMode(RegionMode):
+    """A mode under which Dynamo traces as if without regions, to graphs of their own: it guards on the modes around."""
+
+    text = FULL_PRECISION
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class TracingMode(RegionMode):
     """Region of a module (``owner``) that Dynamo inlines, or of a ``with`` block; ``norms_only``: see ``Region``."""
 
@@ -112,7 +123,7 @@ class TracingMode(RegionMode):
         super().__init__()
         if _is_compiling():
             watch_graph()
-        self.text = text
+        self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text
         self.owner = owner
         self.norms_only = norms_only
 
@@ -184,6 +195,8 @@ _inside = _Inside()
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
     """Enter a module's region, unless the one around has the same settings, or it ``inherits`` any around it."""
     around, text = _innermost(), text_of(settings)
+    if type(around) is PlainMode:
+        return
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):
         around = None  # a checkpoint, recomputed outside the region

@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.saved import ACTIVATION_DTYPES
-from brevact.autograd.seeds import rank_seed
+from brevact.autograd.seeds import seed_of_graph
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
@@ -24,6 +24,14 @@ from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing_plans import FUSED
 
 ops = torch.ops.brevact
+_library = torch.library.Library("brevact", "FRAGMENT")
+_library.define(
+    "draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+)
+_library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
+)
 _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
@@ -109,9 +117,7 @@ class _Packing:
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
         wanted = zip(primals, self.output.args[0][outputs:], strict=False)
         self.of_forward += [  # changes of inputs, such as running statistics
-            node
-            for node in graph.nodes
-            if node.op == "call_function" and not node.users and node not in self.gradients
+            node for node in graph.nodes if node.op == "call_function" and not node.users and node not in self.gradients
         ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in static]
@@ -435,14 +441,8 @@ class _Packing:
     def seed(self, x: fx.Node) -> fx.Node:
         device = x.meta["val"].device
         if device not in self.seeds:
-            keywords = {"dtype": torch.int64, "device": device}
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
-                drawn = self.graph.call_function(aten.randint.low, (0, 2**62, []), keywords)
-                with self.mode:
-                    drawn.meta["val"] = torch.empty((), **keywords)
-                if rank := rank_seed():
-                    drawn = self.call(aten.bitwise_xor.Scalar, drawn, rank)
-            self.seeds[device] = drawn
+                self.seeds[device] = self.call(ops.draw_seed.default, device)
         self.count += 1
         return self.call(aten.add.Tensor, self.seeds[device], self.count)
 
@@ -603,7 +603,8 @@ def _is_random(node: fx.Node) -> bool:
 
 def places_width(node: fx.Node) -> int:
     """Bits of a tensor of places, such as the indices that pooling returns; 0 for others, and for symbolic sizes."""
-    value, source = node.meta["val"], node.args[0] if node.target is operator.getitem else node
+    value, source = node.meta["val"], _root(node)
+    source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
         return 0
     count = table.PLACES.get(_packet(source))

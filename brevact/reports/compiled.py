@@ -24,10 +24,6 @@ _NO_GRAPH = (
 )
 
 
-def is_compiled(model: nn.Module) -> bool:
-    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-
-
 def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
     """Run a forward pass, and report the tensors that its compiled graphs save."""
     origin = getattr(model, "_orig_mod", model)

@@ -22,9 +22,9 @@ from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
-from brevact.reports.compiled import is_compiled, report_of_graphs
+from brevact.reports.compiled import report_of_graphs
 from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.reports.in_place import in_place, uncompiled
+from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss, device_of, peak_of_step
 

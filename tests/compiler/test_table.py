@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import brevact
 from brevact import DitherBackward4bit, LosslessBackward, StochBackward2bit
 from brevact.compiler import partition
 from tests.autograd.database_laws import Outcome, are_same, bias_of, error_of, finite_pairs
@@ -32,9 +31,7 @@ _QUICK = (
 )
 QUICK = frozenset(_QUICK.split())
 #: Smooth functions, whose arguments or results are packed.
-CURVED = frozenset(
-    "sigmoid tanh sin softmax mul nn.functional.softplus nn.functional.gelu nn.functional.silu".split()
-)
+CURVED = frozenset("sigmoid tanh sin softmax mul nn.functional.softplus nn.functional.gelu nn.functional.silu".split())
 #: The database seeds the generator inside of these, so that all draws are one and a graph's own seed changes theirs.
 SEEDED = {
     "nn.functional.rrelu",
