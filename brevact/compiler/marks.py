@@ -150,6 +150,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
                 return kind.__torch_function__(func, types, args, kwargs)
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
+    if _inside.marked:  # by the region inside, which calls the one around
+        return func(*args, **kwargs)
     text = mode.text
     if _changes_forward(text) and func in _NORMS:
         return _call_outside(text, mode.norms_only, func, args, kwargs)
@@ -165,8 +167,12 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     if not _is_compiling():  # between graphs
         return _call_outside(text, False, func, args, kwargs)
     watch_graph()
-    with annotate({MARK: text}):
-        return func(*args, **kwargs)
+    _inside.marked = True
+    try:
+        with annotate({MARK: text}):
+            return func(*args, **kwargs)
+    finally:
+        _inside.marked = False
 
 
 @torch.compiler.disable
@@ -187,6 +193,7 @@ def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str,
 
 class _Inside:
     higher_order = 0
+    marked = False
 
 
 _inside = _Inside()
