@@ -165,7 +165,7 @@ class _AttentionOutput(HeldOutput):
         mask = tensors[start] if start < len(tensors) else None
         leaves.append(mask if mask is None or mask.dtype is torch.bool else mask.to(self.dtype))
         with outside_regions(tensors[0].device):
-            out = _recompute_attention(leaves, self.options, None, None)
+            out = _recompute_attention(leaves, self.options, None)
         return with_strides(out.detach(), self.stride), (out, tuple(leaves))
 
 
