@@ -214,7 +214,7 @@ class Recomputed(Decoder):
 class View(PassesOn):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt  # as typed by torch
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
@@ -301,7 +301,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     return view_of((tensors, decoder), x, x.storage_offset())
 
 
-def view_of(base: Saved, x: Tensor, offset: int) -> Saved:
+def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
 

@@ -33,7 +33,7 @@ torch.library.register_fake(
     "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
 )
 _MOST_ROUNDS = 8
-_MOST_STEPS = 12
+_MOST_STEPS = 24
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
 _BROADCAST = 8
 #: Bits of tensors from which layers are computed again.
@@ -370,7 +370,7 @@ class _Packing:
         return not self.is_spread(saved.node)
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether backward reads a tensor, and functions of its elements, only by broadcasting, as norms' deviations."""
+        """Whether backward reads a tensor, and functions of its elements, only by broadcasting: norms' deviations."""
         size, found, waiting = _numel(node), {node}, [node]
         is_spread = False
         while waiting:
