@@ -33,7 +33,7 @@ torch.library.register_fake(
     "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
 )
 _MOST_ROUNDS = 8
-_MOST_STEPS = 24
+_MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
 _BROADCAST = 8
 #: Bits of tensors from which layers are computed again.
@@ -330,7 +330,7 @@ class _Packing:
             if table.is_cheap(each):
                 steps.add(each)
                 waiting += each.all_input_nodes
-            elif self.may_round(each):
+            elif self.may_round(each) or (isinstance(each.meta.get("val"), Tensor) and each not in self.activations):
                 missing.add(each)
             if len(steps) > _MOST_STEPS or node in missing or not (each in steps or each in missing):
                 return None
