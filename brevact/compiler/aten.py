@@ -174,6 +174,8 @@ _CHEAP = frozenset(
 
 def is_softmax(node: Any) -> bool:
     """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
+    if getattr(node.target, "overloadpacket", None) in CASTS:
+        node = node.args[0]
     above, below = (*node.args, None, None)[:2]
     names = [getattr(getattr(each, "target", None), "overloadpacket", None) for each in (node, above, below)]
     if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:
