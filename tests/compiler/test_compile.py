@@ -96,14 +96,14 @@ def test_a_larger_budget_takes_more_bits():
 
 @pytest.mark.parametrize("budget", [-0.1, 1.5, True, "fast", "noise=0.1", [1]])
 def test_a_wrong_budget_is_named(budget):
-    with pytest.raises(ValueError, match="budget.*|accepted"):
+    with pytest.raises(ValueError, match="accepted"):
         brevact.compile(perceptron(), budget=budget)
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="function: got 3"):
         brevact.compile(3)
-    with pytest.raises(ValueError, match='backend="eager".*accepted'):
+    with pytest.raises(ValueError, match='backend="eager" has no partitioner'):
         brevact.compile(perceptron(), backend="eager")
 
 
