@@ -51,7 +51,6 @@ SEEDED = {
     "pca_lowrank",
     "svd_lowrank",
 }
-by_name = {"ids": name_of}
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +58,10 @@ def packs_small_masks(monkeypatch):
     monkeypatch.setattr(partition, "_LEAST_MASK", 0)
 
 
-def tiers(quick: frozenset[str]) -> Any:
-    marks = [() if name_of(op) in quick else pytest.mark.exhaustive for op in OPS if name_of(op) not in SEEDED]
-    ops = [op for op in OPS if name_of(op) not in SEEDED]
+def tiers(quick: frozenset[str], of: frozenset[str] | None = None) -> Any:
+    """All ops, or those of some names, the quick ones outside of the exhaustive tier."""
+    ops = [op for op in OPS if name_of(op) not in SEEDED and (of is None or name_of(op) in of)]
+    marks = [() if name_of(op) in quick else pytest.mark.exhaustive for op in ops]
     return pytest.mark.parametrize(
         "op", [pytest.param(op, marks=mark, id=name_of(op)) for op, mark in zip(ops, marks, strict=True)]
     )
@@ -103,10 +103,8 @@ def test_the_mean_of_draws_is_the_gradient(op):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@tiers(frozenset(("softmax", "nn.functional.silu")))
+@tiers(frozenset(("softmax", "nn.functional.silu")), QUICK)
 def test_other_dtypes(op, dtype):
-    if name_of(op) not in QUICK:
-        pytest.skip("float32 alone")
     check(op, dtype)
 
 
