@@ -9,7 +9,6 @@ ops that Inductor's decompositions leave.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from typing import Any
 
@@ -122,7 +121,6 @@ BY_PLACE: dict[Any, dict[int, Use]] = {
 OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
 
 
-@functools.cache
 def powers_are_smooth(exponent: Any) -> bool:
     return isinstance(exponent, int | float) and 1 <= exponent <= 4 and float(exponent).is_integer()
 
