@@ -9,7 +9,6 @@ ops that Inductor's decompositions leave.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from typing import Any
 
@@ -122,7 +121,6 @@ BY_PLACE: dict[Any, dict[int, Use]] = {
 OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
 
 
-@functools.cache
 def powers_are_smooth(exponent: Any) -> bool:
     return isinstance(exponent, int | float) and 1 <= exponent <= 4 and float(exponent).is_integer()
 
@@ -174,6 +172,8 @@ _CHEAP = frozenset(
 
 def is_softmax(node: Any) -> bool:
     """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
+    if getattr(node.target, "overloadpacket", None) in CASTS:
+        node = node.args[0]
     above, below = (*node.args, None, None)[:2]
     names = [getattr(getattr(each, "target", None), "overloadpacket", None) for each in (node, above, below)]
     if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:

@@ -68,9 +68,9 @@ class Dependence:
                         self._read(each, node)
             else:
                 self._values[node] = self._call(node)
-        for saved in self.saved:
-            if saved.use is Use.SMOOTH and table.is_softmax(saved.node):
-                saved.use = Use.SCORES  # its squared errors have one sign for all samples
+        for found in self.saved:
+            if found.use is Use.SMOOTH and table.is_softmax(found.node):
+                found.use = Use.SCORES  # its squared errors have one sign for all samples
 
     def _value(self, node: fx.Node) -> _Value:
         found = self._values.get(node)
@@ -208,6 +208,6 @@ def _is_negative_square(node: Any) -> bool:
     if not isinstance(factor, float | int) or factor >= 0 or not isinstance(inner, fx.Node):
         return False
     packet = getattr(inner.target, "overloadpacket", None)
-    return (packet is table.aten.mul and inner.args[0] is inner.args[1]) or (
-        packet is table.aten.pow and inner.args[1] == 2
-    )
+    if packet is table.aten.pow:
+        return bool(inner.args[1] == 2)
+    return packet is table.aten.mul and inner.args[0] is inner.args[1]

@@ -110,6 +110,7 @@ class PlainMode(RegionMode):
 
     text = FULL_PRECISION
 
+    @skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -127,6 +128,7 @@ class TracingMode(RegionMode):
         self.owner = owner
         self.norms_only = norms_only
 
+    @skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -143,6 +145,7 @@ def _changes_forward(text: str | None) -> bool:
     return text is not None and '"quantize_forward": true' in text
 
 
+@skipped_by_dynamo
 def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     for kind in types:
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor runs its own rule; the mode sees the ops inside

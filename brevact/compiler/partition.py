@@ -268,7 +268,7 @@ class _Packing:
 
     def read_sizes_alone(self) -> None:
         """Let ops that read the sizes of a tensor read an empty one."""
-        for node in list(self.graph.nodes):
+        for node in list[Any](self.graph.nodes):
             x = node.args[1] if _packet(node) in table.OF_SIZES else None
             if not (isinstance(x, fx.Node) and self.may_round(x) and all(isinstance(n, int) for n in _shape(x))):
                 continue
@@ -279,7 +279,7 @@ class _Packing:
 
     def factor_slopes(self) -> None:
         """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
-        for node in list(self.graph.nodes):
+        for node in list[Any](self.graph.nodes):
             if node not in self.gradients or _packet(node) is not aten.div or not table.is_at_least_one(node.args[1]):
                 continue
             (grad, below), settings = node.args[:2], self.settings_of([node])
@@ -370,7 +370,7 @@ class _Packing:
         return not self.is_spread(saved.node)
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether backward reads a tensor, and functions of its elements, only by broadcasting: norms' deviations."""
+        """Whether backward reads a tensor, and functions of it, only by broadcasting, as it does deviations."""
         size, found, waiting = _numel(node), {node}, [node]
         is_spread = False
         while waiting:

@@ -10,12 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from brevact import DitherBackward4bit, LosslessBackward, StochBackward2bit
 from brevact.compiler import partition
 from tests.autograd.database_laws import Outcome, are_same, bias_of, error_of, finite_pairs
-from tests.autograd.op_database import MISSING, OPS, WIDE, Sample, larger_samples, name_of, variants, with_wide_values
+from tests.autograd.op_database import (
+    MISSING,
+    OPS,
+    WIDE,
+    Sample,
+    Variant,
+    larger_samples,
+    name_of,
+    variants,
+    with_wide_values,
+)
 from tests.compiler.compiled_ops import Call, errors_of_mean, sample_of
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -31,7 +42,7 @@ _QUICK = (
 )
 QUICK = frozenset(_QUICK.split())
 #: Smooth functions, whose arguments or results are packed.
-CURVED = frozenset("sigmoid tanh sin softmax mul nn.functional.softplus nn.functional.gelu nn.functional.silu".split())
+CURVED = frozenset(("sin", "softmax", "nn.functional.softplus", "nn.functional.gelu"))
 #: The database seeds the generator inside of these, so that all draws are one and a graph's own seed changes theirs.
 SEEDED = {
     "nn.functional.rrelu",
@@ -40,7 +51,6 @@ SEEDED = {
     "pca_lowrank",
     "svd_lowrank",
 }
-by_name = {"ids": name_of}
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +58,10 @@ def packs_small_masks(monkeypatch):
     monkeypatch.setattr(partition, "_LEAST_MASK", 0)
 
 
-def tiers(quick: frozenset[str]) -> Any:
-    marks = [() if name_of(op) in quick else pytest.mark.exhaustive for op in OPS if name_of(op) not in SEEDED]
-    ops = [op for op in OPS if name_of(op) not in SEEDED]
+def tiers(quick: frozenset[str], of: frozenset[str] | None = None) -> Any:
+    """All ops, or those of some names, the quick ones outside of the exhaustive tier."""
+    ops = [op for op in OPS if name_of(op) not in SEEDED and (of is None or name_of(op) in of)]
+    marks = [() if name_of(op) in quick else pytest.mark.exhaustive for op in ops]
     return pytest.mark.parametrize(
         "op", [pytest.param(op, marks=mark, id=name_of(op)) for op, mark in zip(ops, marks, strict=True)]
     )
@@ -92,7 +103,7 @@ def test_the_mean_of_draws_is_the_gradient(op):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("mul", "softmax", "nn.functional.silu")], **by_name)
+@tiers(frozenset(("softmax", "nn.functional.silu")), QUICK)
 def test_other_dtypes(op, dtype):
     check(op, dtype)
 
@@ -124,35 +135,38 @@ def test_a_few_values_that_take_the_range_bias_no_op(op):
 
 def packed_rows(function: Any, *inputs: Tensor) -> dict[str, int]:
     """Bits of the tensors that backward reads, by op."""
-
-    class Function:
-        call = staticmethod(function)
-
-    call = Call(Function, Sample(inputs, {}), StochBackward2bit)  # type: ignore[arg-type]
+    call = Call(Variant("", function), Sample(inputs, {}), StochBackward2bit)
     call()
-    return {row.op.split(".")[1]: row.bits for row in call.rows}
+    return {row.op: row.bits for row in call.rows}
 
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+LSTM = nn.LSTM(16, 4)
+FUNCTIONS = {
+    "integers of it": lambda x: x.gather(1, (x * 3).long().clamp(0, 15)) * x,
+    "a floor of a quotient": lambda x: torch.div(x * 5, x.abs() + 0.5, rounding_mode="floor") * x,
+    "a divisor": lambda x: x / x.roll(1),
+    "an exponent": lambda x: (x / 4).exp().exp(),
+    "a maximum": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
+    "a comparison": lambda x: torch.where(x > x.roll(1), x * x, x),
+    "scores": lambda x: F.scaled_dot_product_attention(x.view(1, 2, 8, 8), x.view(1, 2, 8, 8), x.view(1, 2, 8, 8)),
+    "between graphs": lambda x: LSTM(x[None])[0],
+}
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(lambda x: torch.special.i0e(x), id="an op that the table lacks"),
-        pytest.param(lambda x: X[0].detach()[x.long().abs().clamp(max=15)] * x.sigmoid().log(), id="integers of it"),
-        pytest.param(lambda x: x / x.roll(1), id="a divisor"),
-        pytest.param(lambda x: (x / 4).exp().exp(), id="an exponent"),
-    ],
-)
-def test_gradients_near_at_2_bits(function):
-    class Function:
-        call = staticmethod(function)
+@pytest.mark.parametrize("function", [pytest.param(function, id=name) for name, function in FUNCTIONS.items()])
+def test_chains_of_ops(function):
+    variant, sample = Variant("", function), Sample((X,), {})
+    plain = Call(variant, sample, None)()
+    lossless = Call(variant, sample, LosslessBackward)()
+    assert all(map(are_same, lossless.grads, plain.grads))
+    for error, standard in errors_of_mean(Call(variant, sample, StochBackward2bit), plain):
+        assert error <= 5 * standard + 0.02
 
-    plain = Call(Function, Sample((X,), {}), None)()
-    call = Call(Function, Sample((X,), {}), StochBackward2bit)
-    for error, standard in errors_of_mean(call, plain):
-        assert error <= 5 * standard + 1e-5
+
+@pytest.mark.parametrize("name", ["hardswish", "hardsigmoid", "silu"])
+def test_a_function_that_pytorchs_list_of_overridable_ones_lacks_is_packed(name):
+    assert packed_rows(getattr(F, name), X)
 
 
 def test_an_op_that_the_table_lacks_keeps_its_tensors():
