@@ -250,7 +250,7 @@ class _Packing:
         """Save nothing that backward can compute, element by element, from what it reads anyway."""
         available = {*self.nodes, *self.saved}
         for node in sorted(self.saved):
-            is_mask = node.op == "call_function" and node.meta["val"].dtype is torch.bool
+            is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
             if not (is_mask or self.may_round(node)):
                 continue
             found = self._steps(node, available)
@@ -443,7 +443,7 @@ class _Packing:
             if not changed:
                 continue
             if node in forward:
-                with self.insert_after(node):
+                with self.insert_after(max(node, *(decoded[each] for each in changed))):
                     again = self.graph.node_copy(node, lambda each: decoded.get(each, each))
                 decoded[node] = again
                 self.origins[again] = self.origins.get(node, node)
@@ -454,6 +454,23 @@ class _Packing:
         count = len(self.output.args[0]) - len(self.of_backward)
         if places:
             raise AssertionError(count)
+        _sort(self.graph)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Move arguments before the nodes that read them."""
+    placed: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        waiting = [node]
+        while waiting:
+            each = waiting[-1]
+            missing = [] if each in placed else [arg for arg in each.all_input_nodes if arg not in placed]
+            if missing:
+                waiting += missing
+                continue
+            if each not in placed and each is not node:
+                node.prepend(each)
+            placed.add(waiting.pop())
 
 
 def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
