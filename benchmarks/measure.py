@@ -42,16 +42,21 @@ def with_policy(step: Step, policy: str) -> Step:
 
     Args:
         step: that no policy has changed.
-        policy: "plain"; "checkpoint", of each block; "compile" or "compile:BUDGET", by `torch.compile` within a part
-            of the memory; "fit:BUDGET", by `brevact.fit`; or a policy in words of `brevact.parse_policy`.
+        policy: "plain"; "checkpoint", of each block; "compile" or "compile:PART", by `torch.compile` within a part
+            of the memory, with "+POLICY" at the end by a policy, too; "fit:BUDGET", by `brevact.fit`; or a policy in
+            words of `brevact.parse_policy`.
 
     Raises:
         ValueError: the model has no blocks to checkpoint, or there is no such policy or budget.
     """
     if policy == CHECKPOINT:
         _checkpoint_blocks(step.model)
-    elif policy.partition(":")[0] == COMPILED:
-        return step._replace(loss=_compiled(step, float(policy.partition(":")[2] or MEMORY_BUDGET)))
+    elif _is_compiled(policy):
+        way, _, words = policy.partition("+")
+        if words:
+            brevact.quantize_backward(step.model, words)
+        part = float(way.partition(":")[2] or (1.0 if words else MEMORY_BUDGET))
+        return step._replace(loss=StepLoss(_compiled(step, part)))
     elif policy.startswith(FIT):
         budget = budget_of(policy.removeprefix(FIT))
         if budget is None:
@@ -61,6 +66,10 @@ def with_policy(step: Step, policy: str) -> Step:
     elif policy != PLAIN:
         brevact.quantize_backward(step.model, policy)
     return step._replace(loss=StepLoss(step.loss))
+
+
+def _is_compiled(policy: str) -> bool:
+    return policy.partition("+")[0].partition(":")[0] == COMPILED
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
@@ -92,7 +101,7 @@ def run(step: Step) -> None:
 
 def kept_bytes(step: Step, policy: str) -> int:
     """Bytes of the distinct storages that autograd keeps for backward, without weights and batch."""
-    if policy != CHECKPOINT and policy.partition(":")[0] != COMPILED:
+    if policy != CHECKPOINT and not _is_compiled(policy):
         report = brevact.memory_report(step.model, step.batch, getattr(step.loss, "loss", step.loss))
         return report.plain_bytes if policy == PLAIN else report.saved_bytes
     kept: dict[int, UntypedStorage] = {}
@@ -201,8 +210,9 @@ def measure_model(
                 kept = kept_bytes(step, policy)
                 row = {"kept_mib": f"{kept / MIB:.2f}", "kept_less": f"{plain_bytes / max(kept, 1):.2f}"}
             if "time" in measures:
-                row |= {"step": "1.000"} if policy == PLAIN else time_ratios(plain, step, rounds)
-            if exact is not None and policy not in (PLAIN, CHECKPOINT) and not policy.startswith(COMPILED):
+                way = with_policy(_copy(name, origin), f"{COMPILED}:1") if _is_compiled(policy) else plain
+                row |= {"step": "1.000"} if policy == PLAIN else time_ratios(way, step, rounds)
+            if exact is not None and policy not in (PLAIN, CHECKPOINT) and not _is_compiled(policy):
                 row |= noise(step, data, exact, draws)
             found[policy] = row
         except Exception as error:

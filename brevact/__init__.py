@@ -65,5 +65,11 @@ if not TYPE_CHECKING:  # without a list, type checkers treat names imported by `
 
     def __dir__() -> list[str]:
         """Names offered by completion; others can still be imported."""
-        modules = ("distributed", "nn", "quant", "quantizers")  # `import *` leaves them out: `nn` is torch's
-        return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})
+        others = (
+            "compile",
+            "distributed",
+            "nn",
+            "quant",
+            "quantizers",
+        )  # `import *` leaves out Python's and torch's names
+        return sorted({*__all__, *others, *(name for name in globals() if name.startswith("__"))})

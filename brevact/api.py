@@ -14,6 +14,7 @@ from brevact.policy.attach import backward_quant as backward_quant
 from brevact.policy.attach import quantize_backward as quantize_backward
 from brevact.policy.attach import quantizer as quantizer
 from brevact.policy.attach import restore_backward as restore_backward
+from brevact.policy.compile import compile as compile
 from brevact.policy.description import BackwardPolicy as BackwardPolicy
 from brevact.policy.description import backward_policy as backward_policy
 from brevact.policy.fit_report import FitReport as FitReport

@@ -19,7 +19,7 @@ LAYERS = (
     ("private_names", "geometry", "heap", "integers", "user_lines", "version"),
     ("cpu_kernels", "triton_kernels"),
     ("quantizers",),
-    ("arguments", "autograd", "tables"),
+    ("arguments", "autograd", "compiler", "tables"),
     ("injectors", "quant"),
     ("nn",),
     ("policy",),

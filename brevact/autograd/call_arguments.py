@@ -152,10 +152,7 @@ def fills_storage(x: Any) -> bool:
     """Return whether a tensor covers its whole storage, so that overwriting it leaves no old value there."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         return False
-    nbytes = x.untyped_storage().nbytes()
-    if all([type(size) is int for size in (nbytes, *x.shape)]):
-        return nbytes == x.nbytes
-    return not x._is_view()  # traced: a comparison would specialize the symbolic sizes
+    return x.untyped_storage().nbytes() == x.nbytes
 
 
 def operands_beside(tensors: list[Tensor], out: Any, *, is_first: bool) -> list[Tensor]:

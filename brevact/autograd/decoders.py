@@ -99,7 +99,7 @@ class PackedOnBackward(Decoder):
         return self._pack(tensors).dequantize_multiply(grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # sizes may be symbolic
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
 
 
 @dataclass(frozen=True, slots=True)

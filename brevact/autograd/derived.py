@@ -32,7 +32,7 @@ from brevact.autograd.normalizing import NormInput, output_of
 from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
-from brevact.quantizers import Layout, is_traced
+from brevact.quantizers import Layout
 
 #: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
 MOST_MOVED = 4
@@ -129,7 +129,7 @@ class Derivation(NamedTuple):
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
         """Return whether the derivation is light, and its unpacked sources take at most a bit per result element."""
-        if not self.small or not self.is_light or is_traced(out):
+        if not self.small or not self.is_light:
             return self.is_light
         return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
@@ -178,7 +178,7 @@ def derivation(
         return tensors, _derivations[key][0]  # the entry holds the decoders, so their ids are not reused
     except KeyError:
         lasts = all(decoder.lasts for decoder in decoders) and _is_constant(rule.function)
-    except TypeError:  # symbols, and some functions' arguments, are unhashable
+    except TypeError:  # some functions' arguments are unhashable
         lasts = False
     found = _derive_anew(rule, operands, like, first, lasts=lasts)
     if lasts:
@@ -217,7 +217,7 @@ def _derive_anew(
     if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
     stride = None
-    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
+    if Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
         stride = like.stride()
     decoded_bytes, small = 0, []
     for kept, decoder in found.sources:
@@ -228,7 +228,7 @@ def _derive_anew(
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
     made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    is_light = is_traced(like) or decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    is_light = decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
     return Derivation(made, picks, is_light, tuple(small))
 
 
@@ -248,7 +248,7 @@ def derive_output(
     if kept is None or not region.settings.derives:
         return
     known = output_of(region, input.norm, kept, out, weight, bias)
-    if known is None and region.settings.recompute and not is_traced(out):
+    if known is None and region.settings.recompute:
         known = recomputed_output(region, input, kept, out, weight, bias)
     if known is not None:
         region.register(out, known, is_new=True)
@@ -302,7 +302,7 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
         return None
     if own is not None and not region.is_weight(x):
         return (own[0][0].detach(),), AS_IT_IS  # not a view that would hold a larger storage
-    return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
+    return (x.detach().clone(),), AS_IT_IS
 
 
 def keep_smooth(
@@ -386,7 +386,7 @@ def track_derived(
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the result's strides are recorded separately
     derive(
         *(region, out, bound_call(func, args, kwargs), operands),
-        is_pointwise=is_elementwise and all([x.shape == out.shape for x, _ in operands]),  # sizes may be symbolic
+        is_pointwise=is_elementwise and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

@@ -16,7 +16,6 @@ from brevact.autograd.ops.base import is_plain
 from brevact.autograd.saved import Decoder, Keeper, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.strides import with_strides
-from brevact.quantizers import is_traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def keep_distinct(x: Tensor) -> Saved | None:
 
 def track_distinct(region: Keeper, args: tuple, tensors: list[Tensor], result: Any) -> None:
     """Record a pointwise function of numbers and tensors that are all expanded along a dimension."""
-    if type(result) is not Tensor or result.numel() < region.settings.min_numel or is_traced(result):
+    if type(result) is not Tensor or result.numel() < region.settings.min_numel:
         return
     first = args[0] if args else None
     if type(first) is Tensor and (not is_plain(first) or (0 not in first.stride() and not is_tracked(first))):

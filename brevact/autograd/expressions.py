@@ -18,7 +18,7 @@ from brevact.autograd.saved import Decoder, Quality, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
-from brevact.quantizers import Layout, PointFunction, is_traced
+from brevact.quantizers import Layout, PointFunction
 
 
 class TensorFunction(Protocol):
@@ -207,7 +207,7 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
         return expression.function.product(values, parts[mask], overwrites=is_new), is_new  # type: ignore[index]
     if expression.only >= 0 and parts[expression.only][1].decodes_through:
         values = reading.decode(expression.only, expression.as_function)
-        return values, not is_traced(values)
+        return values, True
     if expression.function in _SUMS and len(expression.operands) == 2:
         # Earlier blocks' sums come first, so that no term waits for the others.
         terms = sorted(expression.operands, key=lambda operand: isinstance(operand, int))
@@ -222,7 +222,7 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
     is_alike = a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride()
     if is_alike and (a_is_new or b_is_new):
         return (a.add_(b) if a_is_new else b.add_(a)), True
-    return torch.add(a, b), not is_traced(a)
+    return torch.add(a, b), True
 
 
 def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
@@ -273,7 +273,7 @@ _SUMS = torch.add, Tensor.add, Tensor.__add__
 def _is_new(values: Tensor, source: Saved) -> bool:
     """Whether a source was decoded to dense memory that nobody else reads."""
     tensors, decoder = source
-    if decoder.is_read_again(tensors) or is_traced(values):
+    if decoder.is_read_again(tensors):
         return False
     layout = Layout.of(values)
     if not layout.is_dense or layout.numel != values.numel():
@@ -287,7 +287,7 @@ class Restrided(NamedTuple):
     whole: tuple[int, ...] | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int | torch.SymInt
+    offset: int
 
     def __call__(self, x: Tensor) -> Tensor:
         return with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -311,10 +311,11 @@ class region(ContextDecorator):
 
 
 @contextmanager
-def regions_disabled() -> Iterator[None]:
-    """Run a block in which entering a region does nothing (to measure a model without brevact)."""
+def regions_disabled(is_compiled: bool = False) -> Iterator[None]:
+    """Run a block in which entering a region does nothing (to measure a model without brevact), compiled or not."""
     active.disabled += 1
     try:
-        yield
+        with marks.PlainMode() if is_compiled else nullcontext():
+            yield
     finally:
         active.disabled -= 1

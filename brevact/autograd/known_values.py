@@ -29,9 +29,8 @@ from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
-from brevact.quantizers import Layout, pack_codes, unpack_codes
+from brevact.quantizers import Layout, is_on_host, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
-from brevact.quantizers.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class IntegerCodes(Decoder):
     """Decoder of (q - z) * s from packed codes of q, z and s, and the positions of NaN.
 
     The last code is NaN if it is spare. If not, a mask of one bit per element follows if any integer is NaN; on devices
-    that this check would wait for, and in traced graphs, z is NaN instead, and with it all decoded values.
+    that this check would wait for, z is NaN instead, and with it all decoded values.
 
     ``layout`` is that of q, with its floating-point type. Code 0 is ``minimum``, and ``step`` is the distance between
     neighbouring integers. A spare code represents no integer (a narrow range, three values in two bits).
@@ -61,7 +60,7 @@ class IntegerCodes(Decoder):
             codes = codes.nan_to_num(self._last)
             return pack_codes(codes.to(torch.uint8), self.bit_width), offset, scale.detach()
         poison = q.sum(dtype=torch.float32).mul_(0.0)
-        if q.device.type == "cpu" and not is_traced(q):
+        if is_on_host(q):
             mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
             if mask:  # also for infinite products of an integer and its scale
                 codes = codes.nan_to_num(0, posinf=self._last, neginf=0)
@@ -95,7 +94,7 @@ class IntegerCodes(Decoder):
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
         found = None
-        if not mask and self.step == 1 and not is_traced(packed):
+        if not mask and self.step == 1:
             found = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
             return self.integers(tensors) * scale
@@ -215,7 +214,7 @@ class Recomputed(Decoder):
 class View(PassesOn):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int | torch.SymInt
+    offset: int
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
@@ -302,7 +301,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     return view_of((tensors, decoder), x, x.storage_offset())
 
 
-def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
+def view_of(base: Saved, x: Tensor, offset: int) -> Saved:
     tensors, decoder = base
     return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)
 

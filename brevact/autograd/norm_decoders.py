@@ -20,7 +20,6 @@ from brevact.quantizers import (
     decode_in_one_pass,
     decode_through,
     denormalize,
-    is_traced,
     quantize_normalized,
 )
 from brevact.quantizers.normalizing_plans import NormalizedPlan
@@ -127,10 +126,6 @@ class Centred(Decoder):
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.packed(tensors).dequantize()
 
-    def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the normalized values in the forward pass of a traced graph."""
-        return self.normalized(tensors)
-
 
 class PackedDecoder(Centred):
     """Decoder of packed normalized values; its tensors are the codes and the spread."""
@@ -151,12 +146,6 @@ class PackedDecoder(Centred):
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
         return PackedActivation(self._spec, tensors[0])
-
-    def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Decode with one more dimension: a compiler that saw the same op in backward would save its result."""
-        layout = self._spec.layout
-        longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
-        return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
@@ -189,7 +178,7 @@ class PackedOnBackward(Centred):
         return quantize_normalized(self._quantizer, tensors[0], *statistics, seed)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # may be symbolic
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
 
 
 @dataclass(eq=False, slots=True)
@@ -290,4 +279,4 @@ def normalized_early(kept: Saved) -> Tensor:
     """Decode, in the forward pass, the normalized values that are saved for backward; the caller may overwrite them."""
     tensors, decoder = kept
     assert isinstance(decoder, Centred)
-    return (decoder.normalized_in_graph if is_traced(tensors[0]) else decoder.normalized)(tensors)
+    return decoder.normalized(tensors)

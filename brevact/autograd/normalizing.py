@@ -24,7 +24,7 @@ from brevact.autograd.norm_decoders import (
     packed_decoder,
 )
 from brevact.autograd.saved import Keeper, Saved
-from brevact.quantizers import is_traced, normalize, quantize_normalized
+from brevact.quantizers import normalize, quantize_normalized
 
 if TYPE_CHECKING:
     from brevact.autograd.ops.norm.formulas import Norm
@@ -83,7 +83,7 @@ def output_of(
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None
-    if not is_traced(out) and decoder.stride(tensors) != out.stride():
+    if decoder.stride(tensors) != out.stride():
         return None  # it would be decoded in another memory order
     sources = decoder.sources(tensors)
     affine = tuple([as_now(region, x, x is weight) for x in (weight, bias) if x is not None])
@@ -95,6 +95,6 @@ def output_of(
 
 def as_now(region: Keeper, x: Tensor, is_weight: bool) -> Tensor:
     """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
-    if is_traced(x) or (is_weight and not region.is_distributed):
+    if is_weight and not region.is_distributed:
         return x.detach()
     return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # one call less in a Function

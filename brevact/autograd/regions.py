@@ -33,7 +33,6 @@ from brevact.autograd.weights import (
     WEIGHT_NUMEL,
     ModelState,
     is_weight,
-    mark_node,
     node_of,
 )
 from brevact.compiler import marks
@@ -177,7 +176,7 @@ class Region(Store):
         if type(result) is Tensor:
             node = node_of(result)
             if node is not None:
-                mark_node(node, result, weight=is_weight)
+                node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
                 return
             is_marked = result.is_floating_point() or result.is_complex() or result.dtype is torch.bool
         else:
@@ -232,3 +231,6 @@ class Region(Store):
             push_hooks(*self.hooks.pair)
         self.state.mark_weight(result, weight=True)
         return result
+
+
+marks.RegionMode.eager = Region

@@ -76,7 +76,7 @@ _EXTREMES = frozenset("max min amax amin topk kthvalue cummax cummin".split())
 _UNKNOWN = Op(must_not_round=_always)
 _MERGED = ("handler", "twice", "must_not_round", "places", "kind")
 _FLAGS = (
-    *("is_layer", "is_norm", "rounds_forward", "is_product", "looks_up", "is_pointwise", "is_metadata", "is_backward"),
+    *("is_layer", "is_norm", "rounds_forward", "looks_up", "is_pointwise", "is_metadata", "is_backward"),
     "is_unversioned",
 )
 

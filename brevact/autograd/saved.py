@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -199,17 +199,7 @@ Saved = tuple[tuple[Tensor, ...], Decoder]
 def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
     """Make a function return the same object for equal arguments, so that a training step reuses the last one's.
 
-    Equal arguments have the same types: two kinds of NamedTuple with the same items differ. Symbols, of traced graphs
-    with dynamic shapes, have no hash: with them it returns a new object.
+    Equal arguments have the same types: two kinds of NamedTuple with the same items differ.
     """
     cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
-
-    @functools.wraps(make)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            found: R = cached(*args, **kwargs)
-        except TypeError:
-            return make(*args, **kwargs)
-        return found
-
-    return call
+    return cast("Callable[P, R]", cached)

@@ -173,7 +173,7 @@ class SeedStream:
         if stream is not None and device == _HOST:
             return next(stream)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return draw_anew(device)
+            return _drawn_in_capture(device)
         if device.type == "meta":  # no values, and no generator: codes have sizes alone
             device = _HOST
             stream = self._streams.get(device)
@@ -189,10 +189,17 @@ class SeedStream:
         return int(self.next(_HOST))
 
 
-def draw_anew(device: torch.device) -> Tensor:
-    """Return a seed that the captured or traced graph draws on the device in each run."""
+def _drawn_in_capture(device: torch.device) -> Tensor:
+    """Return a seed that the captured graph draws on the device in each replay."""
     seed, rank = draw_seed(device), rank_seed()
     return seed ^ rank if rank else seed
+
+
+def seed_of_graph(device: torch.device) -> Tensor:
+    """Return the seed of one run of a compiled graph, which counts as a root region."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _drawn_in_capture(device)
+    return torch.tensor(_split_mix(_next_base()), device=device)
 
 
 def rank_seed() -> int:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -69,6 +70,8 @@ class Recorder:
         self.withdrawn: set[int] = set()
         #: Addresses of storages that replace others, with the addresses of those others.
         self.replaced: dict[int, int] = {}
+        #: Rows of the tensors that compiled graphs save.
+        self.of_graphs: list[Any] = []
         #: The report's own saved-tensor hooks, which hand tensors on unchanged.
         self.hooks: tuple[Callable, Callable] | None = None
 
@@ -116,6 +119,12 @@ def report_op(func: Callable, why: str = NEEDED) -> None:
 def report_code(label: str) -> None:
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_code(label)
+
+
+def report_graph(rows: list[Any]) -> None:
+    """Report to this thread's recorder, if any, that a compiled graph runs, which saves these tensors."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.of_graphs += rows
 
 
 def report_saved(kept: Saved, why: str) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from brevact.private_names.of_torch import DisableTorchFunction
-from brevact.quantizers import is_traced
 
 T = TypeVar("T", Tensor, UntypedStorage)
 
@@ -123,7 +122,7 @@ def any_tracked(tensors: list[Tensor]) -> bool:
 
 def is_offered(x: Tensor) -> bool:
     """Return whether an op saves a stand-in for ``x``, such as a packed copy, which it can give up."""
-    found = None if is_traced(x) else find_record(x)
+    found = find_record(x)
     return found is not None and bool(found.offered)
 
 
@@ -149,7 +148,7 @@ def note_made(x: Tensor, given: list[Tensor]) -> None:
 
 def is_made(x: Tensor) -> bool:
     """Return whether integers lie in memory that a region's op made (`note_made`)."""
-    return not is_traced(x) and _MADE in x.untyped_storage().__dict__
+    return _MADE in x.untyped_storage().__dict__
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

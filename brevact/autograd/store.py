@@ -33,7 +33,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, is_tracked, record_of, share_packed
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
-from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
+from brevact.quantizers import Layout, PackedSpec, pack_mask, quantize
 
 if TYPE_CHECKING:
     from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
@@ -51,8 +51,6 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
 
 def is_compact(x: Tensor) -> bool:
     """Return whether the storage of ``x`` has at most twice its size; a class token, a view, has a larger one."""
-    if type(x) is not Tensor and is_traced(x):
-        return x._base is None or x._base.numel() <= 2 * x.numel()
     return x.untyped_storage().nbytes() <= 2 * x.nbytes
 
 
@@ -63,7 +61,7 @@ def compact(x: Tensor) -> Tensor:
     """
     if is_compact(x):
         return x
-    if is_traced(x) or x.is_inference() or x.is_conj() or x.is_neg():
+    if x.is_inference() or x.is_conj() or x.is_neg():
         return x.detach().clone()
     found = find_shared(x, _COPY)
     if found is not None:
@@ -99,18 +97,17 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     ``lowest`` is minus that size if None. They are packed once for all ops. No value is read: on a GPU the host would
     wait for it.
     """
-    if x.dtype not in INTEGERS or any(type(size) is not int for size in (*sizes, *x.shape)):  # symbols of a graph
+    if x.dtype not in INTEGERS:
         return keep_as_it_is(x)
     distinct, size = distinct_elements(x), max(sizes, default=1)
     low = -size if lowest is None else lowest
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
     if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
         return keep_as_it_is(x)
-    found = None if is_traced(x) else find_shared(x, (kinds[0],))
+    found = find_shared(x, (kinds[0],))
     if found is None:
         found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
-        if not is_traced(x):
-            share_packed(x, (kinds[0],), *found)
+        share_packed(x, (kinds[0],), *found)
     return reported(found)
 
 
@@ -147,7 +144,7 @@ class Store:
         derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
-        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
+        with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
             if x.is_complex():
                 return self._keep_pairs(x, share)
             if x._is_view() and is_parameter(x._base):
@@ -166,7 +163,7 @@ class Store:
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Save a norm's input by a quantizer that has a form for normalized values."""
-        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
+        with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
             return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:

@@ -7,8 +7,6 @@ import functools
 import torch
 from torch import Tensor
 
-from brevact.quantizers import is_traced
-
 Strides = tuple[int, ...]
 
 
@@ -16,17 +14,17 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = Fal
     """Return ``x``, an elementwise function of ``grad`` and a saved tensor, with the strides that torch gives it.
 
     Torch orders a result's dimensions by its first operand's strides, and by the next one's on a tie. The first one is
-    the gradient, or (``saved_first``) the saved tensor, with strides ``stride``. In traced graphs ``x`` is unchanged.
+    the gradient, or (``saved_first``) the saved tensor, with strides ``stride``.
     """
     other = grad.stride()
-    if (other == stride == x.stride() and 0 not in stride) or is_traced(grad):
+    if other == stride == x.stride() and 0 not in stride:
         return x
     return with_strides(x, strides_of_result(grad.shape, *((stride, other) if saved_first else (other, stride))))
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
-    """Return ``x`` with these strides, itself or a dense copy; unchanged for None, and in traced graphs."""
-    if stride is None or x.stride() == stride or is_traced(x):
+    """Return ``x`` with these strides, itself or a dense copy; unchanged for None."""
+    if stride is None or x.stride() == stride:
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 

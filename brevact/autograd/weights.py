@@ -17,15 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.storages import WeakStorage, is_tracked, referent, storage_address
-from brevact.private_names.of_graph import COMPILED, function_of
-from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
+from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skip_code
 
-#: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation. A
-#: compiled graph's node, whose results differ, has a dictionary: elements by output number, for those that are weights.
+#: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.
 WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers that ran where no region saw them: their result is an activation.
-_PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
+    *("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward"),
     *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
     *("MiopenBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "ScaledDotProduct"),
     *("MaxPool", "AvgPool", "IndexSelectBackward"),
@@ -98,7 +96,7 @@ class ModelState:
         for x in tensors_of_call((output,), {}):
             node = node_of(x)
             if node is not None:
-                mark_node(node, x, weight=weight)
+                node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
                 storage.__dict__.pop(_ACTIVATION, None)
@@ -112,14 +110,6 @@ class ModelState:
                 if type(x) is Tensor and not _is_grad_enabled() and storage_address(x):  # as in a Function's forward
                     x.untyped_storage().__dict__[_ACTIVATION] = True
 
-    @staticmethod
-    def mark_graph(outputs: Any) -> None:
-        """Mark a compiled graph's node as seen: those of its results without a mark are no weights."""
-        for x in tensors_of_call((outputs,), {}):
-            node: Any = x.grad_fn
-            if node is not None and function_of(node).startswith(COMPILED):
-                node.metadata.setdefault(WEIGHT_NUMEL, {})
-
     def close(self) -> None:
         if self._owner is None:
             _watchers.remove(self)
@@ -131,16 +121,6 @@ def node_of(x: Tensor) -> Any:
         return x.grad_fn
     except RuntimeError:
         return None
-
-
-def mark_node(node: Any, x: Tensor, *, weight: bool) -> None:
-    """Mark whether ``x`` is a weight on its graph node, or for its output number on a compiled graph's node."""
-    metadata, numel = node.metadata, x.numel() if weight else 0
-    marked = metadata.get(WEIGHT_NUMEL)
-    if type(marked) is dict:
-        marked[x.output_nr] = numel
-    else:
-        metadata[WEIGHT_NUMEL] = numel
 
 
 def _storages_of(module: nn.Module) -> dict[int, weakref.ref[torch.UntypedStorage]]:
@@ -212,12 +192,7 @@ def _mark_result_of_function(x: Tensor) -> None:
     for made in (x, x._base):
         node: Any = None if made is None else node_of(made)
         if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
-            mark_node(node, x, weight=False)
-
-
-def _marked_numel(node: Any, output: int) -> int | None:
-    marked = node.metadata.get(WEIGHT_NUMEL)
-    return marked.get(output, 0) if type(marked) is dict else marked
+            node.metadata[WEIGHT_NUMEL] = 0
 
 
 def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
@@ -226,18 +201,17 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
     Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has no
     gradient: a result larger than all the weights it came from is an activation.
     """
-    pending, seen = [(node, x.output_nr)], set()
+    pending, seen = [node], set()
     largest = 0
     while pending:
-        made_by = pending.pop()
-        if made_by in seen:
+        node = pending.pop()
+        if node in seen:
             continue
-        seen.add(made_by)
-        node, output = made_by
-        marked = _marked_numel(node, output)
+        seen.add(node)
+        marked = node.metadata.get(WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
-        if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
+        if marked is None and node.name().startswith(_LAYER_NODES):
             return False
         if marked is not None:
             largest = max(largest, marked)
@@ -247,22 +221,13 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
             if not isinstance(variable, nn.Parameter):
                 return False
             largest = max(largest, variable.numel())
-        pending.extend(parent for parent in node.next_functions if parent[0] is not None)
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
     return 0 < x.numel() <= largest
 
 
-def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
-    """Return whether a layer has run on the way to a node; a matrix product, perhaps of weights, does not count."""
-    pending: list[torch.autograd.graph.Node] = [node]
-    seen: set[torch.autograd.graph.Node] = set()
-    while pending:
-        node = pending.pop()
-        if len(seen) > _MAX_NODES or _is_own(node) or node.name().startswith(_LAYER_NODES):
-            return True
-        seen.add(node)
-        pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
-    return False
-
-
 def _is_own(node: torch.autograd.graph.Node) -> bool:
-    return isinstance(node, BackwardCFunction) and getattr(node._forward_cls, "is_brevact", False)
+    """Whether a node is of a layer's Function, or of a compiled graph, whose results count as activations."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function = node._forward_cls
+    return getattr(function, "is_brevact", False) or function.__module__.startswith(COMPILED)

@@ -1,8 +1,9 @@
 """How the results of ATen ops depend on their arguments: the table by which saved tensors may be rounded.
 
-A graph's gradients are linear in a saved tensor if each op on the way is; then unbiased rounding of it leaves their mean
-as it is. *Smooth* functions of it bias them by the order of the variance. *Exact* arguments are compared, divided by, or
-go into functions that are steep somewhere. Ops that are not in the table are exact in all arguments.
+A graph's gradients are linear in a saved tensor if each op on the way is; then unbiased rounding of it leaves their
+mean as it is. *Smooth* functions of it bias them by the order of the variance. *Exact* arguments are compared, divided
+by, or go into functions that are steep somewhere. Ops that are not in the table are exact in all arguments. It has the
+ops that Inductor's decompositions leave.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from typing import Any
 
 import torch
+from torch._inductor import inductor_prims as inductor_prims
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,110 +33,6 @@ def _packets(namespace: Any, names: str) -> list[Any]:
     return [getattr(namespace, name) for name in names.split() if hasattr(namespace, name)]
 
 
-#: Sums, moves and casts: linear in all arguments together.
-ADDITIVE = frozenset(
-    _packets(
-        aten,
-        "view _unsafe_view reshape permute transpose t expand squeeze unsqueeze slice select split split_with_sizes "
-        "unbind cat stack clone alias detach as_strided_copy copy _to_copy to contiguous lift_fresh_copy "
-        "view_as_real view_as_complex _conj conj _neg_view real imag diagonal unfold movedim flip roll repeat narrow "
-        "neg add sub rsub sum mean cumsum trace tril triu constant_pad_nd reflection_pad1d reflection_pad2d "
-        "reflection_pad3d replication_pad2d replication_pad3d avg_pool2d avg_pool3d _adaptive_avg_pool2d "
-        "_adaptive_avg_pool3d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d "
-        "upsample_bicubic2d index gather index_select embedding slice_scatter select_scatter diagonal_scatter "
-        "index_put index_add scatter_add scatter where masked_fill masked_scatter _unsafe_index _unsafe_index_put "
-        "_unsafe_masked_index _unsafe_masked_index_put_accumulate pixel_shuffle pixel_unshuffle im2col col2im "
-        "slice_backward select_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward "
-        "_adaptive_avg_pool3d_backward embedding_dense_backward index_backward value_selecting_reduction_backward "
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward upsample_nearest2d_backward "
-        "upsample_bilinear2d_backward upsample_trilinear3d_backward unfold_backward channel_shuffle "
-        "_fft_r2c _fft_c2r _fft_c2c complex wait_tensor",
-    )
-) | frozenset(
-    _packets(
-        prims,
-        "convert_element_type broadcast_in_dim view_of split_dim collapse_view device_put fma_ "
-        "_low_memory_max_pool_offsets_to_indices inductor_force_stride_order",
-    )
-)
-#: Products: linear in each argument, quadratic in a tensor that several arguments depend on.
-PRODUCTS = frozenset(
-    _packets(
-        aten,
-        "mul mm bmm addmm baddbmm mv addmv dot convolution convolution_backward addcmul native_dropout_backward "
-        "_grouped_mm linear matmul outer linear_backward mkldnn_rnn_layer _weight_norm_interface lerp "
-        "_cdist_forward_ einsum grid_sampler_2d_ addr kron ",
-    )
-) | frozenset(_packets(prims, "fma"))
-#: The steps of the latter are products of matrices: what follows is a function of many rounded values.
-MATRIX_PRODUCTS = frozenset(_packets(aten, "mm bmm addmm baddbmm mv addmv convolution _grouped_mm linear matmul"))
-#: Smooth functions of all arguments.
-SMOOTH = frozenset(
-    _packets(
-        aten,
-        "sigmoid tanh erf erfc sin cos atan asinh softplus silu gelu mish log_sigmoid_forward square "
-        "sigmoid_backward tanh_backward silu_backward gelu_backward softplus_backward mish_backward "
-        "log_sigmoid_backward _softmax_backward_data var var_mean norm linalg_vector_norm_ sinc "
-        "native_layer_norm native_group_norm _softmax _log_softmax logsumexp_ ",
-    )
-)
-#: Ops whose results have the values of no argument.
-SIZES = frozenset(
-    _packets(
-        aten,
-        "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty rand_like randn_like "
-        "sym_size sym_stride sym_numel sym_storage_offset bernoulli_ full zeros empty empty_strided new_empty_strided iota",
-    )
-)
-L, S, Q, E = Use.LINEAR, Use.SMOOTH, Use.SCORES, Use.EXACT
-_OF_ATTENTION = {0: L, 1: Q, 2: Q, 3: L, 4: L, 5: E}
-#: Uses by position, of ops whose arguments differ; others are exact.
-BY_PLACE: dict[Any, dict[int, Use]] = {}
-
-
-def _by_place(names: str, uses: dict[int, Use]) -> None:
-    BY_PLACE.update(dict.fromkeys(_packets(aten, names), uses))
-
-
-_by_place("div true_divide", {0: L})
-_by_place("native_layer_norm_backward", {0: L, 1: S, 5: L})
-_by_place("_fused_rms_norm_backward", {0: L, 1: S, 4: L})
-_by_place("native_group_norm_backward", {0: L, 1: S, 4: L})
-_by_place("native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", {0: L, 1: S, 2: L})
-_by_place("batch_norm_backward", {0: L, 1: S, 2: L})
-_by_place("_log_softmax_backward_data", {0: L})
-_by_place(
-    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
-    "_scaled_dot_product_cudnn_attention_backward",
-    _OF_ATTENTION,
-)
-_by_place("_scaled_dot_product_efficient_attention_backward", {0: L, 1: Q, 2: Q, 3: L, 5: L, 4: E})
-_by_place(
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention",
-    {0: Q, 1: Q, 2: L},
-)
-_by_place("_softmax_backward_data", {0: L, 1: S})
-_by_place("grid_sampler_2d_backward grid_sampler_3d_backward", {0: L, 1: L})
-_by_place("grid_sampler_2d grid_sampler_3d", {0: L})
-_by_place("threshold_backward leaky_relu_backward hardtanh_backward elu_backward", {0: L})
-_by_place("hardswish_backward hardsigmoid_backward nll_loss_backward nll_loss2d_backward", {0: L})
-_by_place("binary_cross_entropy_backward smooth_l1_loss_backward huber_loss_backward", {0: L})
-_by_place("mse_loss_backward", {0: L, 1: L, 2: L})
-_by_place("native_dropout", {0: L})
-#: Comparisons, whose results take a bit in place of what they compare.
-COMPARISONS = frozenset(_packets(aten, "gt ge lt le eq ne logical_and logical_or logical_not isnan isinf"))
-#: Functions of the exponential of a tensor that are smooth in the tensor itself: of 1 + exp(x).
-EXP = frozenset(_packets(aten, "exp"))
-CASTS = frozenset((aten._to_copy, prims.convert_element_type, aten.clone))
-OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div true_divide"))
-
-
-@functools.cache
-def powers_are_smooth(exponent: Any) -> bool:
-    return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
-
-
 #: Views, and copies in another memory order.
 MOVES = frozenset(
     _packets(
@@ -143,9 +41,92 @@ MOVES = frozenset(
         "split_with_sizes unbind",
     )
 )
-
 #: The same values again.
 SAME = frozenset(_packets(aten, "clone alias detach"))
+CASTS = frozenset((aten._to_copy, prims.convert_element_type, aten.clone))
+#: Sums, moves and casts: linear in all arguments together.
+ADDITIVE = (
+    MOVES
+    | CASTS
+    | frozenset(
+        _packets(
+            aten,
+            "expand cat stack copy flip roll repeat diagonal diag_embed unfold block_diag fill "
+            "view_as_real view_as_complex _conj _conj_physical _neg_view real imag complex "
+            "neg add sub rsub sum mean cumsum tril triu _fft_r2c _fft_c2r _fft_c2c "
+            "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d "
+            "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+            "upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+            "index gather index_select embedding _unsafe_index _unsafe_masked_index where masked_fill masked_scatter "
+            "slice_scatter select_scatter diagonal_scatter scatter scatter_add index_add index_put _unsafe_index_put "
+            "_unsafe_masked_index_put_accumulate",
+        )
+    )
+    | frozenset(
+        _packets(
+            prims,
+            "broadcast_in_dim view_of split_dim collapse_view rev device_put inductor_force_stride_order "
+            "_low_memory_max_pool_offsets_to_indices",
+        )
+    )
+)
+#: Products of matrices: a function of them is one of many rounded values.
+MATRIX_PRODUCTS = frozenset(
+    _packets(aten, "mm bmm addmm baddbmm addbmm mv addmv convolution _grouped_mm linear matmul")
+)
+#: Products: linear in each argument, quadratic in a tensor that several arguments depend on.
+PRODUCTS = (
+    MATRIX_PRODUCTS
+    | frozenset(_packets(aten, "mul addcmul dot vdot addr linalg_cross _trilinear convolution_backward lerp"))
+    | frozenset(_packets(prims, "fma"))
+)
+#: Smooth functions of all arguments, without a steep place.
+SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc sin cos atan asinh var var_mean"))
+#: Ops whose results have the values of no argument.
+SIZES = frozenset(
+    _packets(
+        aten,
+        "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty new_empty_strided rand_like "
+        "randn_like sym_size sym_stride sym_numel sym_storage_offset",
+    )
+)
+#: Ops that read the sizes of their second argument.
+OF_SIZES = frozenset(
+    _packets(
+        aten,
+        "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
+        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad1d_backward "
+        "reflection_pad2d_backward reflection_pad3d_backward",
+    )
+)
+L, S, Q, E = Use.LINEAR, Use.SMOOTH, Use.SCORES, Use.EXACT
+#: Uses by place, of ops whose arguments differ; others are exact.
+BY_PLACE: dict[Any, dict[int, Use]] = {
+    packet: uses
+    for names, uses in {
+        "div": {0: L},
+        "grid_sampler_2d grid_sampler_3d": {0: L},
+        "grid_sampler_2d_backward grid_sampler_3d_backward": {0: L, 1: L},
+        "_fused_rms_norm_backward": {0: L, 1: S, 4: L},
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention": {0: Q, 1: Q, 2: L},
+        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_cudnn_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 4: L},
+        "_scaled_dot_product_efficient_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 5: L},
+    }.items()
+    for packet in _packets(aten, names)
+}
+#: Functions of 1 + exp(x) that are smooth in x.
+OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
+
+
+@functools.cache
+def powers_are_smooth(exponent: Any) -> bool:
+    return isinstance(exponent, int | float) and 1 <= exponent <= 4 and float(exponent).is_integer()
+
+
 #: Functions with a kink, as (comparison, constant): where the comparison holds, the constant; elsewhere the argument.
 KINKS = {
     aten.relu: lambda args: (aten.le, args[0], 0),
@@ -157,6 +138,14 @@ PLACES = {
     aten.max_pool2d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-2:]),
     aten.max_pool3d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-3:]),
     prims._low_memory_max_pool_with_offsets: lambda args: math.prod(args[1]),
+    **dict.fromkeys(
+        _packets(aten, "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"),
+        lambda args: math.prod(args[0].meta["val"].shape[1:]),
+    ),
+    **dict.fromkeys(
+        _packets(aten, "max min sort topk kthvalue mode median nanmedian cummax cummin"),
+        lambda args: max(1, *args[0].meta["val"].shape),
+    ),
 }
 
 
@@ -177,21 +166,37 @@ _CHEAP = frozenset(
     _packets(
         aten,
         "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
-        "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze reshape "
-        "alias slice cat exp",
+        "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
+        "reshape alias slice cat exp",
     )
 ) | frozenset(_packets(prims, "convert_element_type"))
+
+
+def is_softmax(node: Any) -> bool:
+    """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
+    above, below = (*node.args, None, None)[:2]
+    names = [getattr(getattr(each, "target", None), "overloadpacket", None) for each in (node, above, below)]
+    if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:
+        return False
+    shape, dim = node.meta["val"].shape, below.args[1][0] % node.meta["val"].dim()
+    return len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32
+
+
+def is_at_least_one(node: Any) -> bool:
+    """Whether a node is 1 or more, plus an exponential, a magnitude or a square."""
+    if getattr(getattr(node, "target", None), "overloadpacket", None) is not aten.add:
+        return False
+    term, least = node.args[:2]
+    if not isinstance(least, int | float) or least < 1:
+        return False
+    packet = getattr(term.target, "overloadpacket", None)
+    is_square = (packet is aten.pow and term.args[1] == 2) or (packet is aten.mul and term.args[0] is term.args[1])
+    return is_square or packet in (aten.exp, aten.abs)
 
 
 def is_cheap(node: Any) -> bool:
     """Whether each element is computed from one element of each argument, without division."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.div:
-        return isinstance(node.args[1], int | float) or _is_one_plus_exp(node.args[1])
+        return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
     return packet in _CHEAP
-
-
-def _is_one_plus_exp(node: Any) -> bool:
-    return getattr(node.target, "overloadpacket", None) is aten.add and (
-        getattr(node.args[0].target, "overloadpacket", None) is aten.exp
-    )

@@ -33,13 +33,19 @@ _NOTHING = _Value()
 
 @dataclass
 class Saved:
-    """A saved tensor's uses: the strictest, and the nodes that demand it exactly or are its readers."""
+    """A saved tensor's uses: the strictest, and the nodes that demand it exactly or are its readers.
+
+    ``slopes`` are the smooth functions of it that gradients are multiplied with, ``is_factor`` whether they are
+    multiplied with linear ones, too.
+    """
 
     node: fx.Node
     use: Use = Use.LINEAR
     is_deep: bool = False  # a smooth function of products of it
     exact: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # nodes and arguments
     readers: set[fx.Node] = field(default_factory=set)
+    slopes: set[fx.Node] = field(default_factory=set)
+    is_factor: bool = False
 
 
 class Dependence:
@@ -59,9 +65,12 @@ class Dependence:
             if node.op == "output":
                 for each in node.all_input_nodes:
                     if each not in gradients:
-                        self._read(self._value(each).all, node)
+                        self._read(each, node)
             else:
                 self._values[node] = self._call(node)
+        for saved in self.saved:
+            if saved.use is Use.SMOOTH and table.is_softmax(saved.node):
+                saved.use = Use.SCORES  # its squared errors have one sign for all samples
 
     def _value(self, node: fx.Node) -> _Value:
         found = self._values.get(node)
@@ -85,9 +94,14 @@ class Dependence:
         for each in self._bits(mask & mixed):
             each.is_deep = each.is_deep or use >= Use.SMOOTH
 
-    def _read(self, mask: int, node: fx.Node) -> None:
-        for each in self._bits(mask):
+    def _read(self, arg: fx.Node, node: fx.Node) -> None:
+        value = self._value(arg)
+        for each in self._bits(value.all):
             each.readers.add(node)
+            if node.op != "output":  # which has results of the forward pass, too
+                each.slopes.add(arg)
+        for each in self._bits(value.linear | value.exp):
+            each.is_factor |= node.op != "output"
 
     def _call(self, node: fx.Node) -> _Value:
         target = node.target
@@ -100,16 +114,16 @@ class Dependence:
             return _NOTHING
         is_gradient = any(value.is_gradient for *_, value in values)
         if is_gradient:
-            for *_, value in values:
+            for _, arg, value in values:
                 if not value.is_gradient:
-                    self._read(value.all, node)
+                    self._read(arg, node)
         if (found := self._of_exp(node, packet, values)) is not None:
             return found
         result = _NOTHING
         is_product = packet not in table.ADDITIVE
         uses = table.BY_PLACE.get(packet)
         for place, arg, value in values:
-            use = Use.LINEAR if value.is_gradient else _use(node, packet, uses, place)
+            use = Use.LINEAR if value.is_gradient else _use(node, arg, packet, uses, place)
             linear, smooth, mixed = value.linear, value.smooth, value.mixed
             if value.exp and use >= Use.LINEAR:
                 self._mark(value.exp, Use.EXACT, node, arg)
@@ -134,9 +148,9 @@ class Dependence:
     def _of_exp(self, node: fx.Node, packet: Any, values: list[tuple[int, fx.Node, _Value]]) -> _Value | None:
         """Follow an exponential as far as the functions of 1 + exp(x), which are smooth."""
         place, arg, value = values[0]
-        if packet in table.EXP and len(values) == 1 and not value.is_gradient and not value.exp:
+        if packet is table.aten.exp and len(values) == 1 and not value.is_gradient and not value.exp:
             if _is_negative_square(node.args[0]):
-                return None if packet not in table.EXP else self._smooth(node, value)
+                return self._smooth(node, value)
             return _Value(exp=value.all, mixed=value.mixed)
         if len(values) == 1 and value.exp and not value.linear | value.smooth:
             if packet is table.aten.add and place == 0 and node.args[1] == 1:
@@ -169,14 +183,21 @@ def _tensors(node: fx.Node) -> Iterable[tuple[int, fx.Node]]:
                     yield place, each
 
 
-def _use(node: fx.Node, packet: Any, uses: dict[int, Use] | None, place: int) -> Use:
+def _use(node: fx.Node, arg: fx.Node, packet: Any, uses: dict[int, Use] | None, place: int) -> Use:
+    if (_is_float(arg) and not _is_float(node)) or node.kwargs.get("rounding_mode") is not None:
+        return Use.EXACT
     if uses is not None:
         return uses.get(place, Use.EXACT)
-    if packet in table.ADDITIVE or packet in table.PRODUCTS:
+    if packet in table.ADDITIVE or packet in table.PRODUCTS or packet in table.OF_SIZES:
         return Use.LINEAR
     if packet in table.SMOOTH or (packet is table.aten.pow and table.powers_are_smooth(node.args[1])):
         return Use.SMOOTH
     return Use.EXACT
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _is_negative_square(node: Any) -> bool:

@@ -5,32 +5,43 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import hashlib
+import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._dynamo.backends import common
+from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config, partitioners
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.rows import row_of
-from brevact.autograd.seeds import rank_seed
 from brevact.autograd.settings import BackwardSettings, bits_of
-from brevact.compiler.marks import FULL_PRECISION, MARK
-from brevact.compiler.partition import Row, pack_saved, recomputed_layers
+from brevact.compiler import FULL_PRECISION, MARK
+from brevact.compiler.partition import Row, pack_saved, planned, recomputed_layers
 from brevact.quantizers import from_text, to_text
+
+#: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
+_PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
+_BITS = (8, 7, 6, 5, 4, 3, 2)
+
+
+_FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 
 
 class _Current(threading.local):
     partitioner: Any = None  # that partitions a joint graph
-    for_others: Any = None  # for compilers that are not Inductor
+    texts: frozenset[str] = frozenset()  # settings of the graph that is compiled
+    rows: list[Row] | None = None
+    budget: tuple[str, float] | None = None  # of compilers that are not Inductor
 
 
 _current = _Current()
@@ -39,17 +50,17 @@ _current = _Current()
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partitioner by minimum cut, whose saved tensors are packed."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.key = " ".join((*sorted(texts), str(rank_seed())))
-        self.is_exact = all(from_text(text).is_exact for text in texts)
-        self.rows: list[Row] = []
+    def __init__(self, budget: tuple[str, float] | None = None) -> None:
+        self.budget = budget
 
     def uuid(self) -> Any:
-        return hashlib.sha256(self.key.encode()).hexdigest()
+        key = (*sorted(_current.texts), repr(self.budget), torch.__version__)
+        return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         before, _current.partitioner = _current.partitioner, self
-        self.options = options
+        static = frozenset(options.get("static_lifetime_input_indices") or ())
+        self.sizes = options["num_fwd_outputs"], static
         try:
             return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
         finally:
@@ -57,24 +68,43 @@ class Partitioner(CustomPartitionerFn):
 
 
 @contextmanager
-def packing(graph: fx.GraphModule) -> Iterator[None]:
-    """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked."""
+def packing(graph: fx.GraphModule) -> Iterator[list[Row]]:
+    """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked.
+
+    The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
+    """
     texts = set()
     for each in _graphs(graph):
         for node in each.nodes:
             if mark := mark_of(node):
                 node.meta["custom"] = {**node.meta["custom"], MARK: _mark_for(mark, _name_of(node))}
                 texts.add(mark)
+    rows: list[Row] = []
     if not texts:
-        yield
+        yield rows
         return
-    partitioner = Partitioner(texts)
-    with inductor.patch(custom_partitioner_fn=partitioner):
-        before, _current.for_others = _current.for_others, partitioner
+    before = _current.texts, _current.rows
+    _current.texts, _current.rows = frozenset(texts), rows
+    try:
+        with inductor.patch(custom_partitioner_fn=Partitioner()):
+            yield rows
+    finally:
+        _current.texts, _current.rows = before
+
+
+def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
+    """A backend that compiles within a budget."""
+    compiler = backend if callable(backend) else lookup_backend(backend)
+
+    @functools.wraps(compiler)
+    def compile_within(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        before, _current.budget = _current.budget, budget
         try:
-            yield
+            return compiler(graph, inputs, **options)
         finally:
-            _current.for_others = before
+            _current.budget = before
+
+    return compile_within
 
 
 def _name_of(node: fx.Node) -> str:
@@ -101,10 +131,19 @@ def mark_of(node: fx.Node) -> str | None:
     return custom.get(MARK) if isinstance(custom, dict) else None
 
 
+@functools.cache
+def _with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
+    if not 0 < bits_of(settings.quantizer) <= max(_BITS):
+        return settings
+    quantizer = dataclasses.replace(settings.quantizer, bit_width=bits)
+    return dataclasses.replace(settings, quantizer=quantizer, score_bit_width=max(bits, settings.score_bit_width))
+
+
 class _Marks:
     """Settings of the nodes of a joint graph, by their marks."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, bits: int | None = None) -> None:
+        self.bits = bits  # in place of the settings'
         forward = {}
         for node in graph.nodes:
             if (number := node.meta.get("seq_nr")) is not None and node.meta.get("partitioner_tag") != "is_backward":
@@ -124,7 +163,13 @@ class _Marks:
         if not marks or None in marks or FULL_PRECISION in marks:
             return None
         found = [from_text(mark) for mark in marks]
-        return max(found, key=lambda settings: (settings.is_exact, bits_of(settings.quantizer)))
+        finest = max(found, key=lambda settings: (settings.is_exact, bits_of(settings.quantizer)))
+        return finest if self.bits is None else _with_bits(finest, self.bits)
+
+
+def _is_exact() -> bool:
+    """Whether settings of the graph pack only what is exact: all else is then as the compiler would do it."""
+    return all(from_text(text).is_exact for text in _current.texts)
 
 
 _make = common.aot_module_simplified
@@ -132,10 +177,9 @@ _make = common.aot_module_simplified
 
 @functools.wraps(_make)
 def _make_packed(*args: Any, **options: Any) -> Any:
-    partitioner = _current.for_others
-    if partitioner is not None and options.get("partition_fn") is not compile_fx.partition_fn:
-        options["partition_fn"] = partitioner
-        if not partitioner.is_exact:  # the table is of ops that Inductor decomposes
+    if _current.texts and options.get("partition_fn") is not compile_fx.partition_fn:
+        options["partition_fn"] = Partitioner(_current.budget)
+        if not _is_exact():  # the table is of ops that Inductor decomposes
             options["decompositions"] = {**select_decomp_table(), **(options.get("decompositions") or {})}
     return _make(*args, **options)
 
@@ -147,21 +191,66 @@ _choose = partitioners.choose_saved_values_set
 @functools.wraps(_choose)
 def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
     partitioner = _current.partitioner
-    if partitioner is None:
+    if partitioner is None or not _current.texts:
         return _choose(joint_graph, node_info, memory_budget)
-    marks = _Marks(joint_graph)
-    again = recomputed_layers(joint_graph, marks.settings_of)
+    part, bits = memory_budget, None
+    kind, size = partitioner.budget or ("part", memory_budget)
+    if kind == "part":
+        part = size
+    else:
+        plain = sum(_nbytes(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
+        part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
+    saved, marks = _chosen(joint_graph, node_info, part, bits)
+    saved, rows = pack_saved(joint_graph, saved, *partitioner.sizes, marks.settings_of)
+    if _current.rows is not None:
+        _current.rows += rows
+    return saved
+
+
+def _chosen(graph: fx.Graph, node_info: Any, part: float, bits: int | None) -> tuple[list[fx.Node], _Marks]:
+    """Nodes that PyTorch saves if it may save a part of what it would, and recomputes layers that settings name."""
+    marks = _Marks(graph, bits)
+    again = recomputed_layers(graph, marks.settings_of)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with config.patch({} if partitioner.is_exact else {"ban_recompute_materialized_backward": False}):
-        saved = _choose(joint_graph, node_info, memory_budget)
+    with config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
+        saved = _choose(graph, node_info, part)
     for node in again:
         del node.meta["recompute"]
-    options = partitioner.options
-    static = frozenset(options.get("static_lifetime_input_indices") or ())
-    saved, rows = pack_saved(joint_graph, saved, options["num_fwd_outputs"], static, marks.settings_of)
-    partitioner.rows += rows
-    return saved
+    return saved, marks
+
+
+def _best(partitioner: Partitioner, graph: fx.Graph, node_info: Any, limit: float) -> tuple[float, int]:
+    """The largest part to save at which the settings' bits are within a limit of bytes, and the most bits that are.
+
+    Where that is none, the part and the bits of least noise.
+    """
+    least, best = math.inf, (math.inf, 0.0, 0)
+    for part in _PARTS:
+        saved, _ = _chosen(graph, node_info, part, None)
+        new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        new.output(new.graph_copy(graph, nodes))
+        marks = _Marks(new)
+        plan = planned(new, [nodes[node] for node in saved], *partitioner.sizes, marks.settings_of)
+        wanted = plan.estimate()[1]
+        for marks.bits in _BITS:
+            nbytes, noise = plan.estimate()
+            least = min(least, nbytes)
+            if nbytes <= limit and noise < best[0]:
+                best = noise, part, marks.bits
+        if best[0] <= wanted:
+            break
+    if math.isinf(best[0]):
+        raise ValueError(
+            f"budget: a graph saves {least:,.0f} bytes at least, more than {limit:,.0f}; accepted is a budget of at "
+            "least that, or settings that pack more (min_numel=0)"
+        )
+    return best[1:]
+
+
+def _nbytes(node: fx.Node) -> float:
+    value = node.meta.get("val")
+    return value.numel() * value.itemsize if isinstance(value, Tensor) else 0
 
 
 partitioners.choose_saved_values_set = _choose_packed

@@ -21,6 +21,7 @@ from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.rows import ROWS
 from brevact.autograd.settings import BackwardSettings
+from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     CheckpointHooks,
@@ -28,16 +29,13 @@ from brevact.private_names.of_torch import (
     frame_callback,
     function_apply_code,
     function_stack_at,
+    get_overridable_functions,
     len_function_stack,
     skip_code,
 )
 from brevact.quantizers import from_text
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-#: Key of a node's mark, the text of its settings; empty for full precision.
-MARK, FULL_PRECISION = "brevact", ""
 
 
 def skipped_by_dynamo(function: F) -> F:
@@ -59,6 +57,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 #: values do so there, too.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
+# A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
+torch._dynamo.config.skip_nnmodule_hook_guards = False
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -69,6 +69,8 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
         function = out_of_dynamo(function)
     function(*args)
 
+
+get_overridable_functions().update(ROWS)  # PyTorch's list lacks some that modes see, such as `hardswish`
 
 #: Norms that may go on with rounded values.
 _NORMS = {func for func, row in ROWS.items() if row.rounds_forward}
@@ -100,6 +102,18 @@ class RegionMode(TorchFunctionMode):
     text: str | None
     norms_only: bool = False
     is_region = True
+    eager: Any  # class of eager regions
+
+
+class PlainMode(RegionMode):
+    """A mode under which Dynamo traces as if without regions, to graphs of their own: it guards on the modes around."""
+
+    text = FULL_PRECISION
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class TracingMode(RegionMode):
@@ -109,7 +123,7 @@ class TracingMode(RegionMode):
         super().__init__()
         if _is_compiling():
             watch_graph()
-        self.text = text
+        self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text
         self.owner = owner
         self.norms_only = norms_only
 
@@ -158,10 +172,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
 @torch.compiler.disable
 def _call_outside(text: str, norms_only: bool, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function in an eager region."""
-    from brevact.autograd.regions import Region
-
     settings = None if text == FULL_PRECISION else from_text(text)
-    with Region(settings, norms_only=norms_only):
+    with RegionMode.eager(settings, norms_only=norms_only):
         return func(*args, **kwargs)
 
 
@@ -183,6 +195,8 @@ _inside = _Inside()
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
     """Enter a module's region, unless the one around has the same settings, or it ``inherits`` any around it."""
     around, text = _innermost(), text_of(settings)
+    if type(around) is PlainMode:
+        return
     rounds = _changes_forward(text)
     if around is not None and around.norms_only and not _changes_forward(around.text):
         around = None  # a checkpoint, recomputed outside the region

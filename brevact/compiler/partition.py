@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.saved import ACTIVATION_DTYPES
-from brevact.autograd.seeds import rank_seed
+from brevact.autograd.seeds import seed_of_graph
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
@@ -24,6 +24,14 @@ from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing_plans import FUSED
 
 ops = torch.ops.brevact
+_library = torch.library.Library("brevact", "FRAGMENT")
+_library.define(
+    "draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+)
+_library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
+)
 _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
@@ -33,6 +41,10 @@ DEEP_BITS = 8
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
 _BLOCK = 512
+#: Bytes per element of minima and scales.
+_METADATA = 6 / 512
+#: Noise of what layers are computed again from, as a multiple of that of other tensors.
+_DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.
 SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
@@ -66,12 +78,21 @@ def pack_saved(
     Returns:
         Nodes to save, and a description of each tensor among them.
     """
+    return planned(graph, saved, outputs, static, settings_of).pack()
+
+
+def planned(
+    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+) -> _Packing:
     packing = _Packing(graph, saved, outputs, static, settings_of)
     packing.unite_masks()
     packing.unite_views()
+    packing.read_sizes_alone()
+    packing.factor_slopes()
     packing.avoid_exact()
     packing.drop_computable()
-    return packing.pack()
+    packing.save_statistics()
+    return packing
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
@@ -88,18 +109,15 @@ class _Packing:
     def __init__(
         self, graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
     ) -> None:
-        self.graph, self.settings_of = graph, settings_of
+        self.graph, self.settings_of, self.outputs = graph, settings_of, outputs
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.of_forward = [each for each in self.output.args[0][:outputs] if isinstance(each, fx.Node)]
-        self.of_backward = [each for each in self.output.args[0][outputs:] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
         wanted = zip(primals, self.output.args[0][outputs:], strict=False)
         self.of_forward += [  # changes of inputs, such as running statistics
-            node
-            for node in graph.nodes
-            if node.op == "call_function" and not node.users and node not in self.gradients
+            node for node in graph.nodes if node.op == "call_function" and not node.users and node not in self.gradients
         ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in static]
@@ -115,9 +133,12 @@ class _Packing:
 
     # --- which tensors to save
 
+    def of_backward(self) -> list[fx.Node]:
+        return [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
+
     def backward_nodes(self) -> list[fx.Node]:
         """Nodes that backward computes, in order."""
-        found, waiting = {self.output}, list(self.of_backward)
+        found, waiting = {self.output}, self.of_backward()
         while waiting:
             node = waiting.pop()
             if node not in found and node not in self.saved and node.op != "placeholder":
@@ -155,6 +176,7 @@ class _Packing:
             self.analyse()
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
             found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
+            found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
             if not found:
                 return
             for node in found:
@@ -166,7 +188,8 @@ class _Packing:
         """Find how backward depends on what is saved, and save nothing that it does not read."""
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
-        needed = {each for node in self.nodes for each in node.all_input_nodes}
+        needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
+        needed.update(self.of_backward())
         self.saved = {
             node: None for node in self.saved if node in needed or not isinstance(node.meta.get("val"), Tensor)
         }
@@ -184,7 +207,7 @@ class _Packing:
                     self.saved[mask] = None
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
-        """Return the comparison of x with 0 by which a leaky function of x was made, if ``node`` compares its result."""
+        """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
         packet, value = _packet(node), node.args[0] if node.args else None
         while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -243,6 +266,41 @@ class _Packing:
         are_numbers = all(isinstance(bound, int | float) for _, bound in bounds)
         return found if are_numbers and (not lower or not upper or max(lower) < min(upper)) else [node]
 
+    def read_sizes_alone(self) -> None:
+        """Let ops that read the sizes of a tensor read an empty one."""
+        for node in list(self.graph.nodes):
+            x = node.args[1] if _packet(node) in table.OF_SIZES else None
+            if not (isinstance(x, fx.Node) and self.may_round(x) and all(isinstance(n, int) for n in _shape(x))):
+                continue
+            with self.insert_after(node.args[0]):
+                empty = self.call(aten.new_empty_strided.default, node.args[0], *self.sizes(x))
+            self.gradients.add(self._like(node, empty))
+            node.replace_input_with(x, empty)
+
+    def factor_slopes(self) -> None:
+        """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
+        for node in list(self.graph.nodes):
+            if node not in self.gradients or _packet(node) is not aten.div or not table.is_at_least_one(node.args[1]):
+                continue
+            (grad, below), settings = node.args[:2], self.settings_of([node])
+            if below in self.gradients or settings is None or settings.is_exact or _shape(below) != _shape(node):
+                continue
+            above = None
+            if _packet(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
+                above = next((each for each in grad.args if each not in self.gradients), None)
+                if above is not None:
+                    grad = next(each for each in grad.args if each is not above)
+            with self.insert_after(node):
+                made = (aten.reciprocal.default, below) if above is None else (aten.div.Tensor, above, below)
+                slope = self._like(below, self.call(*made))
+            with self.insert_after(slope):
+                product = self._like(node, self.call(aten.mul.Tensor, grad, slope))
+            for nodes in (self.live, self.activations):
+                nodes |= {slope, product}
+            self.gradients.add(product)
+            node.replace_all_uses_with(product)
+            self.graph.erase_node(node)
+
     def insert_after(self, node: fx.Node) -> Any:
         return self.graph.inserting_before(node.next)
 
@@ -281,9 +339,29 @@ class _Packing:
     def _instead(self, saved: Saved) -> Iterable[fx.Node]:
         for node, arg in saved.exact:
             if node not in self.gradients:
-                yield node
+                is_tensor = isinstance(node.meta["val"], Tensor)
+                yield from (node,) if is_tensor else readers_of(node, self.read)
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
+
+    def _slope(self, saved: Saved) -> Iterable[fx.Node]:
+        """The slope to save in place of a smooth function's argument, if that is all that backward needs of it."""
+        if saved.use in (Use.LINEAR, Use.EXACT) or saved.is_factor or len(saved.slopes) != 1 or not self.packs(saved):
+            return
+        (node,) = saved.slopes
+        if self.may_round(node) and node not in self.saved and _nbytes(node) <= _nbytes(saved.node):
+            yield node
+
+    def save_statistics(self) -> None:
+        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
+        found: dict[fx.Node, None] = {}
+        for each in self.dependence.saved:
+            if each.use is not Use.EXACT and self.packs(each):
+                statistics = self.statistics(each.node, self.settings_of(each.readers))
+                found.update((x, None) for x in statistics or () if x is not None and self.dependence.is_read(x))
+        if found:
+            self.saved.update(found)
+            self.analyse()
 
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
@@ -307,6 +385,23 @@ class _Packing:
                 else:
                     return False
         return is_spread
+
+    def estimate(self) -> tuple[float, float]:
+        """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
+        uses = {each.node: each for each in self.dependence.saved}
+        nbytes = noise = 0.0
+        for node in self.saved:
+            value, use = node.meta.get("val"), uses.get(node)
+            if not isinstance(value, Tensor) or node.op == "placeholder":
+                continue
+            if use is not None and use.use is not Use.EXACT and self.packs(use):
+                bits = bits_of(quantizer_of(self.settings_of(use.readers), use))
+                nbytes += _numel(node) * (bits / 8 + _METADATA)
+                noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
+            else:
+                width = 1 if value.dtype is torch.bool else places_width(node) or 8 * value.itemsize
+                nbytes += _numel(node) * width / 8
+        return nbytes, noise
 
     # --- packing
 
@@ -346,14 +441,8 @@ class _Packing:
     def seed(self, x: fx.Node) -> fx.Node:
         device = x.meta["val"].device
         if device not in self.seeds:
-            keywords = {"dtype": torch.int64, "device": device}
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
-                drawn = self.graph.call_function(aten.randint.low, (0, 2**62, []), keywords)
-                with self.mode:
-                    drawn.meta["val"] = torch.empty((), **keywords)
-                if rank := rank_seed():
-                    drawn = self.call(aten.bitwise_xor.Scalar, drawn, rank)
-            self.seeds[device] = drawn
+                self.seeds[device] = self.call(ops.draw_seed.default, device)
         self.count += 1
         return self.call(aten.add.Tensor, self.seeds[device], self.count)
 
@@ -395,7 +484,7 @@ class _Packing:
                 packed = self.call(ops.quantize_normalized.default, node, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
             decoded[node] = self._like(node, made)
-        symbols = _symbols(size, stride)
+        symbols = [*_symbols(size, stride), *(each for each in statistics or () if each is not None)]
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
@@ -421,7 +510,7 @@ class _Packing:
         users = [user for each in (node, *_casts(node)) for user in each.users]
         for user in users:
             packet = _packet(user)
-            if packet is aten.sub and _is_broadcast(user.args[1], user):
+            if packet is aten.sub and user.args[0] in (node, *_casts(node)) and _is_broadcast(user.args[1], user):
                 for scaled in user.users:
                     if (invstd := _deviation(scaled, user)) is not None:
                         return user.args[1], invstd  # type: ignore[return-value]
@@ -434,43 +523,29 @@ class _Packing:
         return made
 
     def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
-        """Let backward read decoded tensors; what forward computes, too, is computed from them by nodes of its own."""
+        """Let backward read other nodes; it computes from them by nodes of its own what forward computes, too."""
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:
+                results = self.output.args[0]
+                new = [decoded.get(each, each) for each in results[self.outputs :]]
+                self.output.args = ((*results[: self.outputs], *new), *self.output.args[1:])
                 continue
-            changed = [each for each in node.all_input_nodes if each in decoded]
-            if not changed:
-                continue
-            if node in forward:
-                with self.insert_after(max(node, *(decoded[each] for each in changed))):
+            given = [decoded.get(each, each) for each in node.all_input_nodes]
+            last = max((node, *given))
+            if given == node.all_input_nodes:
+                if last is not node:
+                    last.append(node)
+            elif node in forward:
+                with self.insert_after(last):
                     again = self.graph.node_copy(node, lambda each: decoded.get(each, each))
                 decoded[node] = again
                 self.origins[again] = self.origins.get(node, node)
             else:
-                for each in changed:
-                    node.replace_input_with(each, decoded[each])
-        places = {each: decoded[each] for each in self.of_backward if each in decoded}
-        count = len(self.output.args[0]) - len(self.of_backward)
-        if places:
-            raise AssertionError(count)
-        _sort(self.graph)
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Move arguments before the nodes that read them."""
-    placed: set[fx.Node] = set()
-    for node in list(graph.nodes):
-        waiting = [node]
-        while waiting:
-            each = waiting[-1]
-            missing = [] if each in placed else [arg for arg in each.all_input_nodes if arg not in placed]
-            if missing:
-                waiting += missing
-                continue
-            if each not in placed and each is not node:
-                node.prepend(each)
-            placed.add(waiting.pop())
+                for each, new in zip(node.all_input_nodes, given, strict=True):
+                    node.replace_input_with(each, new)
+                if last is not node:
+                    last.append(node)
 
 
 def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
@@ -514,13 +589,22 @@ def _numel(node: fx.Node) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return _numel(node) * int(node.meta["val"].itemsize)
+
+
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def places_width(node: fx.Node) -> int:
     """Bits of a tensor of places, such as the indices that pooling returns; 0 for others, and for symbolic sizes."""
-    value, source = node.meta["val"], node.args[0] if node.target is operator.getitem else node
+    value, source = node.meta["val"], _root(node)
+    source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
         return 0
     count = table.PLACES.get(_packet(source))
@@ -560,7 +644,17 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
     kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
     shape = tuple(value.shape)
-    return Row(node.name, str(node.target), modules[-1][0], shape, name, bits, _numel(node) * value.itemsize, kept)
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return Row(
+        node.name,
+        str(_packet(source) or source.target),
+        modules[-1][0],
+        shape,
+        name,
+        bits,
+        _numel(node) * value.itemsize,
+        kept,
+    )
 
 
 def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:

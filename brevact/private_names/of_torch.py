@@ -89,7 +89,6 @@ def _watched(check: Callable[..., None], watch: Callable[[Tensor], None]) -> Cal
 DisableTorchFunction = find("torch._C.DisableTorchFunction")
 #: Whether `__torch_function__` of subclasses runs, which it does except inside of `DisableTorchFunction`.
 is_torch_function_on = find("torch._C._is_torch_function_enabled")
-EnableTorchFunction = find("torch._C._EnableTorchFunction")
 DisableFuncTorch = find("torch._C._DisableFuncTorch")
 len_function_stack = find("torch._C._len_torch_function_stack")
 function_stack_at = find("torch._C._get_function_stack_at")
@@ -143,21 +142,15 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks")
 
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
+#: Prefix of the modules where torch.compile makes the functions that run its graphs.
+COMPILED = "torch._functorch."
 #: Contexts that Dynamo knows, by their factory functions.
 contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes")
 #: Dynamo's callback for functions called here: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-#: Dynamo's variable for a class that traced code instantiates.
-ClassInGraph = find("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
-#: Makes Dynamo's variable for a Python object in traced code.
-variable_of = find("torch._dynamo.variables.builder.SourcelessBuilder.create")
-_ParametersOrBuffers = find("torch._dynamo.source.UnspecializedParamBufferSource")
-#: Dynamo's context of the graph that it traces; None outside of a compilation.
-tracing_context = find("torch._guards.TracingContext.try_get")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
-FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.
 nn_pad = find("torch._C._nn.pad")
@@ -171,11 +164,6 @@ def has_compiled() -> bool:
     """Return whether torch.compile has traced anything in this process: graphs call no module hooks."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters["stats"])
-
-
-def is_parameter_or_buffer(node: Any) -> bool:
-    """Return whether an input of a Dynamo graph is a parameter or buffer of a module."""
-    return isinstance(getattr(getattr(node, "_dynamo_source", None), "base", None), _ParametersOrBuffers)
 
 
 # --- autocast

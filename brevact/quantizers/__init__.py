@@ -2,6 +2,7 @@
 
 from brevact.quantizers import ops as ops
 from brevact.quantizers.bits import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.checks import is_on_host
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
 from brevact.quantizers.formats.lossless.quantizer import ElementsQuantizer, LosslessQuantizer
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
@@ -27,7 +28,6 @@ from brevact.quantizers.point_functions import PointFunction, decode_through, mu
 from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.text_form import from_text, to_text
-from brevact.quantizers.tracing import is_traced
 
 __all__ = [
     "ActivationQuantizer",
@@ -58,7 +58,7 @@ __all__ = [
     "denormalize",
     "draw_seed",
     "from_text",
-    "is_traced",
+    "is_on_host",
     "mask_multiply",
     "multiply_by_function",
     "normalize",

@@ -10,7 +10,6 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.tracing import is_traced
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -38,8 +37,6 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
     if codes.dim() != 1:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; accepted is a 1-D tensor; flatten it")
     _check_widths(bit_width, block_size)
-    if is_traced(codes):
-        return torch.ops.brevact.pack_codes(codes, bit_width, block_size)
     packed = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
     kernel_ops.pack_codes(codes.contiguous(), bit_width, block_size, packed)
     return packed
@@ -53,8 +50,6 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
     """
     _check_widths(bit_width, block_size)
     _check_packed(packed, packed_bytes(numel, bit_width, block_size))
-    if is_traced(packed):
-        return torch.ops.brevact.unpack_codes(packed, bit_width, numel, block_size)
     codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
     kernel_ops.unpack_codes(packed.contiguous(), bit_width, block_size, codes)
     return codes
@@ -70,8 +65,6 @@ def pack_mask(mask: Tensor) -> Tensor:
     """
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
-    if is_traced(mask):
-        return torch.ops.brevact.pack_mask(mask, mask.stride())
     layout = Layout.of(mask)
     is_flat = layout.is_dense and layout.numel == mask.numel() and not mask.is_neg()  # nothing to repeat or to turn
     packed = mask.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
@@ -86,8 +79,6 @@ def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
         ValueError: If packed has another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
-    if is_traced(packed):
-        return torch.ops.brevact.unpack_mask(packed, layout.shape, layout.stride)
     mask = packed.new_empty(layout.numel, dtype=torch.bool)
     kernel_ops.unpack_mask(packed.contiguous(), mask)
     return layout.restore(mask)
@@ -114,8 +105,6 @@ def mask_multiply(
     if not layout.matches(grad) or (out is not None and not layout.matches(out)):
         masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
         return masked if out is None else out.copy_(masked)
-    if is_traced(grad) and out is None:
-        return torch.ops.brevact.mask_multiply(packed, grad, layout.shape, layout.stride, negative_slope)
     target = Layout.of(grad).empty(grad.device) if out is None else out
     kernel_ops.mask_multiply(packed.contiguous(), layout.numel, grad, negative_slope, target)
     if out is not None and not out.is_inference():

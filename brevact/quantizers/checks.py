@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from brevact.private_names.of_torch import FakeTensor
 from brevact.quantizers.brief import brief
 from brevact.quantizers.rounding import Rounding
 
@@ -39,6 +40,11 @@ def check_input(x: Tensor) -> None:
         raise TypeError(
             f"x: got a {type(x).__name__}, which gives no access to its storage; {accepted}; pass the tensor it wraps"
         ) from error
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether values can be read without waiting for a device; fake tensors have none."""
+    return x.is_cpu and not isinstance(x, FakeTensor)
 
 
 def check_int(name: str, value: object) -> None:

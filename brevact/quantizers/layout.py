@@ -88,18 +88,12 @@ class Layout:
     @staticmethod
     def of(x: Tensor) -> Layout:
         """Layout of a strided tensor of any shape and dtype; equal layouts are one shared object."""
-        try:
-            return layout_of(x.shape, x.stride(), x.dtype)
-        except TypeError:  # symbols have no hash
-            return Layout(x.shape, x.stride(), x.dtype)
+        return layout_of(x.shape, x.stride(), x.dtype)
 
     @staticmethod
     def of_sizes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
-        """Layout of these sizes and strides, symbolic ones too; equal layouts without symbols are one shared object."""
-        try:
-            return layout_of(tuple(shape), tuple(stride), dtype)
-        except TypeError:  # symbols have no hash
-            return Layout(tuple(shape), tuple(stride), dtype)
+        """Layout of these sizes and strides; equal layouts are one shared object."""
+        return layout_of(tuple(shape), tuple(stride), dtype)
 
     def flatten(self, x: Tensor) -> Tensor:
         """The distinct elements of a tensor of this layout, of any dtype, in memory order; a view if they are dense."""

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing_plans import FUSED, plan_of_statistics, reciprocal_of
+from brevact.quantizers.normalizing_plans import plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
-from brevact.quantizers.text_form import to_text
-from brevact.quantizers.tracing import is_traced
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
@@ -47,19 +45,13 @@ def quantize_normalized(
     The uniform quantizer's kernels normalize while they load, where its groups are buckets that lie in blocks; other
     formats read a copy that is normalized beforehand.
     """
-    if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg():
-        if type(x) is Tensor:
-            found = plan_of_statistics(quantizer, Layout.of(x), invstd.shape)
-            if found is not None and invstd.dtype is not torch.float64:
-                buffer = found.spec.empty(x)
-                own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
-                kernel_ops.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
-                return PackedActivation(found.spec, buffer)
-        elif is_traced(x) and x.dtype in FUSED and (layout := Layout.of(x)).is_dense:
-            values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
-            key = seed if isinstance(seed, Tensor) else None
-            buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, to_text(quantizer), x.stride())
-            return PackedActivation(values, buffer)
+    if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg() and type(x) is Tensor:
+        found = plan_of_statistics(quantizer, Layout.of(x), invstd.shape)
+        if found is not None and invstd.dtype is not torch.float64:
+            buffer = found.spec.empty(x)
+            own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
+            kernel_ops.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
+            return PackedActivation(found.spec, buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
 
@@ -70,13 +62,6 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
     range where `dtype` is float16. It is NaN where the inverse deviation is; a deviation that is infinite, of elements
     that are 0 as soon as they are normalized, counts as 0.
     """
-    if (
-        is_traced(packed.buffer)
-        and packed.spec.layout.dtype is torch.float32
-        and dtype in FUSED
-        and has_uniform_codes(packed.spec)
-    ):
-        return torch.ops.brevact.denormalize(packed.buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
     return decode_affine(packed, reciprocal_of(invstd.to(packed.spec.layout.dtype)), mean, dtype)
 
 

@@ -1,7 +1,6 @@
-"""The kernels as operators of PyTorch's dispatcher, so that traced graphs can hold them.
+"""The kernels as operators of PyTorch's dispatcher, which compiled graphs hold.
 
-Each is called by the function of its name for tensors without values (`is_traced`), and calls that function again with
-real ones when the graph runs. Quantizers travel as text (`text_form`), layouts as sizes and strides.
+Each calls the function of its name. Quantizers travel as text (`text_form`), layouts as sizes and strides.
 
 Codes follow the memory order, in which they are decoded: that of the graph. A tensor that comes with other strides than
 it was traced with is copied: PyTorch foretells those of some ops wrongly (bfloat16 `silu_backward` in channels_last).
@@ -54,11 +53,16 @@ def _bytes(like: Tensor, numel: int, bit_width: int = 1, block_size: int = DEFAU
 
 
 def _buffer(x: Tensor, quantizer: str) -> Tensor:
-    return x.new_empty(PackedSpec.of(from_text(quantizer), Layout.of(x)).nbytes, dtype=torch.uint8)
+    return x.new_empty(PackedSpec(from_text(quantizer), _layout_of(x)).nbytes, dtype=torch.uint8)
 
 
-def _like(layout: Layout, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_strided(layout.shape, layout.result_stride, dtype=dtype or layout.dtype, device=x.device)
+def _layout_of(x: Tensor) -> Layout:
+    """The layout of a tensor, whose sizes may be symbols, which have no hash."""
+    return Layout(x.shape, x.stride(), x.dtype)
+
+
+def _restored(x: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
+    return Layout(tuple(size), tuple(stride), dtype).empty(x.device)
 
 
 _op(  # the buffer of a `PackedActivation`; ``seed`` is None for quantizers that take none
@@ -69,14 +73,7 @@ _op(  # the buffer of a `PackedActivation`; ``seed`` is None for quantizers that
 _op(
     "dequantize(Tensor packed, str quantizer, SymInt[] size, SymInt[] stride, ScalarType dtype)",
     lambda packed, quantizer, *layout: _packed(packed, quantizer, *layout).dequantize(),
-    fake=lambda packed, quantizer, *layout: _like(Layout.of_sizes(*layout), packed),
-)
-_op(
-    "dequantize_multiply(Tensor packed, Tensor other, str quantizer, SymInt[] size, SymInt[] stride, ScalarType dtype)",
-    lambda packed, other, quantizer, *layout: _packed(packed, quantizer, *layout).dequantize_multiply(other),
-    fake=lambda packed, other, quantizer, size, stride, dtype: _like(
-        Layout.of(other), packed, torch.promote_types(dtype, other.dtype)
-    ),
+    fake=lambda packed, quantizer, *layout: _restored(packed, *layout),
 )
 _op(
     "quantize_normalized(Tensor x, Tensor? mean, Tensor invstd, Tensor? seed, str quantizer, SymInt[] stride)",
@@ -91,24 +88,17 @@ _op(
     lambda packed, mean, invstd, quantizer, size, stride, dtype: normalizing.denormalize(
         _packed(packed, quantizer, size, stride, torch.float32), mean, invstd, dtype
     ),
-    fake=lambda packed, mean, invstd, quantizer, *layout: _like(Layout.of_sizes(*layout), packed),
+    fake=lambda packed, mean, invstd, quantizer, *layout: _restored(packed, *layout),
 )
 _op(
     "pack_mask(Tensor mask, SymInt[] stride)",
     lambda mask, stride: bits.pack_mask(_as_traced(mask, stride)),
-    fake=lambda mask, stride: _bytes(mask, Layout.of(mask).numel),
+    fake=lambda mask, stride: _bytes(mask, _layout_of(mask).numel),
 )
 _op(
     "unpack_mask(Tensor packed, SymInt[] size, SymInt[] stride)",
     lambda packed, size, stride: bits.unpack_mask(packed, _layout(size, stride)),
-    fake=lambda packed, size, stride: _like(Layout.of_sizes(size, stride, torch.bool), packed),
-)
-_op(  # ``grad`` lies densely in the memory order of the mask
-    "mask_multiply(Tensor packed, Tensor grad, SymInt[] size, SymInt[] stride, float negative_slope)",
-    lambda packed, grad, size, stride, slope: bits.mask_multiply(
-        packed, _layout(size, stride), grad, negative_slope=slope
-    ),
-    fake=lambda packed, grad, size, stride, slope: _like(Layout.of(grad), grad),
+    fake=_restored,
 )
 _op(
     "pack_codes(Tensor codes, int bit_width, int block_size)",

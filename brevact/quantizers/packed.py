@@ -12,8 +12,6 @@ from torch.autograd.graph import increment_version
 
 from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.text_form import to_text
-from brevact.quantizers.tracing import is_traced
 
 
 class ActivationQuantizer(Protocol):
@@ -87,11 +85,8 @@ class PackedSpec(Generic[D]):
 
     @staticmethod
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
-        """The spec with these fields; equal specs are one shared object, but for those of symbolic layouts."""
-        try:
-            return _spec_of(quantizer, layout)
-        except TypeError:  # symbols have no hash
-            return PackedSpec(quantizer, layout)
+        """The spec with these fields; equal specs are one shared object."""
+        return _spec_of(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
         """(nbytes,) uint8 memory on the device of a tensor, uninitialised but for padding."""
@@ -104,11 +99,6 @@ class PackedSpec(Generic[D]):
             buffer[start : start + part.numel * part.dtype.itemsize].view(part.dtype)
             for part, start in zip(self.parts, self.offsets, strict=True)
         )
-
-    @property
-    def op_arguments(self) -> tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]:
-        """Quantizer, sizes, strides and dtype as the ops of a traced graph take them."""
-        return to_text(self.quantizer), self.layout.shape, self.layout.stride, self.layout.dtype
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PackedSpec):
@@ -209,16 +199,15 @@ class PackedActivation:
     def __init__(self, spec: PackedSpec[Any], buffer: Tensor) -> None:
         if type(spec) is not PackedSpec:
             raise TypeError(f"spec: got {brief(spec)}; accepted is a PackedSpec: PackedSpec.of(quantizer, layout)")
-        if type(buffer) is Tensor or not is_traced(buffer):
-            if not isinstance(buffer, Tensor):
-                raise TypeError(f"buffer: got {brief(buffer)}; accepted is a torch.uint8 tensor, as quantize made it")
-            if buffer.dtype is not torch.uint8 or buffer.shape != spec.shape or not buffer.is_contiguous():
-                raise ValueError(
-                    f"buffer: got a {buffer.dtype} tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()}; "
-                    f"accepted is a contiguous torch.uint8 tensor of shape ({spec.nbytes},), as quantize made it. If "
-                    "autograd saved it: saved-tensor hooks around the region must give tensors back as they were; "
-                    "leave integer tensors alone there"
-                )
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"buffer: got {brief(buffer)}; accepted is a torch.uint8 tensor, as quantize made it")
+        if buffer.dtype is not torch.uint8 or buffer.shape != spec.shape or not buffer.is_contiguous():
+            raise ValueError(
+                f"buffer: got a {buffer.dtype} tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()}; "
+                f"accepted is a contiguous torch.uint8 tensor of shape ({spec.nbytes},), as quantize made it. If "
+                "autograd saved it: saved-tensor hooks around the region must give tensors back as they were; "
+                "leave integer tensors alone there"
+            )
         self.spec = spec
         self.buffer = buffer
 
@@ -267,8 +256,6 @@ class PackedActivation:
         spec, buffer = self.spec, self.buffer
         layout = spec.layout
         if out is None:
-            if type(buffer) is not Tensor and is_traced(buffer):
-                return torch.ops.brevact.dequantize(buffer, *spec.op_arguments)
             if layout.is_result_dense:
                 out = layout.empty(buffer.device)
                 spec.quantizer.decode(buffer, spec, out)
@@ -299,8 +286,6 @@ class PackedActivation:
             product = self.dequantize() * other
             return product if out is None else out.copy_(product)
         if out is None:
-            if is_traced(other):
-                return torch.ops.brevact.dequantize_multiply(self.buffer, other, *spec.op_arguments)
             out = Layout.of(other).empty(other.device)
             spec.quantizer.decode_multiply(self.buffer, spec, other, out)
             return out

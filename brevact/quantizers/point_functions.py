@@ -178,7 +178,7 @@ def _long_segments(plan: UniformPlan, place: Place | None) -> Segments | None:
 
 
 def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
-    """Whether bytes and statistics are plain tensors, and none of a traced graph or of a transform of torch.func."""
+    """Whether bytes and statistics are plain tensors, and none of a transform of torch.func."""
     if type(buffer) is not Tensor or is_functorch_tensor(buffer):
         return False
     for x in statistics:

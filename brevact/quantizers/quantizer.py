@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import ActivationQuantizer, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.rounding import Rounding
-from brevact.quantizers.text_form import to_text
-from brevact.quantizers.tracing import is_traced
 
 
 class Quantizer(ABC):
@@ -77,15 +74,11 @@ class Quantizer(ABC):
 
 
 def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
-    """Quantize a tensor by any activation quantizer, or let a traced graph do it, where a seed is a tensor.
+    """Quantize a tensor by any activation quantizer.
 
     Raises:
         TypeError: If the quantizer returns something else than a `PackedActivation`.
     """
-    if type(x) is not Tensor and is_traced(x):
-        key = seed if isinstance(seed, Tensor) else None
-        buffer = torch.ops.brevact.quantize(x, key, to_text(quantizer), x.stride())
-        return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
     packed = quantizer.quantize(x, seed)
     if not isinstance(packed, PackedActivation):
         raise TypeError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import regions_disabled
 from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_repeats, gradients, squared_norm
+from brevact.reports.in_place import is_compiled
 from brevact.reports.saved_in_file import saved_in_file
 
 #: The model's seeds are consecutive, one per batch; quantizers' seeds are far from them.
@@ -94,7 +95,7 @@ def exact_gradients(
 
 def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:
     """Return the gradients of a pass without backward quantization, in the memory of a packed one."""
-    with regions_disabled(), saved_in_file(model):
+    with regions_disabled(is_compiled(model)), saved_in_file(model):
         return gradients(model, batch, loss, seed)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.reports.in_place import ModelBefore, uncompiled
+from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
 
 #: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
@@ -114,7 +114,8 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     hooks = [(each, dict(each)) for p, _ in before if (each := p._post_accumulate_grad_hooks)]
     try:
-        with uncompiled(), kept_generators(), torch.inference_mode(False), torch.enable_grad():
+        eager = nullcontext() if is_compiled(model) else uncompiled()
+        with eager, kept_generators(), torch.inference_mode(False), torch.enable_grad():
             if not model.training:
                 model.train()
             for each, _ in hooks:

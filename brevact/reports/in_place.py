@@ -76,6 +76,11 @@ def kept_random_state() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether calls of a model, not only of modules in it, run compiled graphs."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context that runs compiled code eagerly, since hooks cannot see inside a compiled graph."""
     is_there = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and the import takes seconds

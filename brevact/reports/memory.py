@@ -22,8 +22,9 @@ from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.reports.compiled import report_of_graphs
 from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.reports.in_place import in_place, uncompiled
+from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss, device_of, peak_of_step
 
@@ -49,7 +50,9 @@ def memory_report(
     If a model does not fit in memory, measure it on the meta device, with a batch there.
 
     An input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
-    checkpointed function recomputes do not count. Compiled modules are measured uncompiled.
+    checkpointed function recomputes do not count. Of a compiled model, it
+    reports the tensors that its graphs save, with the way backward uses them; compiled modules inside of a model are
+    measured uncompiled.
 
     >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -97,9 +100,13 @@ def memory_report(
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
+        if is_compiled(model):
+            return report_of_graphs(model, lambda measured: loss(measured, batch))
         found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
         return _with_peaks(found, model, batch, loss)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
+    if is_compiled(model):
+        return report_of_graphs(model, lambda measured: measured(*args, **kwargs))
     with explained(batch, arguments):
         found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
     return replace(found, scope=NO_LOSS) if found.rows else found

@@ -21,7 +21,7 @@ from brevact.policy.attach import attach_policy, region_of_step
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.reports.in_place import in_place
+from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.peak import peak_by_file, peak_of
 from brevact.tables import size_text, text_table
 
@@ -170,7 +170,8 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
 
     def run() -> None:
         outside = nullcontext() if current_region() is None else region(None)
-        with outside, nullcontext() if packs else regions_disabled():  # also in backward, where checkpoints recompute
+        regions = nullcontext() if packs else regions_disabled(is_compiled(model))
+        with outside, regions:  # also in backward, where checkpoints recompute
             StepLoss(loss)(model, batch).backward()
         model.zero_grad(set_to_none=True)
 

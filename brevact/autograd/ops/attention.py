@@ -34,10 +34,10 @@ from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_shared, share_packed
-from brevact.autograd.store import keep_mask, reported
+from brevact.autograd.store import reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
-from brevact.quantizers import Rounding, UniformQuantizer, is_traced
+from brevact.quantizers import Rounding, UniformQuantizer
 
 _attend = F.scaled_dot_product_attention
 
@@ -63,25 +63,21 @@ class _Attention(Saving):
         backend: int | None,
     ) -> Tensor:
         ctx.needs = needs = ctx.needs_input_grad[2:6]
-        state = after_dropout = None
-        if backend is not None and not is_traced(query):
+        state = None
+        if backend is not None:
             state = torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
         # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
-            if backend is not None and is_traced(query):
-                out, after_dropout = without_autocast_cache(_by_math, query, key, value, mask, options)
-            else:
-                out = without_autocast_cache(attend, query, key, value, mask)
+            out = without_autocast_cache(attend, query, key, value, mask)
         out, finer = out.detach(), _with_finer_scores(region)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
-        of_dropout = None if after_dropout is None else keep_mask(after_dropout.bool())
         token = None
-        if region.recompute and options.dropout_p == 0.0 and not is_traced(query) and not needs[3]:
+        if region.recompute and options.dropout_p == 0.0 and not needs[3]:
             token = _remember(region, (of_query, of_key, of_value), out, key.shape[-2], mask, options, needs[:3])
         of_mask = _keep_mask(finer, mask) if mask is not None and needs[3] else None
         given = mask if of_mask is None else None
-        save(ctx, token, of_query, of_key, of_value, of_dropout, of_mask, exact=(given, state))
+        save(ctx, token, of_query, of_key, of_value, of_mask, exact=(given, state))
         ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
         return out
@@ -93,7 +89,7 @@ class _Attention(Saving):
         if graph is not None:
             with outside_regions(grad.device):
                 return None, None, *_differentiated(ctx, *graph, grad), None, None
-        query, key, value, passed, made = (None if item is None else item.decode() for item in kept)
+        query, key, value, made = (None if item is None else item.decode() for item in kept)
         mask = mask if made is None else made
         value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
@@ -101,7 +97,7 @@ class _Attention(Saving):
             for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
         with outside_regions(grad.device), _replaying(state, grad.device):
-            out = _recompute_attention(leaves, ctx.options, ctx.backend, passed)
+            out = _recompute_attention(leaves, ctx.options, ctx.backend)
             return None, None, *_differentiated(ctx, out, tuple(leaves), grad), None, None
 
 
@@ -122,8 +118,8 @@ _LOWEST = -60.0
 
 
 def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
-    """Pack a layer's mask once for all readers, with -inf where a softmax gives 0; None if it is traced or small."""
-    if is_traced(mask) or mask.numel() < region.settings.min_numel:
+    """Pack a layer's mask once for all readers, with -inf where a softmax gives 0; None if it is small."""
+    if mask.numel() < region.settings.min_numel:
         return None
     if (mask.is_leaf and mask.requires_grad) or region.is_weight(mask):
         return region.keep_activation(mask)
@@ -236,31 +232,18 @@ def _score_settings(
     return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
-def _by_math(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the probabilities after dropout."""
+def _by_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     if mask is not None and mask.dtype is torch.bool:  # the op would add it
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    return attention_by_math(query, key, value, mask, *options[:2], **_named(options))
+    out: Tensor = attention_by_math(query, key, value, mask, *options[:2], **_named(options))[0]
+    return out
 
 
-def _by_stored_dropout(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options, passed: Tensor
-) -> Tensor:
-    exact = _by_math(query, key, value[..., :0], mask, options._replace(dropout_p=0.0))[1]
-    if options.enable_gqa:
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return (exact * (passed / (1 - options.dropout_p)).to(exact.dtype)) @ value
-
-
-def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
+def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
     """Run the attention on decoded inputs; with dropout, by the same kernel, to draw the same random numbers."""
     query, key, value, mask = leaves
-    if passed is not None:
-        return _by_stored_dropout(query, key, value, mask, options, passed)
     if backend == SDPBackend.MATH.value:
-        return _by_math(query, key, value, mask, options)[0]
+        return _by_math(query, key, value, mask, options)
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
@@ -306,7 +289,7 @@ def _scaled_dot_product_attention(
     backend = None
     if dropout_p > 0:
         backend = choose_attention(*tensors, attn_mask, *options[:2], **_named(options))
-        if not _can_replay(query, backend):
+        if not _can_replay(query):
             return NotImplemented
     return region.apply(
         *(_Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options))),
@@ -316,15 +299,11 @@ def _scaled_dot_product_attention(
 
 def _is_mask(region: Keeper, x: Any) -> bool:
     """Return whether a mask's values are in memory: torch has subclasses that represent a causal mask."""
-    return region.is_activation(x) or (
-        isinstance(x, Tensor) and x.dtype is torch.bool and (is_plain(x) or is_traced(x))
-    )
+    return region.is_activation(x) or (is_plain(x) and x.dtype is torch.bool)
 
 
-def _can_replay(x: Tensor, backend: int) -> bool:
-    """Return whether dropout can be replayed; a graph cannot reach the generator and needs a saved mask."""
-    if is_traced(x):
-        return backend == SDPBackend.MATH.value
+def _can_replay(x: Tensor) -> bool:
+    """Return whether dropout can be replayed; a CUDA graph cannot set the generator."""
     return x.device.type in ("cpu", "meta") or (
         x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
     )

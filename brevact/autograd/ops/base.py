@@ -21,8 +21,14 @@ from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch
-from brevact.private_names.of_torch import is_batched, is_functorch_batched, is_functorch_tensor, level_of
-from brevact.quantizers import PointFunction, is_traced
+from brevact.private_names.of_torch import (
+    active_fake_mode,
+    is_batched,
+    is_functorch_batched,
+    is_functorch_tensor,
+    level_of,
+)
+from brevact.quantizers import PointFunction
 
 #: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
 _LEGACY_LEVELS = range(1, 65)
@@ -333,8 +339,8 @@ def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]
 
 def expanded_one(x: Tensor) -> Tensor:
     """Return a gradient of ones for ``x``: ATen's backward kernels then return a derivative or a mask."""
-    one = x.new_ones(()) if is_traced(x) else _one(x.dtype, x.device)
-    return one.expand(x.shape)
+    make = _one.__wrapped__ if active_fake_mode() else _one  # fake tensors must not stay in the cache
+    return make(x.dtype, x.device).expand(x.shape)
 
 
 @functools.lru_cache(maxsize=64)

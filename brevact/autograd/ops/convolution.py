@@ -5,7 +5,7 @@ of g. A transposed convolution exchanges the roles of x and g. Unbiased: linear 
 Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
 
 Torch's backward reads only these tensors: if the weight trains, torch's own op runs, and hooks save the packed input.
-The Function handles frozen weights (no input saved), weights that autocast casts (saved uncast), and traced graphs.
+The Function handles frozen weights (no input saved), and weights that autocast casts (saved uncast).
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes
-from brevact.quantizers import is_traced
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as in torch
 
@@ -59,20 +58,15 @@ class _Dropout(Saving):
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
         else:
-            if kind == _OF_ELEMENTS and is_traced(input):  # compilers draw Bernoulli variables from other numbers
-                noise = F.dropout(torch.ones_like(input), p, True)
-                mask = noise.bool()
+            sizes = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+            noise = input.new_empty(sizes) if kind.of_channels else torch.empty_like(input)
+            mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
+            if kind.alpha:
+                shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
+                noise.mul_(ctx.factor)
             else:
-                sizes = (*input.shape[:2], *(1 for _ in input.shape[2:]))
-                noise = input.new_empty(sizes) if kind.of_channels else torch.empty_like(input)
-                mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
-                if kind.alpha:
-                    shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
-                    noise.mul_(ctx.factor)
-                else:
-                    noise.div_(1 - p)
-                if not is_traced(input):
-                    ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
+                noise.div_(1 - p)
+            ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
             out = input.mul_(noise) if inplace else input * noise
         kept = keep_mask(mask)
         save(ctx, kept)
@@ -123,17 +117,6 @@ def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 
-def _copy_of_known(region: Keeper, func: Callable, input: Tensor, p: float, training: bool, inplace: bool) -> Any:
-    """Run a dropout that drops nothing: a compiled one copies its input, and the copy shares the input's saved form."""
-    if inplace or not (region.is_activation(input) and is_traced(input) and (p == 0.0 or not training)):
-        return NotImplemented
-    out = func(input, p, training)
-    known = region.find_kept(input)
-    if known is not None and out is not input:
-        region.register(out, known)
-    return out
-
-
 def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Callable:
     """Make the handler of a dropout: of maps of ``dims`` dimensions, or of ``unbatched`` without a batch; 0: of any."""
 
@@ -150,10 +133,9 @@ def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Calla
         training = train if training is ... else training
         training = not kind.alpha if training is ... else training
         inplace = inplace or func.__name__.endswith("_")
-        if not _drops(region, input, p, training):
-            return _copy_of_known(region, func, input, p, training, inplace) if kind == _OF_ELEMENTS else NotImplemented
         if (
-            input.numel() == 0
+            not _drops(region, input, p, training)
+            or input.numel() == 0
             or (kind.of_channels and input.dim() < 2)
             or (dims and input.dim() not in (dims, unbatched))
         ):

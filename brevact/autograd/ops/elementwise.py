@@ -25,7 +25,6 @@ from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.autograd.strides import Strides, lay_out
-from brevact.quantizers import is_traced
 
 
 class _Multiply(Saving):
@@ -119,7 +118,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
         return NotImplemented
     if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
         return NotImplemented
-    if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad and not is_traced(input)):
+    if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad):
         return NotImplemented
     dims = dims_of_rows(input, other)
     if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):

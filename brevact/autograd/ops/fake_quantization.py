@@ -34,7 +34,7 @@ from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
-from brevact.quantizers import Layout, ResidualQuantizer, is_traced, pack_mask
+from brevact.quantizers import Layout, ResidualQuantizer, is_on_host, pack_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +244,7 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
 
 def _may_be_nan(x: Tensor) -> bool:
     """Return whether a tensor may have a NaN; True without looking on a GPU, to avoid a synchronization."""
-    return not x.is_cpu or is_traced(x) or bool(x.isnan().any())
+    return not is_on_host(x) or bool(x.isnan().any())
 
 
 def _in_one_pass(

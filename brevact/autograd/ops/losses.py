@@ -33,7 +33,6 @@ from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made
 from brevact.autograd.store import keep_as_it_is, keep_places, reported
-from brevact.quantizers.tracing import is_traced
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -257,7 +256,7 @@ def _goes_by_rows(
     settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
 ) -> bool:
     """Return whether logits take several chunks, each large enough to be packed, without weights."""
-    if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
+    if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if weight is not None or options.label_smoothing or not input.is_contiguous():
         return False

@@ -24,7 +24,7 @@ from brevact.autograd.saved import Saved
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.private_names.of_torch import no_dispatch_modes
-from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
+from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer
 from brevact.quantizers.backends import kernels_for
 from brevact.quantizers.integer_ops import fake_quantize, fake_quantize_backward
 
@@ -197,7 +197,7 @@ def one_pass_for(
             return None
     elif kind.bit_width > 8 or not all(each.dim() == 0 or each.dtype is x.dtype for each in (scale, zero_point)):
         return None  # torch computes in another type, or its ends are no numbers of 16 bits
-    if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
+    if x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
     if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
         return None  # a ReLU's gradient is 0 behind the division by NaN

@@ -87,7 +87,6 @@ class Op:
         is_layer: whether the result is an activation even if all inputs are weights.
         is_norm: whether they are norms, which turn a weight into a weight (weight standardization).
         rounds_forward: whether some quantizers also change the result (``quantize_forward``).
-        is_product: whether they are matrix products, whose factors may be weights or activations.
         looks_up: whether integers next to a tensor are indices.
         places: returns the number of places from a call's tensors, if all integers that torch saves are places;
             None: they may be other integers.
@@ -118,7 +117,6 @@ class Op:
     is_layer: bool = False
     is_norm: bool = False
     rounds_forward: bool = False
-    is_product: bool = False
     looks_up: bool = False
     places: Callable[[Sequence[Tensor]], int] | None = None
     kind: Kind | None = None

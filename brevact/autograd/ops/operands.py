@@ -12,7 +12,6 @@ from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.decoders import Mapped
 from brevact.autograd.saved import Keeper, Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
-from brevact.quantizers import is_traced
 
 
 def _view(x: Tensor, order: tuple[int, ...], shape: torch.Size) -> Tensor:
@@ -21,8 +20,7 @@ def _view(x: Tensor, order: tuple[int, ...], shape: torch.Size) -> Tensor:
 
 def keep_operand(region: Keeper, x: Tensor) -> Saved:
     """Save an operand in memory order: views (a transposed key, a projection's heads, an expansion) are packed once."""
-    # A compiler sees a view as another tensor; leaves and weights are saved unpacked.
-    if is_traced(x) or (x.is_leaf and x.requires_grad) or region.is_weight(x):
+    if (x.is_leaf and x.requires_grad) or region.is_weight(x):
         return region.keep_activation(x)
     if x.is_contiguous():
         return region.keep(x)

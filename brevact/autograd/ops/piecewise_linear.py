@@ -32,7 +32,6 @@ from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask, reported
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
-from brevact.quantizers import is_traced
 
 aten = torch.ops.aten
 _SIXTH = float(torch.tensor(1 / 6))  #: of float32, which torch's kernels have for float64, too
@@ -346,7 +345,7 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
             ctx.mark_dirty(x)
         return out
 
-    if is_complex(input) and input.requires_grad and not inplace and not is_traced(input):
+    if is_complex(input) and input.requires_grad and not inplace:
         small = input.numel() < region.settings.min_numel
         return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
     if not region.packs_input(input) or not input.requires_grad:

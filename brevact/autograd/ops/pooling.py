@@ -25,7 +25,6 @@ from brevact.autograd.saved import Decoder, Keeper
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten
-_INTEGERS = frozenset((int, torch.SymInt))
 
 
 class _Starts(NamedTuple):
@@ -216,7 +215,7 @@ def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: A
     for value, least in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)):
         values = tuple(value) if isinstance(value, list | tuple) else (value,)
         values = values * dims if len(values) == 1 else values
-        if len(values) != dims or not all(type(x) in _INTEGERS and x >= least for x in values):
+        if len(values) != dims or not all(type(x) is int and x >= least for x in values):
             return None
         sizes.append(values)
     return sizes if all(2 * p <= k for k, p in zip(sizes[0], sizes[2], strict=True)) else None

@@ -28,7 +28,7 @@ from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import grouped_mm
-from brevact.quantizers import is_traced
+from brevact.quantizers import is_on_host
 
 
 class _Matmul(NamedTuple):
@@ -71,7 +71,7 @@ class _Matmul(NamedTuple):
 
 
 def _lies_by_columns(x: Tensor) -> bool:
-    return x.dim() == 2 and not is_traced(x) and x.stride() == (1, x.shape[0])
+    return x.dim() == 2 and x.stride() == (1, x.shape[0])
 
 
 class _Einsum(NamedTuple):
@@ -137,7 +137,7 @@ class _Product(Saving):
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     tensors = (a, b) if added is None else (a, b, added)
     if not all(map(region.is_activation, tensors)) and not (
-        all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1 and not any(map(is_traced, tensors))
+        all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1
     ):
         return False
     if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
@@ -251,7 +251,7 @@ def _are_columns(x: Tensor) -> bool:
 
 def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
     """Set the rows after the last offset to 0."""
-    if out.device.type == "cpu" and not is_traced(out):
+    if is_on_host(out):
         if (end := int(offs[-1])) < len(out):
             out[end:].zero_()
         return out
@@ -307,13 +307,13 @@ OPS = (
         STORED,
         is_bit_exact=False,
     ),
-    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
-    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
+    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False),
+    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
         saves=Saves.FACTORS,
     ),
     Op(everywhere("multi_dot"), saves=Saves.FACTORS),
     Op(_FUNCTIONS, _grouped, STORED._replace(op="grouped matrix products (mixtures of experts)")),
-    Op(_FUNCTIONS, saves=Saves.FACTORS, is_product=True),
+    Op(_FUNCTIONS, saves=Saves.FACTORS),
 )

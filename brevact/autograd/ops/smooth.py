@@ -31,7 +31,7 @@ from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import is_offered
 from brevact.autograd.store import keep_mask, keep_small, reported
-from brevact.quantizers import PointFunction, is_traced
+from brevact.quantizers import PointFunction
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -327,9 +327,9 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
-    if (input.is_leaf and not is_traced(input)) or not are_rows(input.shape, (-1,)):
+    if input.is_leaf or not are_rows(input.shape, (-1,)):
         return NotImplemented
-    if not is_traced(input) and _may_be_held(region, input):
+    if _may_be_held(region, input):
         runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
         if runner is not None:
             kept = keep_by_rows(region, input, (-1,))

@@ -17,7 +17,7 @@ from torch import Tensor
 from brevact.autograd import known_values
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
 from brevact.autograd.saved import Keeper
-from brevact.quantizers import Layout, is_traced
+from brevact.quantizers import Layout
 
 
 def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _quantized(names: tuple[str, ...], region: Keeper, func: Callable, *args: An
     low, high, zero_point = (given.get(name) for name in ("quant_min", "quant_max", "zero_point"))
     if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
-    if is_traced(input) or input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
+    if input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
         return NotImplemented
     if not (isinstance(low, int) and isinstance(high, int) and 0 < high - low < 256):
         return NotImplemented

@@ -27,7 +27,7 @@ from brevact.autograd.saved import Keeper
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
-from brevact.quantizers import Layout, is_traced
+from brevact.quantizers import Layout
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
 
 
@@ -105,8 +105,7 @@ def _of_statistics(
     norm = kind(*running, *rest)
     is_torchs = kind is BatchNorm and requires_grad(input, weight) and region.settings.for_normalized is None
     if is_torchs and not region.settings.double_backward:
-        if not is_traced(input):
-            norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
+        norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
         found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
         if found is not NotImplemented:
             return found

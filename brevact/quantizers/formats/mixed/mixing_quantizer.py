@@ -12,12 +12,11 @@ from torch import Tensor
 from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_input
+from brevact.quantizers.checks import check_input, is_on_host
 from brevact.quantizers.formats.mixed.sized_mix import BucketQuantizer, DrawnMix
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation
 from brevact.quantizers.philox import seed_value
-from brevact.quantizers.tracing import is_traced
 
 Self = TypeVar("Self", bound="MixingQuantizer")
 
@@ -103,7 +102,7 @@ class MixingQuantizer:
         if not self.is_stochastic:
             return self.with_drawn_size(numel, 0).quantize(x)
         key = seed_value(seed, x.device)
-        on_host = not isinstance(key, Tensor) or (key.is_cpu and not is_traced(key))
+        on_host = not isinstance(key, Tensor) or is_on_host(key)
         if on_host:
             host_seed = int(key)
         else:

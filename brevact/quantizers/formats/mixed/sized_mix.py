@@ -11,12 +11,12 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers import row_dispatch
 from brevact.quantizers.bits import pack_mask, unpack_mask
+from brevact.quantizers.checks import is_on_host
 from brevact.quantizers.kernel_ops import flat_memory, random_words
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedSpec, Part
 from brevact.quantizers.philox import moved_seed
 from brevact.quantizers.quantizer import Quantizer
-from brevact.quantizers.tracing import is_traced
 
 _HIGH_KEY = 0x5851F42D4C957F2D  # moves the seed of the high buckets
 _PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and this one the seed that chooses them
@@ -117,7 +117,7 @@ class DrawnMix(Quantizer):
 
     def _rows(self, is_high: Tensor) -> tuple[Tensor, Tensor]:
         """Indices of the low buckets and of the high ones, each in ascending order."""
-        if is_high.is_cpu and not is_traced(is_high):
+        if is_on_host(is_high):
             return is_high.logical_not().nonzero().view(-1), is_high.nonzero().view(-1)
         order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
         low = self._buckets - self.high_count - self.high_tail

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import SMALLEST_GAP, Geometry, Grid
+from brevact.private_names.of_torch import active_fake_mode
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
@@ -17,7 +18,6 @@ from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.rounding import Rounding
-from brevact.quantizers.tracing import is_traced
 
 LARGEST_LEVELS = 256
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
@@ -71,7 +71,7 @@ class SignMagnitudeLevels(GridQuantizer):
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """Levels -1 to 1 in units of the scale, then NaN: 2^b codes are more than 2 * levels + 1."""
-        make = _levels.__wrapped__ if is_traced(metadata[0]) else _levels  # fake tensors must not stay in the cache
+        make = _levels.__wrapped__ if active_fake_mode() else _levels  # fake tensors must not stay in the cache
         return Grid(*make(self.levels, device), None, metadata[0].float(), marks=True)
 
 

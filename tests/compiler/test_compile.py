@@ -1,0 +1,152 @@
+"""`brevact.compile`: a policy and a budget in one call, and reports of compiled models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.compiler import graphs
+from tests.autograd.measuring import watch_saved
+
+X = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
+MIB = 2**20
+
+
+def perceptron(blocks: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), nn.Tanh()) for _ in range(blocks))
+    return nn.Sequential(*parts)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def kept(run, model: nn.Module | None = None) -> tuple[int, Tensor]:
+    """Bytes from forward to backward beside input and weights, and the input's gradient."""
+    x, held = X.clone().requires_grad_(), []
+    others = {p.untyped_storage().data_ptr() for p in (x, *(model or run).parameters())}
+    with watch_saved() as saved:
+        held.append(run(x))
+    saved.tensors = [each for each in saved.tensors if each.untyped_storage().data_ptr() not in others]
+    (gradient,) = torch.autograd.grad(held[0], x, torch.ones_like(held[0]))
+    return saved.nbytes, gradient
+
+
+def compiled(source, **options):
+    return brevact.compile(source, backend="aot_eager", fullgraph=True, **options)
+
+
+def test_a_model_keeps_a_policy_that_it_has():
+    model = brevact.quantize_backward(perceptron(), brevact.NearestBackward8bit)
+    compiled(model)
+    assert "NearestBackward8bit" in str(brevact.backward_policy(model))
+    with pytest.raises(ValueError, match="already has a backward policy"):
+        compiled(model, policy=brevact.StochBackward2bit)
+
+
+def test_functions_and_models_keep_codes():
+    plain, _ = kept(torch.compile(perceptron(), backend="aot_eager"))
+    model = perceptron()
+    of_function, _ = kept(compiled(lambda x: model(x), policy=brevact.StochBackward4bit), model)
+    of_model, _ = kept(compiled(perceptron(), policy=brevact.StochBackward4bit))
+    assert of_function == of_model < plain / 6
+
+
+def test_models_of_one_class_have_graphs_of_their_own():
+    plain, model = perceptron(), perceptron()
+    run = torch.compile(model, backend="aot_eager")
+    sizes = [kept(torch.compile(plain, backend="aot_eager"))[0], kept(run)[0]]
+    brevact.quantize_backward(model, brevact.StochBackward4bit)
+    sizes.append(kept(run)[0])
+    brevact.restore_backward(model)
+    sizes.append(kept(run)[0])
+    assert sizes[0] == sizes[1] == sizes[3] > 6 * sizes[2]
+
+
+def test_a_part_saves_less_and_computes_again():
+    exact = kept(perceptron())[1]
+    found = [kept(compiled(perceptron(), policy=brevact.StochBackward8bit, budget=part)) for part in (1.0, 0.4)]
+    assert found[1][0] < found[0][0] / 1.5
+    for _, gradient in found:  # 8 bits: each of some ten tensors has errors of at most 1 / 255 of its range
+        assert float((gradient - exact).norm() / exact.norm()) < 10 / 255
+
+
+@pytest.mark.parametrize("budget", ["10x", "25x", "0.3MiB"])
+def test_bytes_and_ratios_hold(budget):
+    plain, _ = kept(torch.compile(perceptron(), backend="aot_eager"))
+    nbytes, _ = kept(compiled(perceptron(), budget=budget))
+    ratio = float(budget[:-1]) if budget.endswith("x") else 0
+    assert nbytes <= (plain / ratio if ratio else float(budget[:-3]) * MIB)
+
+
+def test_a_larger_budget_takes_more_bits():
+    errors = []
+    exact = kept(perceptron())[1]
+    for budget in ("12x", "6x", "4x"):
+        gradient = kept(compiled(perceptron(), policy=brevact.StochBackward2bit, budget=budget))[1]
+        errors.append(float((gradient - exact).norm()))
+        torch._dynamo.reset()
+    assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5, True, "fast", "noise=0.1", [1]])
+def test_a_wrong_budget_is_named(budget):
+    with pytest.raises(ValueError, match="budget.*|accepted"):
+        brevact.compile(perceptron(), budget=budget)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="function: got 3"):
+        brevact.compile(3)
+    with pytest.raises(ValueError, match='backend="eager".*accepted'):
+        brevact.compile(perceptron(), backend="eager")
+
+
+def test_memory_report_has_a_row_for_each_saved_tensor():
+    model = compiled(perceptron(1), policy=brevact.StochBackward4bit)
+    report = brevact.memory_report(model, X)
+    assert {row.layer for row in report.rows} <= {"", "0", "0.0", "0.1", "0.2", "0.3"}
+    assert {(row.how, row.bit_width) for row in report.ops if row.saved_bytes < row.tensor_bytes} == {("packed", 4)}
+    nbytes, _ = kept(model)
+    assert report.saved_bytes == nbytes
+    assert "packed" in report.explain()
+
+
+def test_memory_report_says_why_a_compiled_model_has_no_rows():
+    assert "No graph with a policy" in brevact.memory_report(torch.compile(perceptron(), backend="aot_eager"), X).note
+
+
+def test_step_report_and_gradient_report_take_compiled_models():
+    model = compiled(perceptron(1), policy=brevact.StochBackward4bit)
+    data = [(X[:256], torch.arange(256) % 128), (X[256:], torch.arange(256) % 100)]
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    assert brevact.step_report(model, data[0], loss).time_ratio > 0
+    assert brevact.gradient_report(model, data, loss).rows
+
+
+def test_the_key_of_caches_depends_on_policy_and_budget():
+    keys = set()
+    for texts in ({"a"}, {"b"}):
+        graphs._current.texts = frozenset(texts)
+        keys |= {graphs.Partitioner(budget).uuid() for budget in (None, ("part", 0.5), ("ratio", 20.0))}
+    graphs._current.texts = frozenset()
+    assert len(keys) == 6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("budget", [None, 0.4, "20x"])
+def test_inductor_saves_as_other_compilers_do(budget):
+    expected, _ = kept(compiled(perceptron(), budget=budget))
+    torch._dynamo.reset()
+    nbytes, gradient = kept(brevact.compile(perceptron(), budget=budget, fullgraph=True))
+    exact = kept(perceptron())[1]
+    assert nbytes <= 1.1 * expected  # Inductor's own passes change which views there are
+    assert float((gradient - exact).norm() / exact.norm()) < 0.5
