@@ -153,6 +153,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     text = mode.text
     if _changes_forward(text) and func in _NORMS:
         return _call_outside(text, mode.norms_only, func, args, kwargs)
+    if func is Tensor.unflatten:  # it calls super() in a way that Dynamo cannot trace in a mode
+        func = torch.unflatten
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if text is None:
