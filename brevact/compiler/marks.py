@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import traceback
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
@@ -167,8 +168,15 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     if not _is_compiling():  # between graphs
         return _call_outside(text, False, func, args, kwargs)
     watch_graph()
+    if _is_marked():  # by a region inside this one
+        return func(*args, **kwargs)
     with annotate({MARK: text}):
         return func(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _is_marked() -> bool:
+    return MARK in traceback.current_meta.get("custom", ())
 
 
 @torch.compiler.disable

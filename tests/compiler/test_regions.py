@@ -24,6 +24,7 @@ FINE = settings(24, Rounding.NEAREST)
 NEAREST = settings(4, Rounding.NEAREST)
 X = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+FINE_LEAF = brevact.NearestBackward8bit.let(bit_width=24, bucket_size=64, min_numel=0)
 #: Lossy policies let other compilers than Inductor decompose ops as Inductor does: its last bits.
 DECOMPOSED = "aot_eager_decomp_partition"
 #: Gradients of some layers by codes of 24 bits, and float32's own rounding of sums in another order.
@@ -128,7 +129,7 @@ def around(model: nn.Module) -> Callable:
 
 def inside(model: nn.Module) -> Callable:
     def forward(x: Tensor) -> Tensor:
-        with brevact.backward_quant(UniformQuantizer(bit_width=24, rounding="nearest"), min_numel=0):
+        with brevact.backward_quant(FINE_LEAF):
             return model(x)
 
     return compiled(forward)
