@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import traceback
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
@@ -153,11 +154,11 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
                 return kind.__torch_function__(func, types, args, kwargs)
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
-    if _inside.marked:  # by the region inside, which calls the one around
-        return func(*args, **kwargs)
     text = mode.text
     if _changes_forward(text) and func in _NORMS:
         return _call_outside(text, mode.norms_only, func, args, kwargs)
+    if func is Tensor.unflatten:  # it calls super() in a way that Dynamo cannot trace in a mode
+        func = torch.unflatten
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if text is None:
@@ -170,12 +171,15 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
     if not _is_compiling():  # between graphs
         return _call_outside(text, False, func, args, kwargs)
     watch_graph()
-    _inside.marked = True
-    try:
-        with annotate({MARK: text}):
-            return func(*args, **kwargs)
-    finally:
-        _inside.marked = False
+    if _is_marked():  # by a region inside this one
+        return func(*args, **kwargs)
+    with annotate({MARK: text}):
+        return func(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _is_marked() -> bool:
+    return MARK in traceback.current_meta.get("custom", ())
 
 
 @torch.compiler.disable
@@ -196,7 +200,6 @@ def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str,
 
 class _Inside:
     higher_order = 0
-    marked = False
 
 
 _inside = _Inside()

@@ -370,7 +370,7 @@ class _Packing:
         return not self.is_spread(saved.node)
 
     def is_spread(self, node: fx.Node) -> bool:
-        """Whether backward reads a tensor, and functions of it, only by broadcasting, as it does deviations."""
+        """Whether backward reads a tensor, and functions of its elements, only by broadcasting."""
         size, found, waiting = _numel(node), {node}, [node]
         is_spread = False
         while waiting:

@@ -1,0 +1,343 @@
+"""Regions under `torch.compile`: the forward pass stays, backward reads packed tensors, and graphs do not break."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from brevact import nn as bnn
+from brevact.autograd import SaveMode, region
+from brevact.quantizers import Rounding, UniformQuantizer
+from tests.autograd.measuring import kept_bytes, settings, watch_saved
+
+FINE = settings(24, Rounding.NEAREST)
+NEAREST = settings(4, Rounding.NEAREST)
+X = torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+FINE_LEAF = brevact.NearestBackward8bit.let(bit_width=24, bucket_size=64, min_numel=0)
+#: Lossy policies let other compilers than Inductor decompose ops as Inductor does: its last bits.
+DECOMPOSED = "aot_eager_decomp_partition"
+#: Gradients of some layers by codes of 24 bits, and float32's own rounding of sums in another order.
+TOLERANCE = 64 * torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.qkv(self.norm(x)).unflatten(-1, (3, 2, 32)).unbind(2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.act(self.up(x)))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), Block(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 16, 3, groups=4), nn.GroupNorm(4, 16), nn.ReLU(inplace=True)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "transformer": (transformer, X),
+    "convolutions": (convolutions, IMAGES),
+    "channels_last": (convolutions, IMAGES.to(memory_format=torch.channels_last)),
+}
+
+
+def compiled(model, backend: str = "aot_eager", **options):
+    return torch.compile(model, backend=backend, **{"fullgraph": True, **options})
+
+
+def step(run: Callable, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    """Output, gradients and kept bytes of a step."""
+    model.zero_grad()
+    found: list[Tensor] = []
+    nbytes = kept_bytes(model, lambda: found.append(run(x)))
+    found[0].float().square().mean().backward()
+    return found[0].detach(), [p.grad.clone() for p in model.parameters()], nbytes
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
+    top = max(each.norm() for each in expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= tolerance * top
+
+
+def plain_and_packed(make, x: Tensor, policy, way: Callable | None = None, backend: str = DECOMPOSED):
+    plain, model = make(), make()
+    run = compiled(brevact.quantize_backward(model, policy), backend) if way is None else way(model)
+    return step(compiled(plain, backend), plain, x), step(run, model, x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_codes_of_24_bits_give_plain_gradients(name):
+    (out, grads, _), (found, near, _) = plain_and_packed(*MODELS[name], FINE)
+    assert torch.equal(found, out)
+    assert_near(near, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lossless_gradients_are_plain_ones(name):
+    (out, grads, plain), (found, exact, packed) = plain_and_packed(
+        *MODELS[name], brevact.LosslessBackward, backend="aot_eager"
+    )
+    assert torch.equal(found, out) and packed <= plain
+    assert all(map(torch.equal, exact, grads))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_running_statistics_and_bytes(name):
+    make, x = MODELS[name]
+    plain, model = make(), brevact.quantize_backward(make(), NEAREST)
+    (_, _, full), (_, _, packed) = (step(compiled(net, DECOMPOSED), net, x) for net in (plain, model))
+    # The batch itself is an input of the graph, which its caller holds.
+    assert packed - x.nbytes < (full - x.nbytes) / 3
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def around(model: nn.Module) -> Callable:
+    return region(FINE)(compiled(model))
+
+
+def inside(model: nn.Module) -> Callable:
+    def forward(x: Tensor) -> Tensor:
+        with brevact.backward_quant(FINE_LEAF):
+            return model(x)
+
+    return compiled(forward)
+
+
+def policy_on_the_compiled_model(model: nn.Module) -> Callable:
+    return brevact.quantize_backward(compiled(model), FINE)
+
+
+def one_block(model: nn.Module) -> Callable:
+    brevact.quantize_backward(model, FINE)[1].compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def breaking(model: nn.Module) -> Callable:
+    def forward(x: Tensor) -> Tensor:
+        x = model[1](model[0](x))
+        torch._dynamo.graph_break()
+        return model[2:](x)
+
+    return region(FINE)(compiled(forward, fullgraph=False))
+
+
+def in_checkpoint(model: nn.Module) -> Callable:
+    def forward(x: Tensor) -> Tensor:
+        return model[2:](checkpoint(model[1], model[0](x), use_reentrant=False))
+
+    brevact.quantize_backward(model, FINE)
+    return compiled(forward)
+
+
+def around_a_compiled_block(model: nn.Module) -> Callable:
+    brevact.quantize_backward(model, FINE)
+    block = compiled(model[1])
+    return lambda x: model[2:](checkpoint(block, model[0](x), use_reentrant=False))
+
+
+WAYS = [around, inside, policy_on_the_compiled_model, one_block, breaking, in_checkpoint, around_a_compiled_block]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_each_way_gives_plain_gradients(way):
+    (_, grads, _), (_, near, _) = plain_and_packed(transformer, X, None, way)
+    assert_near(near, grads)
+
+
+@pytest.mark.parametrize("way", [inside, around, breaking], ids=lambda way: way.__name__)
+def test_each_way_packs(way, monkeypatch):
+    monkeypatch.setitem(globals(), "FINE", NEAREST)
+    (_, _, full), (_, _, packed) = plain_and_packed(transformer, X, None, way)
+    assert packed < full * (0.95 if way is inside else 0.6)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"1": None, "*": NEAREST}, {Block: NEAREST}, {F.linear: None, "*": NEAREST}, {nn.LayerNorm: None, "*": NEAREST}],
+)
+def test_rules_hold_in_graphs(rules):
+    (_, grads, full), (_, _, packed) = plain_and_packed(transformer, X, rules)
+    (_, _, _), (_, _, least) = plain_and_packed(transformer, X, NEAREST)
+    assert least < packed < full and grads
+
+
+def test_layers_with_slots_pack():
+    quant = brevact.NearestBackward4bit.let(min_numel=0)
+    model = nn.Sequential(
+        *(bnn.QuantConv2d(3, 16, 3, weight_quant=None, act_quant=quant), bnn.BatchNorm2d(16, act_quant=quant)),
+        *(bnn.Hardswish(act_quant=quant), bnn.MaxPool2d(2, act_quant=quant)),
+        *(nn.Conv2d(16, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+    plain = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Hardswish(), nn.MaxPool2d(2), *model[4:])
+    assert step(compiled(model), model, IMAGES)[2] < step(compiled(plain), plain, IMAGES)[2] / 2
+
+
+def test_noise_is_new_in_each_step_and_fixed_by_the_seed():
+    model = brevact.quantize_backward(transformer(), settings(2))
+    run = compiled(model)
+
+    def draw(seed: int | None = None) -> Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return step(run, model, X)[1][0]
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        first, second, again = draw(1), draw(), draw(1)
+    assert not torch.equal(first, second) and torch.equal(first, again)
+
+
+@pytest.mark.parametrize("make, x", [(transformer, X), (convolutions, IMAGES)])
+def test_batches_of_dynamic_size(make, x):
+    plain, model = make(), brevact.quantize_backward(make(), FINE)
+    run = compiled(model, DECOMPOSED, dynamic=True)
+    for batch in (4, 3):
+        (_, grads, _), (_, near, _) = step(plain, plain, x[:batch]), step(run, model, x[:batch])
+        assert_near(near, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    with torch.autocast("cpu", dtype):
+        (out, grads, full), (found, near, packed) = plain_and_packed(transformer, X, settings(8, Rounding.NEAREST))
+    assert torch.equal(found, out) and packed < full
+    assert_near(near, grads, 4 * 8 / 255 / 2)  # four tensors, half a step each of a range of 8 deviations
+
+
+def test_quantize_on_backward_gives_the_gradients_of_save_quantized():
+    late = settings(4, Rounding.NEAREST, save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
+    first, second = (plain_and_packed(transformer, X, each)[1][1] for each in (late, NEAREST))
+    assert all(map(torch.equal, first, second))
+
+
+def test_eval_and_no_grad_pack_nothing():
+    model = brevact.quantize_backward(transformer(), NEAREST).eval()
+    run = compiled(model)
+    with watch_saved() as saved:
+        run(X)
+        with torch.no_grad():
+            run(X)
+    assert not [each for each in saved.tensors if each.dtype is torch.uint8]
+
+
+def test_weights_are_not_packed():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.mask = nn.Parameter(torch.rand(64, 64)), nn.Buffer(torch.rand(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.tanh(self.scale) / self.scale.norm()
+            return F.linear(x, weight * self.mask)
+
+    model = brevact.quantize_backward(Scaled(), settings(1))
+    plain, x = brevact.restore_backward(copy.deepcopy(model)), X.clone().requires_grad_()
+    found, expected = (torch.autograd.grad(compiled(net)(x).sum(), x)[0] for net in (model, plain))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_router_in_a_checkpoint_chooses_the_same_experts():
+    gate, experts = nn.Linear(64, 4), nn.Linear(64, 4 * 64)
+
+    def routed(x: Tensor) -> Tensor:
+        weights, chosen = gate(x).softmax(-1).topk(2)
+        rows = experts(x).unflatten(-1, (4, 64)).gather(-2, chosen[..., None].expand(*chosen.shape, 64))
+        return (weights[..., None] * rows).sum(-2)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(routed, x * 1, use_reentrant=False)
+
+    grads = []
+    for context in (contextlib.nullcontext(), region(settings(8, Rounding.NEAREST))):
+        torch._dynamo.reset()
+        with context:
+            out = compiled(run)(X)
+        grads.append(torch.autograd.grad(out.square().sum(), [*gate.parameters(), *experts.parameters()]))
+    assert_near(*grads, 4 * 8 / 255 / 2)
+
+
+def test_two_backward_passes():
+    model = brevact.quantize_backward(transformer(), settings(2))
+    loss = compiled(model)(X).square().mean()
+    first, second = (torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_quantizers_without_text_form_raise():
+    class Local(UniformQuantizer):
+        pass
+
+    with pytest.raises(Exception, match="has no text form"):
+        compiled(brevact.quantize_backward(transformer(), Local()))(X)
+
+
+def test_exported_programs_hold_no_quantizer():
+    for strict in (False, True):
+        program = torch.export.export(brevact.quantize_backward(transformer(), NEAREST), (X,), strict=strict)
+        assert not [node for node in program.graph.nodes if "brevact" in str(node.target)]
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.SiLU()), settings(2))
+        x = torch.randn(64, 64, requires_grad=True)
+        (model(x) * torch.sigmoid(x)).sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def test_another_threads_compiler_does_not_stop_packing():
+    model, sizes, stop = brevact.quantize_backward(convolutions(), NEAREST), set(), threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            sizes.add(step(model, model, IMAGES)[2])
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        step(compiled(net := convolutions()), net, IMAGES)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(sizes) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor(name):
+    (out, grads, full), (found, near, packed) = plain_and_packed(*MODELS[name], FINE, backend="inductor")
+    assert_near([found], [out])
+    assert_near(near, grads)
+    assert packed <= full
