@@ -57,12 +57,12 @@ class Partitioner(CustomPartitionerFn):
         key = (*sorted(_current.texts), repr(self.budget), torch.__version__)
         return get_hash_for_files(_FILES, " ".join(key))
 
-    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         before, _current.partitioner = _current.partitioner, self
         static = frozenset(options.get("static_lifetime_input_indices") or ())
         self.sizes = options["num_fwd_outputs"], static
         try:
-            return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **options)
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:
             _current.partitioner = before
 
@@ -110,7 +110,7 @@ def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
 def _name_of(node: fx.Node) -> str:
     """The name that rules call an op of Dynamo's graph by."""
     func: Any = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return row_of(func).name if callable(func) else ""
+    return (row_of(func).name or "") if callable(func) else ""
 
 
 @functools.cache
@@ -144,7 +144,7 @@ class _Marks:
 
     def __init__(self, graph: fx.Graph, bits: int | None = None) -> None:
         self.bits = bits  # in place of the settings'
-        forward = {}
+        forward: dict[int, str | None] = {}
         for node in graph.nodes:
             if (number := node.meta.get("seq_nr")) is not None and node.meta.get("partitioner_tag") != "is_backward":
                 forward.setdefault(number, mark_of(node))
@@ -201,7 +201,8 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
         plain = sum(_nbytes(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
         part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
     saved, marks = _chosen(joint_graph, node_info, part, bits)
-    saved, rows = pack_saved(joint_graph, saved, *partitioner.sizes, marks.settings_of)
+    outputs, static = partitioner.sizes
+    saved, rows = pack_saved(joint_graph, saved, outputs, static, marks.settings_of)
     if _current.rows is not None:
         _current.rows += rows
     return saved

@@ -47,7 +47,7 @@ _METADATA = 6 / 512
 _DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.
-SettingsOf = Callable[[Iterable[fx.Node]], BackwardSettings | None]
+SettingsOf = Callable[[Iterable[fx.Node]], Any]  # settings, or None
 
 
 class Row(NamedTuple):
@@ -125,7 +125,7 @@ class _Packing:
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
         values = (node.meta.get("val") for node in graph.nodes)
-        self.mode = torch._guards.detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+        self.mode: Any = torch._guards.detect_fake_mode([value for value in values if isinstance(value, Tensor)])
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
         self.seeds: dict[torch.device, fx.Node] = {}
@@ -208,7 +208,8 @@ class _Packing:
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
         """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
-        packet, value = _packet(node), node.args[0] if node.args else None
+        packet = _packet(node)
+        value: Any = node.args[0] if node.args else None
         while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
             value = value.args[0]
         if packet is not aten.gt or node.args[1] != 0 or getattr(value, "op", "") != "call_function":
@@ -527,7 +528,7 @@ class _Packing:
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:
-                results = self.output.args[0]
+                results: Any = self.output.args[0]
                 new = [decoded.get(each, each) for each in results[self.outputs :]]
                 self.output.args = ((*results[: self.outputs], *new), *self.output.args[1:])
                 continue
@@ -542,8 +543,8 @@ class _Packing:
                 decoded[node] = again
                 self.origins[again] = self.origins.get(node, node)
             else:
-                for each, new in zip(node.all_input_nodes, given, strict=True):
-                    node.replace_input_with(each, new)
+                for each, other in zip(node.all_input_nodes, given, strict=True):
+                    node.replace_input_with(each, other)
                 if last is not node:
                     last.append(node)
 
@@ -571,7 +572,7 @@ def readers_of(node: fx.Node, nodes: set[fx.Node]) -> list[fx.Node]:
     return [each for each in node.users if each in nodes]
 
 
-def _root(node: fx.Node) -> fx.Node:
+def _root(node: Any) -> fx.Node:
     """The tensor that a node is a view of, or a part, or a copy in another memory order."""
     while True:
         before = node.args[0] if node.target is operator.getitem else node
@@ -580,7 +581,7 @@ def _root(node: fx.Node) -> fx.Node:
         node = before.args[0]
 
 
-def _packet(node: fx.Node) -> Any:
+def _packet(node: Any) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
@@ -628,7 +629,7 @@ def _deviation(node: fx.Node, *of: fx.Node) -> fx.Node | None:
     """The inverse deviations that a node multiplies a tensor with."""
     if _packet(node) is not aten.mul:
         return None
-    found = [each for each in node.args if each not in of and _is_broadcast(each, node)]
+    found: list[Any] = [each for each in node.args if each not in of and _is_broadcast(each, node)]
     if len(found) != 1 or getattr(_root(found[0]).target, "overloadpacket", None) is not aten.rsqrt:
         return None
     return found[0]
