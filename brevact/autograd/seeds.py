@@ -202,6 +202,11 @@ def seed_of_graph(device: torch.device) -> Tensor:
     return torch.tensor(_split_mix(_next_base()), device=device)
 
 
+def seed_of_size() -> int:
+    """Return the seed of the sizes of mixtures in a compiled graph, which all of its runs share."""
+    return (torch.default_generator.initial_seed() ^ rank_seed()) % 2**62
+
+
 def rank_seed() -> int:
     """Return the number that is mixed into this process's seeds: a signed 64-bit integer, 0 on rank 0."""
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends import common
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config, partitioners
@@ -24,9 +24,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.rows import row_of
+from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
-from brevact.compiler.partition import Row, pack_saved, planned, recomputed_layers
+from brevact.compiler.partition import Row, Sizes, pack_saved, planned, recomputed_layers
 from brevact.quantizers import from_text, to_text
 
 #: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
@@ -37,10 +38,20 @@ _BITS = (8, 7, 6, 5, 4, 3, 2)
 _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 
 
+class _Input(NamedTuple):
+    is_parameter: bool = False
+    is_activation: bool = False  # of code before the graph, which nobody else need hold
+
+    @staticmethod
+    def of(x: Any) -> _Input:
+        return _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf)
+
+
 class _Current(threading.local):
     partitioner: Any = None  # that partitions a joint graph
     texts: frozenset[str] = frozenset()  # settings of the graph that is compiled
     rows: list[Row] | None = None
+    inputs: Sequence[_Input] = ()  # of Dynamo's graph
     budget: tuple[str, float] | None = None  # of compilers that are not Inductor
 
 
@@ -54,13 +65,18 @@ class Partitioner(CustomPartitionerFn):
         self.budget = budget
 
     def uuid(self) -> Any:
-        key = (*sorted(_current.texts), repr(self.budget), torch.__version__)
+        size = seed_of_size() if any(from_text(text).draws_size for text in _current.texts) else 0
+        key = (*sorted(_current.texts), repr(self.budget), torch.__version__, str(size))
         return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         before, _current.partitioner = _current.partitioner, self
-        static = frozenset(options.get("static_lifetime_input_indices") or ())
-        self.sizes = options["num_fwd_outputs"], static
+        primals = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name.startswith("primals")]
+        known = _current.inputs if len(_current.inputs) == len(primals) else ()  # not of subclasses, which have parts
+        static = {*(options.get("static_lifetime_input_indices") or ())}
+        static |= {place for place, each in enumerate(known) if each.is_parameter}
+        activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
+        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static)
         try:
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:
@@ -68,7 +84,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 @contextmanager
-def packing(graph: fx.GraphModule) -> Iterator[list[Row]]:
+def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]:
     """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked.
 
     The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
@@ -83,13 +99,13 @@ def packing(graph: fx.GraphModule) -> Iterator[list[Row]]:
     if not texts:
         yield rows
         return
-    before = _current.texts, _current.rows
-    _current.texts, _current.rows = frozenset(texts), rows
+    before = _current.texts, _current.rows, _current.inputs
+    _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, [*map(_Input.of, inputs)]
     try:
         with inductor.patch(custom_partitioner_fn=Partitioner()):
             yield rows
     finally:
-        _current.texts, _current.rows = before
+        _current.texts, _current.rows, _current.inputs = before
 
 
 def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
@@ -201,8 +217,7 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
         plain = sum(_nbytes(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
         part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
     saved, marks = _chosen(joint_graph, node_info, part, bits)
-    outputs, static = partitioner.sizes
-    saved, rows = pack_saved(joint_graph, saved, outputs, static, marks.settings_of)
+    saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of)
     if _current.rows is not None:
         _current.rows += rows
     return saved
@@ -232,7 +247,7 @@ def _best(partitioner: Partitioner, graph: fx.Graph, node_info: Any, limit: floa
         new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
         new.output(new.graph_copy(graph, nodes))
         marks = _Marks(new)
-        plan = planned(new, [nodes[node] for node in saved], *partitioner.sizes, marks.settings_of)
+        plan = planned(new, [nodes[node] for node in saved], partitioner.sizes, marks.settings_of)
         wanted = plan.estimate()[1]
         for marks.bits in _BITS:
             nbytes, noise = plan.estimate()

@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.saved import ACTIVATION_DTYPES
-from brevact.autograd.seeds import seed_of_graph
+from brevact.autograd.seeds import seed_of_graph, seed_of_size
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
@@ -63,28 +63,39 @@ class Row(NamedTuple):
     nbytes: int
 
 
+class Sizes(NamedTuple):
+    """Kinds of results and inputs of a joint graph.
+
+    Args:
+        outputs: number of results of the forward pass, the first ones.
+        static: places of parameters and buffers among the inputs.
+        activations: places of inputs that code before the graph computed.
+    """
+
+    outputs: int
+    static: frozenset[int]
+    activations: frozenset[int]
+
+
 def pack_saved(
-    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
+    graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf
 ) -> tuple[list[fx.Node], list[Row]]:
     """Pack saved nodes of a joint graph, in which backward then reads decoded ones.
 
     Args:
         graph: joint graph, which is changed.
         saved: nodes that PyTorch chose to save.
-        outputs: number of results of the forward pass, the first ones of the graph.
-        static: places of parameters and buffers among the inputs.
+        sizes: which results and inputs are of which kind.
         settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
 
     Returns:
         Nodes to save, and a description of each tensor among them.
     """
-    return planned(graph, saved, outputs, static, settings_of).pack()
+    return planned(graph, saved, sizes, settings_of).pack()
 
 
-def planned(
-    graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
-) -> _Packing:
-    packing = _Packing(graph, saved, outputs, static, settings_of)
+def planned(graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> _Packing:
+    packing = _Packing(graph, saved, sizes, settings_of)
     packing.unite_masks()
     packing.unite_views()
     packing.read_sizes_alone()
@@ -106,21 +117,21 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
 
 
 class _Packing:
-    def __init__(
-        self, graph: fx.Graph, saved: list[fx.Node], outputs: int, static: frozenset[int], settings_of: SettingsOf
-    ) -> None:
-        self.graph, self.settings_of, self.outputs = graph, settings_of, outputs
+    def __init__(self, graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> None:
+        self.graph, self.settings_of, self.outputs = graph, settings_of, sizes.outputs
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        self.of_forward = [each for each in self.output.args[0][:outputs] if isinstance(each, fx.Node)]
+        self.of_forward = [each for each in self.output.args[0][: sizes.outputs] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.last_input = inputs[-1]
         primals = [node for node in inputs if not node.name.startswith("tangents")]
         self.gradients = _reached(graph, (node for node in inputs if node.name.startswith("tangents")))
-        wanted = zip(primals, self.output.args[0][outputs:], strict=False)
+        wanted = zip(primals, self.output.args[0][sizes.outputs :], strict=False)
         self.of_forward += [  # changes of inputs, such as running statistics
             node for node in graph.nodes if node.op == "call_function" and not node.users and node not in self.gradients
         ]
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
-        data = [node for place, node in enumerate(primals) if place not in static]
+        data = [node for place, node in enumerate(primals) if place not in sizes.static]
+        self.inputs = {node for place, node in enumerate(primals) if place in sizes.activations}
         random = [node for node in graph.nodes if _is_random(node)]
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
@@ -149,7 +160,7 @@ class _Packing:
     def may_round(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
         return (
-            node.op == "call_function"
+            (node.op == "call_function" or node in self.inputs)
             and isinstance(value, Tensor)
             and value.dtype in ACTIVATION_DTYPES
             and node in self.live
@@ -303,7 +314,7 @@ class _Packing:
             self.graph.erase_node(node)
 
     def insert_after(self, node: fx.Node) -> Any:
-        return self.graph.inserting_before(node.next)
+        return self.graph.inserting_before((self.last_input if node.op == "placeholder" else node).next)
 
     def drop_computable(self) -> None:
         """Save nothing that backward can compute, element by element, from what it reads anyway."""
@@ -425,9 +436,12 @@ class _Packing:
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings = self.settings_of(use.readers)
                 quantizer = quantizer_of(settings, use)
+                if hasattr(quantizer, "with_drawn_size"):
+                    self.count += 1
+                    quantizer = quantizer.with_drawn_size(_numel(node), seed_of_size() + self.count)
                 stored, bits = self.pack_activation(node, settings, quantizer, decoded), bits_of(quantizer)
             kept.update(dict.fromkeys(stored))
-            if isinstance(value, Tensor) and node.op != "placeholder":
+            if isinstance(value, Tensor) and (node.op != "placeholder" or bits):
                 rows.append(_row(node, use, bits, stored))
         self._redirect(nodes, decoded)
         return list(kept), rows

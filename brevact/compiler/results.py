@@ -37,7 +37,7 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         from brevact.compiler.graphs import packing  # it imports Inductor
 
-        with packing(graph) as rows:
+        with packing(graph, inputs) as rows:
             run = compiler(graph, inputs, **options)
         if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
             return run
