@@ -13,7 +13,8 @@ import math
 from typing import Any
 
 import torch
-from torch._inductor import inductor_prims as inductor_prims
+
+from brevact.private_names.of_compiler import low_memory_max_pool, to_copy
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -42,7 +43,7 @@ MOVES = frozenset(
 )
 #: The same values again.
 SAME = frozenset(_packets(aten, "clone alias detach"))
-CASTS = frozenset((aten._to_copy, prims.convert_element_type, aten.clone))
+CASTS = frozenset((to_copy, prims.convert_element_type, aten.clone))
 #: Sums, moves and casts: linear in all arguments together.
 ADDITIVE = (
     MOVES
@@ -135,7 +136,7 @@ KINKS = {
 PLACES = {
     aten.max_pool2d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-2:]),
     aten.max_pool3d_with_indices: lambda args: math.prod(args[0].meta["val"].shape[-3:]),
-    prims._low_memory_max_pool_with_offsets: lambda args: math.prod(args[1]),
+    low_memory_max_pool: lambda args: math.prod(args[1]),
     **dict.fromkeys(
         _packets(aten, "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"),
         lambda args: math.prod(args[0].meta["val"].shape[1:]),

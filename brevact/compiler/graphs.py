@@ -14,13 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends import common
-from torch._dynamo.backends.registry import lookup_backend
-from torch._functorch import config, partitioners
-from torch._inductor import compile_fx
-from torch._inductor import config as inductor
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.rows import row_of
@@ -28,6 +21,17 @@ from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.partition import Row, Sizes, pack_saved, planned, recomputed_layers
+from brevact.private_names.of_compiler import (
+    CustomPartitionerFn,
+    backends,
+    compile_fx,
+    functorch_config,
+    get_hash_for_files,
+    inductor_config,
+    lookup_backend,
+    partitioners,
+    select_decomp_table,
+)
 from brevact.quantizers import from_text, to_text
 
 #: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
@@ -102,7 +106,7 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
     before = _current.texts, _current.rows, _current.inputs
     _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, [*map(_Input.of, inputs)]
     try:
-        with inductor.patch(custom_partitioner_fn=Partitioner()):
+        with inductor_config.patch(custom_partitioner_fn=Partitioner()):
             yield rows
     finally:
         _current.texts, _current.rows, _current.inputs = before
@@ -188,7 +192,7 @@ def _is_exact() -> bool:
     return all(from_text(text).is_exact for text in _current.texts)
 
 
-_make = common.aot_module_simplified
+_make = backends.aot_module_simplified
 
 
 @functools.wraps(_make)
@@ -200,7 +204,7 @@ def _make_packed(*args: Any, **options: Any) -> Any:
     return _make(*args, **options)
 
 
-common.aot_module_simplified = _make_packed
+backends.aot_module_simplified = _make_packed
 _choose = partitioners.choose_saved_values_set
 
 
@@ -229,7 +233,7 @@ def _chosen(graph: fx.Graph, node_info: Any, part: float, bits: int | None) -> t
     again = recomputed_layers(graph, marks.settings_of)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
+    with functorch_config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
         saved = _choose(graph, node_info, part)
     for node in again:
         del node.meta["recompute"]

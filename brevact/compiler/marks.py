@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import traceback
-from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.abandoned_forwards import active
@@ -27,9 +25,12 @@ from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     CheckpointHooks,
     HigherOrderOperator,
+    annotate,
+    dynamo_config,
     frame_callback,
     function_apply_code,
     function_stack_at,
+    fx_traceback,
     get_overridable_functions,
     len_function_stack,
     skip_code,
@@ -59,7 +60,7 @@ def is_compiled_graph(frame: FrameType) -> bool:
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
 # A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
-torch._dynamo.config.skip_nnmodule_hook_guards = False
+dynamo_config.skip_nnmodule_hook_guards = False
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -179,7 +180,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
 
 @torch.compiler.assume_constant_result
 def _is_marked() -> bool:
-    return MARK in traceback.current_meta.get("custom", ())
+    return MARK in fx_traceback.current_meta.get("custom", ())
 
 
 @torch.compiler.disable

@@ -20,6 +20,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
 from brevact.compiler.dependence import Dependence, Saved
+from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing_plans import FUSED
 
@@ -136,7 +137,7 @@ class _Packing:
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
         values = (node.meta.get("val") for node in graph.nodes)
-        self.mode: Any = torch._guards.detect_fake_mode([value for value in values if isinstance(value, Tensor)])
+        self.mode: Any = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
         self.seeds: dict[torch.device, fx.Node] = {}

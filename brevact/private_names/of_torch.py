@@ -140,6 +140,11 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks")
 
 # --- torch.compile
 
+dynamo_config = find("torch._dynamo.config")
+fx_traceback = find("torch.fx.traceback")
+annotate = find(
+    "torch.fx.traceback.annotate"
+)  #: Context in which nodes that are traced get entries of `meta["custom"]`.
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
 #: Prefix of the modules where torch.compile makes the functions that run its graphs.
