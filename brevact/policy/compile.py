@@ -83,10 +83,11 @@ def _compile(
     if budget is None:
         return torch.compile(packed, backend=backend, mode=mode, options=options, **others)
     from brevact.compiler.graphs import Partitioner, with_budget  # it imports Inductor
+    from brevact.private_names.of_compiler import mode_options
 
     if backend != "inductor":
         return torch.compile(packed, backend=with_budget(backend, budget), mode=mode, options=options, **others)
-    settings = torch._inductor.list_mode_options(mode) if mode else {}
+    settings = mode_options(mode) if mode else {}
     options = {**settings, **(options or {}), "custom_partitioner_fn": Partitioner(budget)}
     return torch.compile(packed, options=options, **others)
 
