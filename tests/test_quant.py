@@ -51,7 +51,7 @@ def test_package_lists_verbs_policies_and_the_leading_leaves():
     listed = {name for name in dir(brevact) if not name.startswith("__")}
     modules = {name for name in listed if isinstance(getattr(brevact, name), types.ModuleType)}
     assert modules == {"distributed", "nn", "quant", "quantizers"}
-    assert listed - modules == set(brevact.__all__)
+    assert listed - modules - {"compile"} == set(brevact.__all__)  # `import *` leaves Python's function alone
     assert listed & set(LEAVES) == LEADING
     policies = {name for name, found in NAMES.items() if isinstance(found, brevact.Policy)}
     verbs = {name for name, found in NAMES.items() if inspect.isfunction(found)}

@@ -82,6 +82,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (backward_policy, {}, {"model": "module"}),
     (backward_quant, {}, {"source": "None quantizer module"}),
     (quantizer, {}, {"source": "quantizer"}),
+    (brevact.compile, {"function": MODEL}, {"function": "module type quantizer"}),
     (memory_report, {"model": MODEL, "batch": X}, {"model": "module", "batch": "tensor integers list object"}),
     (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"model": "module", "loss": ""}),
     (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"rounds": "large"}),

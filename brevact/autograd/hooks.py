@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager, nullcontext
 from types import FrameType
@@ -216,8 +217,13 @@ def inherit_region(module: nn.Module, around: Any) -> None:
 def _attach(module: nn.Module, hook: _EnterRegion) -> None:
     detach_region(module, hook.origin)
     hook.yields = hook.attachment is not None and is_shareable(module)
-    module.register_forward_pre_hook(hook)
-    module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
+    entering = module.register_forward_pre_hook(hook)
+    leaving = module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
+    # Dynamo guards on the keys: with equal ones, blocks of one class share a graph.
+    key = -1 - zlib.crc32(hook.origin.encode())
+    tables = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+    for table, handle in zip(tables, (entering, leaving, leaving), strict=True):
+        table[key] = table.pop(handle.id)
 
 
 def is_shareable(module: nn.Module) -> bool:

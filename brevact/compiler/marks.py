@@ -124,6 +124,11 @@ class TracingMode(RegionMode):
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
+        if is_exporting() and _changes_forward(text):
+            raise NotImplementedError(
+                "quantize_forward: a program of torch.export cannot hold norms that go on with rounded values; export "
+                "the model without its policy: brevact.restore_backward(model)"
+            )
         if _is_compiling():
             watch_graph()
         self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text

@@ -18,10 +18,6 @@ _NOTE = (
     "Plain bytes are those of the same tensors unpacked. What the compiler computes again in backward, by itself or "
     "for a budget, is in no row."
 )
-_NO_GRAPH = (
-    "No graph with a policy was compiled: attach one (brevact.quantize_backward) before the first call, and let the "
-    "compiler work anew (torch.compiler.reset(), TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
-)
 
 
 def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
@@ -41,7 +37,7 @@ def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> Memor
         how = PACKED if row.bits > 1 else MASKED if row.bits else FULL_PRECISION if row.use in ("", "linear") else EXACT
         ops.append(OpMemory(layer, row.op, how, row.use, row.plain_bytes, row.nbytes, None, row.bits))
     rows = tuple(LayerMemory(name, kind, plain[name], saved[name]) for name, kind in kinds.items() if plain[name])
-    return MemoryReport(rows, tuple(ops), _NOTE if rows else _NO_GRAPH)
+    return MemoryReport(rows, tuple(ops), _NOTE)
 
 
 def _layer(path: str, kinds: dict[str, str]) -> str:

@@ -51,8 +51,8 @@ def memory_report(
 
     An input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function recomputes do not count. Of a compiled model, it
-    reports the tensors that its graphs save, with the way backward uses them; compiled modules inside of a model are
-    measured uncompiled.
+    reports the tensors that its graphs save, with the way backward uses them. Compiled modules inside of a model, and
+    graphs without a policy or from a compiler's cache, are measured uncompiled.
 
     >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -100,13 +100,13 @@ def memory_report(
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
-        if is_compiled(model):
-            return report_of_graphs(model, lambda measured: loss(measured, batch))
+        if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
+            return found
         found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
         return _with_peaks(found, model, batch, loss)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
-    if is_compiled(model):
-        return report_of_graphs(model, lambda measured: measured(*args, **kwargs))
+    if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
+        return found
     with explained(batch, arguments):
         found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
     return replace(found, scope=NO_LOSS) if found.rows else found

@@ -233,10 +233,9 @@ ROUNDED = BackwardSettings(NormalizedQuantizer(quantize_forward=True))
 
 @pytest.mark.parametrize("make, strict", taking_turns([lambda: quantized(ROUNDED, norms), InBlock], [False, True]))
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-def test_exported_programs_round_what_the_model_rounds(make, strict):
-    model = make().eval()
-    program = torch.export.export(model, (IMAGES,), strict=strict).module()
-    torch.testing.assert_close(program(IMAGES), model(IMAGES))
+def test_exported_programs_refuse_rounded_norms(make, strict):
+    with pytest.raises(Exception, match="quantize_forward: a program"):
+        torch.export.export(make().eval(), (IMAGES,), strict=strict)
 
 
 def test_a_compiled_checkpoint_of_rounded_norms_is_refused():

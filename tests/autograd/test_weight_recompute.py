@@ -363,5 +363,5 @@ def test_graphs_pack_no_weight():
     with watch_saved() as saved:
         found = compiled(x * 1)
     found.backward(torch.linspace(-1, 1, out.numel()).sin().view(out.shape))
-    assert torch.equal(found, out) and torch.equal(x.grad, expected)
+    torch.testing.assert_close((found, x.grad), (out, expected))  # ops that the compiler decomposes
     assert len([x for x in saved.tensors if x.dtype is torch.uint8]) == 1

@@ -95,7 +95,7 @@ def measured(model: nn.Module, part: Tensor) -> nn.Module:
 def noise(wrap: Callable[[nn.Module], Callable]) -> Tensor:
     """Codes of the same tensor at the same seed."""
     torch.manual_seed(0)
-    packed, _, _ = codes(wrap(quantized(nn.Linear(64, 8), StochBackward2bit)), BATCH)
+    packed, _, _ = codes(wrap(quantized(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), StochBackward2bit)), BATCH)
     return packed[0]
 
 

@@ -7,12 +7,10 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from brevact.quantizers import (
     Granularity,
-    PackedActivation,
     UniformQuantizer,
     WeibullQuantizer,
     decode_affine,
@@ -155,17 +153,3 @@ def test_gradients_that_are_part_of_a_graph():
     grad = torch.randn(1024, requires_grad=True)
     decode_through(packed, bend, None, None, torch.float32, grad).sum().backward()
     same(grad.grad, decode_through(packed, bend, None, None, torch.float32))
-
-
-@pytest.mark.parametrize("stat", [(1, 8, 1, 1), None])
-def test_traced_graphs_hold_torch_ops(stat):
-    packed = UniformQuantizer(bit_width=4).quantize(torch.randn(4, 8, 16, 16), 0)
-    affine = (None, None) if stat is None else (torch.rand(stat), torch.randn(stat))
-
-    def decode(buffer: Tensor, grad: Tensor) -> Tensor:
-        return decode_through(PackedActivation(packed.spec, buffer), bend, *affine, torch.float32, grad)
-
-    grad = torch.randn(4, 8, 16, 16)
-    graph = make_fx(decode, tracing_mode="fake", _allow_non_fake_inputs=True)(packed.buffer, grad)
-    assert any("dequantize" in str(node.target) for node in graph.graph.nodes)
-    same(graph(packed.buffer, grad), reference(packed, bend, *affine, torch.float32, grad))
