@@ -221,7 +221,7 @@ def _attach(module: nn.Module, hook: _EnterRegion) -> None:
     leaving = module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
     # Dynamo guards on the keys: with equal ones, blocks of one class share a graph.
     key = -1 - zlib.crc32(hook.origin.encode())
-    tables = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+    tables: tuple[Any, ...] = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
     for table, handle in zip(tables, (entering, leaving, leaving), strict=True):
         table[key] = table.pop(handle.id)
 
