@@ -174,8 +174,6 @@ def quantize_backward(
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
     ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module.
 
-    A compiled model keeps its graphs when its policy changes: call ``torch.compiler.reset()`` then.
-
     Args:
         model: module to change.
         policy: one of the following; :data:`DEFAULT` if left out.
