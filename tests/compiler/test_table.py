@@ -128,7 +128,7 @@ def wide_biases(op: Any) -> dict[str | float, float]:
     return found
 
 
-@tiers(CURVED)
+@tiers(CURVED, CURVED | QUICK)
 def test_a_few_values_that_take_the_range_bias_no_op(op):
     assert {each: bias for each, bias in wide_biases(op).items() if bias > 0.02} == {}
 
