@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.compiler import graphs
+from brevact.injectors import backward_settings_from
 from tests.autograd.measuring import watch_saved
 
 X = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
@@ -143,12 +144,11 @@ def test_step_report_and_gradient_report_take_compiled_models():
     assert brevact.gradient_report(model, data, loss).rows
 
 
-def test_the_key_of_caches_depends_on_policy_and_budget():
+def test_the_key_of_caches_depends_on_policy_and_budget(monkeypatch):
     keys = set()
-    for texts in ({"a"}, {"b"}):
-        graphs._current.texts = frozenset(texts)
+    for source in (brevact.StochBackward2bit, brevact.StochBackward4bit):
+        monkeypatch.setattr(graphs._current, "texts", frozenset((backward_settings_from(source).text,)))
         keys |= {graphs.Partitioner(budget).uuid() for budget in (None, ("part", 0.5), ("ratio", 20.0))}
-    graphs._current.texts = frozenset()
     assert len(keys) == 6
 
 
