@@ -195,6 +195,16 @@ def is_at_least_one(node: Any) -> bool:
     return is_square or packet in (aten.exp, aten.abs)
 
 
+def is_steep(node: Any) -> bool:
+    """Whether a node is an exponential without a bound: few of its values would take the range of all others."""
+    if getattr(node.target, "overloadpacket", None) not in (aten.exp, aten.expm1):
+        return False
+    x = node.args[0]
+    packet = getattr(x.target, "overloadpacket", None)
+    is_below_maximum = packet is aten.sub and isinstance(getattr(x.args[1], "meta", {}).get("val"), torch.Tensor)
+    return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
+
+
 def is_cheap(node: Any) -> bool:
     """Whether each element is computed from one element of each argument, without division."""
     packet = getattr(node.target, "overloadpacket", None)

@@ -160,6 +160,13 @@ class _Packing:
 
     def may_round(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
+        source = node.args[0] if node.target is operator.getitem else node
+        if "linalg" in str(
+            _packet(source)
+        ):  # decompositions of matrices: solving by rounded factors is another problem
+            return False
+        if table.is_steep(node):
+            return False
         return (
             (node.op == "call_function" or node in self.inputs)
             and isinstance(value, Tensor)
@@ -351,6 +358,8 @@ class _Packing:
 
     def _instead(self, saved: Saved) -> Iterable[fx.Node]:
         for node, arg in saved.exact:
+            if table.is_steep(node):
+                continue
             if node not in self.gradients:
                 is_tensor = isinstance(node.meta["val"], Tensor)
                 yield from (node,) if is_tensor else readers_of(node, self.read)
