@@ -29,6 +29,11 @@ class Use(enum.IntEnum):
     EXACT = 4
 
 
+def packet_of(node: Any) -> Any:
+    """The op of a node, whatever its overload; None for what calls none."""
+    return getattr(getattr(node, "target", None), "overloadpacket", None)
+
+
 def _packets(namespace: Any, names: str) -> list[Any]:
     return [getattr(namespace, name) for name in names.split() if hasattr(namespace, name)]
 
@@ -150,7 +155,7 @@ PLACES = {
 
 def cost_of(node: Any) -> int:
     """Multiplications per element of a layer's output; 0 for other ops, and for symbolic sizes."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if packet is aten.convolution and not node.args[6]:
         weight = node.args[1].meta["val"]
         cost = weight.numel() // weight.shape[0]
@@ -173,10 +178,10 @@ _CHEAP = frozenset(
 
 def is_softmax(node: Any) -> bool:
     """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
-    if getattr(node.target, "overloadpacket", None) in CASTS:
+    if packet_of(node) in CASTS:
         node = node.args[0]
     above, below = (*node.args, None, None)[:2]
-    names = [getattr(getattr(each, "target", None), "overloadpacket", None) for each in (node, above, below)]
+    names = [packet_of(each) for each in (node, above, below)]
     if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:
         return False
     shape, dim = node.meta["val"].shape, below.args[1][0] % node.meta["val"].dim()
@@ -185,29 +190,29 @@ def is_softmax(node: Any) -> bool:
 
 def is_at_least_one(node: Any) -> bool:
     """Whether a node is 1 or more, plus an exponential, a magnitude or a square."""
-    if getattr(getattr(node, "target", None), "overloadpacket", None) is not aten.add:
+    if packet_of(node) is not aten.add:
         return False
     term, least = node.args[:2]
     if not isinstance(least, int | float) or least < 1:
         return False
-    packet = getattr(term.target, "overloadpacket", None)
+    packet = packet_of(term)
     is_square = (packet is aten.pow and term.args[1] == 2) or (packet is aten.mul and term.args[0] is term.args[1])
     return is_square or packet in (aten.exp, aten.abs)
 
 
 def is_steep(node: Any) -> bool:
     """Whether a node is an exponential without a bound: few of its values would take the range of all others."""
-    if getattr(node.target, "overloadpacket", None) not in (aten.exp, aten.expm1):
+    if packet_of(node) not in (aten.exp, aten.expm1):
         return False
     x = node.args[0]
-    packet = getattr(x.target, "overloadpacket", None)
+    packet = packet_of(x)
     is_below_maximum = packet is aten.sub and isinstance(getattr(x.args[1], "meta", {}).get("val"), torch.Tensor)
     return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
 
 
 def is_cheap(node: Any) -> bool:
     """Whether each element is computed from one element of each argument, without division."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if packet is aten.div:
         return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
     return packet in _CHEAP

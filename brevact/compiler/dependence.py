@@ -202,12 +202,12 @@ def _is_float(node: fx.Node) -> bool:
 
 def _is_negative_square(node: Any) -> bool:
     """Whether the argument of an exponential is a negative multiple of a square."""
-    if not isinstance(node, fx.Node) or getattr(node.target, "overloadpacket", None) is not table.aten.mul:
+    if not isinstance(node, fx.Node) or table.packet_of(node) is not table.aten.mul:
         return False
     inner, factor = node.args[:2]
     if not isinstance(factor, float | int) or factor >= 0 or not isinstance(inner, fx.Node):
         return False
-    packet = getattr(inner.target, "overloadpacket", None)
+    packet = table.packet_of(inner)
     if packet is table.aten.pow:
         return bool(inner.args[1] == 2)
     return packet is table.aten.mul and inner.args[0] is inner.args[1]

@@ -55,8 +55,7 @@ def is_compiled_graph(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-#: Whether `torch.export` runs: an exported program has no backward pass, so it packs nothing; norms that return rounded
-#: values do so there, too.
+#: Whether `torch.export` runs: an exported program has no backward pass, so it packs nothing.
 is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
 # A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.

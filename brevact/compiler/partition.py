@@ -18,7 +18,7 @@ from brevact.autograd.saved import ACTIVATION_DTYPES
 from brevact.autograd.seeds import seed_of_graph, seed_of_size
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
-from brevact.compiler.aten import Use, aten, prims
+from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
@@ -161,11 +161,8 @@ class _Packing:
     def may_round(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
         source = node.args[0] if node.target is operator.getitem else node
-        if "linalg" in str(
-            _packet(source)
-        ):  # decompositions of matrices: solving by rounded factors is another problem
-            return False
-        if table.is_steep(node):
+        # Decompositions of matrices: solving by rounded factors is another problem.
+        if "linalg" in str(packet_of(source)) or table.is_steep(node):
             return False
         return (
             (node.op == "call_function" or node in self.inputs)
@@ -227,25 +224,25 @@ class _Packing:
 
     def same_mask(self, node: fx.Node) -> fx.Node | None:
         """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
-        packet = _packet(node)
+        packet = packet_of(node)
         value: Any = node.args[0] if node.args else None
-        while isinstance(value, fx.Node) and _packet(value) in table.SAME | {aten.view}:
+        while isinstance(value, fx.Node) and packet_of(value) in table.SAME | {aten.view}:
             value = value.args[0]
         if packet is not aten.gt or node.args[1] != 0 or getattr(value, "op", "") != "call_function":
             return None
-        if _packet(value) is not aten.where:
+        if packet_of(value) is not aten.where:
             return None
         mask, x, scaled = value.args
-        if _packet(mask) is not aten.gt or mask.args != (x, 0):
+        if packet_of(mask) is not aten.gt or mask.args != (x, 0):
             return None
         if mask.meta["val"].shape != node.meta["val"].shape:
             return None
-        is_scaled = _packet(scaled) is aten.mul and scaled.args[0] is x
+        is_scaled = packet_of(scaled) is aten.mul and scaled.args[0] is x
         return mask if is_scaled and isinstance(scaled.args[1], int | float) and scaled.args[1] > 0 else None
 
     def split_at_kink(self, node: fx.Node) -> fx.Node | None:
         """Let backward compute a function with a kink from its argument and a mask, linear in it; return the mask."""
-        kink = table.KINKS.get(_packet(node))
+        kink = table.KINKS.get(packet_of(node))
         if kink is None:
             return None
         compare, x, bound = kink(node.args)
@@ -257,7 +254,7 @@ class _Packing:
             with self.insert_after(origin):
                 mask = self.masks[origin] = self._like(node, self.call(compare.Scalar, origin.args[0], bound))
             for user in [user for each in self._clamped(origin) for user in each.users if user > mask]:
-                if _packet(user) is compare and user.args[1] == bound:
+                if packet_of(user) is compare and user.args[1] == bound:
                     user.replace_all_uses_with(mask)
         with self.insert_after(max(mask, node)):
             again = self._like(node, self.call(aten.where.ScalarSelf, mask, bound, x))
@@ -272,13 +269,13 @@ class _Packing:
             if each in found:
                 continue
             found.append(each)
-            is_link = _packet(each) in table.KINKS or _packet(each) in table.SAME
+            is_link = packet_of(each) in table.KINKS or packet_of(each) in table.SAME
             waiting += each.all_input_nodes if is_link else ()
-            waiting += [user for user in each.users if _packet(user) in table.KINKS or _packet(user) in table.SAME]
+            waiting += [user for user in each.users if packet_of(user) in table.KINKS or packet_of(user) in table.SAME]
         bounds = [
             (compare, bound)
             for compare, _, bound in (
-                table.KINKS[_packet(each)](each.args) for each in found if _packet(each) in table.KINKS
+                table.KINKS[packet_of(each)](each.args) for each in found if packet_of(each) in table.KINKS
             )
         ]
         lower = [bound for compare, bound in bounds if compare is aten.le]
@@ -289,7 +286,7 @@ class _Packing:
     def read_sizes_alone(self) -> None:
         """Let ops that read the sizes of a tensor read an empty one."""
         for node in list[Any](self.graph.nodes):
-            x = node.args[1] if _packet(node) in table.OF_SIZES else None
+            x = node.args[1] if packet_of(node) in table.OF_SIZES else None
             if not (isinstance(x, fx.Node) and self.may_round(x) and all(isinstance(n, int) for n in _shape(x))):
                 continue
             with self.insert_after(node.args[0]):
@@ -300,13 +297,13 @@ class _Packing:
     def factor_slopes(self) -> None:
         """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
         for node in list[Any](self.graph.nodes):
-            if node not in self.gradients or _packet(node) is not aten.div or not table.is_at_least_one(node.args[1]):
+            if node not in self.gradients or packet_of(node) is not aten.div or not table.is_at_least_one(node.args[1]):
                 continue
             (grad, below), settings = node.args[:2], self.settings_of([node])
             if below in self.gradients or settings is None or settings.is_exact or _shape(below) != _shape(node):
                 continue
             above = None
-            if _packet(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
+            if packet_of(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
                 above = next((each for each in grad.args if each not in self.gradients), None)
                 if above is not None:
                     grad = next(each for each in grad.args if each is not above)
@@ -402,7 +399,7 @@ class _Packing:
                 found.add(user)
                 if _numel(user) >= _BROADCAST * size:
                     is_spread = True
-                elif _numel(user) == size and _packet(user) not in table.PRODUCTS - {aten.mul}:
+                elif _numel(user) == size and packet_of(user) not in table.PRODUCTS - {aten.mul}:
                     waiting.append(user)
                 else:
                     return False
@@ -534,7 +531,7 @@ class _Packing:
             return None
         users = [user for each in (node, *_casts(node)) for user in each.users]
         for user in users:
-            packet = _packet(user)
+            packet = packet_of(user)
             if packet is aten.sub and user.args[0] in (node, *_casts(node)) and _is_broadcast(user.args[1], user):
                 for scaled in user.users:
                     if (invstd := _deviation(scaled, user)) is not None:
@@ -600,13 +597,9 @@ def _root(node: Any) -> fx.Node:
     """The tensor that a node is a view of, or a part, or a copy in another memory order."""
     while True:
         before = node.args[0] if node.target is operator.getitem else node
-        if _packet(before) not in table.MOVES:
+        if packet_of(before) not in table.MOVES:
             return node
         node = before.args[0]
-
-
-def _packet(node: Any) -> Any:
-    return getattr(node.target, "overloadpacket", None)
 
 
 def _numel(node: fx.Node) -> int:
@@ -632,7 +625,7 @@ def places_width(node: fx.Node) -> int:
     source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
         return 0
-    count = table.PLACES.get(_packet(source))
+    count = table.PLACES.get(packet_of(source))
     if count is None or _numel(node) < _LEAST_MASK:
         return 0
     most = count(source.args)
@@ -641,7 +634,7 @@ def places_width(node: fx.Node) -> int:
 
 
 def _casts(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.users if _packet(each) in table.CASTS]
+    return [each for each in node.users if packet_of(each) in table.CASTS]
 
 
 def _is_broadcast(node: Any, user: fx.Node) -> bool:
@@ -651,10 +644,10 @@ def _is_broadcast(node: Any, user: fx.Node) -> bool:
 
 def _deviation(node: fx.Node, *of: fx.Node) -> fx.Node | None:
     """The inverse deviations that a node multiplies a tensor with."""
-    if _packet(node) is not aten.mul:
+    if packet_of(node) is not aten.mul:
         return None
     found: list[Any] = [each for each in node.args if each not in of and _is_broadcast(each, node)]
-    if len(found) != 1 or getattr(_root(found[0]).target, "overloadpacket", None) is not aten.rsqrt:
+    if len(found) != 1 or packet_of(_root(found[0])) is not aten.rsqrt:
         return None
     return found[0]
 
@@ -672,7 +665,7 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     source: Any = node.args[0] if node.target is operator.getitem else node
     return Row(
         node.name,
-        str(_packet(source) or source.target),
+        str(packet_of(source) or source.target),
         modules[-1][0],
         shape,
         name,
