@@ -13,6 +13,7 @@ from brevact.arguments import check_count, check_state
 from brevact.bit_widths.layers import Plan
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_distance
+from brevact.reports.in_place import in_place
 
 
 def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
@@ -22,7 +23,7 @@ def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, ste
     """
     model, found = plan.layers.model, []
     try:
-        with as_it_was(model):
+        with in_place(model), as_it_was(model):
             first = gradients(model, batch, loss, step, step)
             for group, width in zip(plan.groups, widths, strict=True):
                 plan.set(widths, redrawn=group.sources)
