@@ -205,6 +205,8 @@ def is_steep(node: Any) -> bool:
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
     x = node.args[0]
+    while packet_of(x) in MOVES | CASTS:
+        x = x.args[0]
     packet = packet_of(x)
     is_below_maximum = packet is aten.sub and isinstance(getattr(x.args[1], "meta", {}).get("val"), torch.Tensor)
     return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
