@@ -88,8 +88,24 @@ def gpt2(batch: int, length: int, lora: bool = False, **settings: Any) -> Step:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))
-    tokens = torch.randint(0, 50257, (batch, length))
+    tokens = torch.randint(0, model.config.vocab_size, (batch, length))
     return Step(model, {"input_ids": tokens, "labels": tokens}, own_loss)
+
+
+def _llama(batch: int, length: int) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, use_cache=False)
+    config.num_attention_heads = config.num_key_value_heads = 6
+    tokens = torch.randint(0, config.vocab_size, (batch, length))
+    return Step(LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, own_loss)
+
+
+def _mobilenet(batch: int, size: int) -> Step:
+    from torchvision.models import mobilenet_v2
+
+    model = mobilenet_v2(num_classes=10, dropout=0.0)
+    return Step(model, (torch.randn(batch, 3, size, size), torch.randint(10, (batch,))), classified)
 
 
 def _bert(batch: int, length: int) -> Step:
@@ -102,17 +118,28 @@ def _bert(batch: int, length: int) -> Step:
     return Step(BertForSequenceClassification(config), batch_of, own_loss)
 
 
+_SMALL = {"n_embd": 384, "n_layer": 6, "n_head": 6}
+_WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 #: By name, with batch size and side, or tokens; `benchmarks.gpu` takes larger ones.
 LARGE: dict[str, Model] = {
     "EfficientNetV2-S": Model((), partial(images, "s", 16, 32)),
     "ResNet-50": Model((), partial(images, "resnet50", 16, 64)),
     "ViT-S": Model((), partial(images, "vit-s", 16, 64)),
     "3-D U-Net": Model((), partial(volumes, 16, 2, 48)),
+    "MobileNetV2 b16": Model(("torchvision",), partial(_mobilenet, 16, 64)),
     "MONAI U-Net": Model(("monai",), partial(_monai, 2, 96)),
     "GPT-2 small": Model(("transformers",), partial(gpt2, 4, 256)),
-    "GPT-2 6x384": Model(("transformers",), partial(gpt2, 8, 256, n_embd=384, n_layer=6, n_head=6)),
+    "GPT-2 6x384": Model(("transformers",), partial(gpt2, 8, 256, **_SMALL)),
+    "GPT-2 4x256": Model(("transformers",), partial(gpt2, 4, 256, vocab_size=4096, **_SMALL, **_WITHOUT_DROPOUT)),
+    "Llama 6x384": Model(("transformers",), partial(_llama, 4, 256)),
     "GPT-2 with LoRA": Model(("transformers", "peft"), partial(gpt2, 4, 128, lora=True)),
     "BERT 6x384": Model(("transformers",), partial(_bert, 16, 128)),
+}
+
+#: Whose compiled steps the pages show.
+COMPILED: dict[str, Model] = {
+    name: LARGE[name]
+    for name in ("Llama 6x384", "GPT-2 4x256", "ViT-S", "EfficientNetV2-S", "MobileNetV2 b16", "3-D U-Net")
 }
 
 _LEARNING = {"schedule": "onecycle", "dropout": 0.0, "label_smoothing": 0.0}

@@ -53,10 +53,11 @@ def with_policy(step: Step, policy: str) -> Step:
         _checkpoint_blocks(step.model)
     elif _is_compiled(policy):
         way, _, words = policy.partition("+")
+        model = _Whole(step)
         if words:
-            brevact.quantize_backward(step.model, words)
+            brevact.quantize_backward(model, words)
         part = float(way.partition(":")[2] or (1.0 if words else MEMORY_BUDGET))
-        return step._replace(loss=StepLoss(_compiled(step, part)))
+        return step._replace(model=torch.compile(model), loss=_within(part))
     elif policy.startswith(FIT):
         budget = budget_of(policy.removeprefix(FIT))
         if budget is None:
@@ -83,15 +84,24 @@ def _checkpoint_blocks(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def _compiled(step: Step, budget: float) -> Callable[[nn.Module, Any], Tensor]:
-    torch.compiler.reset()
-    compiled = torch.compile(step.loss)
+class _Whole(nn.Module):
+    """A model and its loss, of a batch: what is compiled."""
 
-    def run(model: nn.Module, batch: Any) -> Tensor:
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.model, self.loss = step.model, step.loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+def _within(budget: float) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
         with functorch_config.patch(activation_memory_budget=budget):
-            return compiled(model, batch)
+            value: Tensor = model(batch)
+        return value
 
-    return run
+    return loss
 
 
 def run(step: Step) -> None:
@@ -200,20 +210,25 @@ def measure_model(
     plain = with_policy(_copy(name, origin), PLAIN)
     plain_bytes = kept_bytes(plain, PLAIN) if "bytes" in measures else 0
     data = plain.batches(BATCHES) if "noise" in measures else []
-    exact = exact_gradients(plain.model, data, plain.loss) if data else None
-    found, errors = {}, []
+    found, errors, exact = {}, [], dict[str, ExactGradients]()
     for policy in policies:
+        torch.compiler.reset()
         try:
             step = with_policy(_copy(name, origin), policy)
             row = {}
             if "bytes" in measures:
                 kept = kept_bytes(step, policy)
                 row = {"kept_mib": f"{kept / MIB:.2f}", "kept_less": f"{plain_bytes / max(kept, 1):.2f}"}
+            words = f"{COMPILED}:1" if _is_compiled(policy) else PLAIN
+            way = plain if words is PLAIN else None
             if "time" in measures:
-                way = with_policy(_copy(name, origin), f"{COMPILED}:1") if _is_compiled(policy) else plain
+                way = way or with_policy(_copy(name, origin), words)
                 row |= {"step": "1.000"} if policy == PLAIN else time_ratios(way, step, rounds)
-            if exact is not None and policy not in (PLAIN, CHECKPOINT) and not _is_compiled(policy):
-                row |= noise(step, data, exact, draws)
+            if data and policy not in (PLAIN, CHECKPOINT) and (not _is_compiled(policy) or "+" in policy):
+                if words not in exact:
+                    way = way or with_policy(_copy(name, origin), words)
+                    exact[words] = exact_gradients(way.model, data, way.loss)
+                row |= noise(step, data, exact[words], draws)
             found[policy] = row
         except Exception as error:
             errors.append(f"{name}, {policy}: {line_of(error)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ class Use(enum.IntEnum):
 
     NONE = 0  # sizes alone
     LINEAR = 1
-    SMOOTH = 2
-    SCORES = 3  # query and key, which are exponentiated
-    EXACT = 4
+    AVERAGED = 2  # quadratic by a sum over many elements, as a norm's gradient in its input
+    SMOOTH = 3
+    SCORES = 4  # query and key, which are exponentiated
+    EXACT = 5
 
 
 def packet_of(node: Any) -> Any:
@@ -85,6 +87,10 @@ PRODUCTS = (
     | frozenset(_packets(aten, "mul addcmul dot vdot addr linalg_cross _trilinear convolution_backward lerp"))
     | frozenset(_packets(prims, "fma"))
 )
+#: Places of arguments on which a result, by its number, does not depend.
+INDEPENDENT = {aten.convolution_backward: {0: (1,), 1: (2,), 2: (1, 2)}}
+#: Sums over elements.
+SUMS = frozenset(_packets(aten, "sum mean"))
 #: Smooth functions of all arguments, without a steep place.
 SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc sin cos atan asinh var var_mean"))
 #: Ops whose results have the values of no argument.
@@ -171,7 +177,7 @@ _CHEAP = frozenset(
         aten,
         "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
         "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-        "reshape alias slice cat exp",
+        "reshape alias slice cat embedding exp",
     )
 ) | frozenset(_packets(prims, "convert_element_type"))
 
@@ -210,6 +216,11 @@ def is_steep(node: Any) -> bool:
     packet = packet_of(x)
     is_below_maximum = packet is aten.sub and isinstance(getattr(x.args[1], "meta", {}).get("val"), torch.Tensor)
     return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
+
+
+def is_decomposition(node: Any) -> bool:
+    """Whether a node is a factor of a matrix: solving by rounded factors is another problem."""
+    return "linalg" in str(packet_of(node.args[0] if node.target is operator.getitem else node))
 
 
 def is_cheap(node: Any) -> bool:

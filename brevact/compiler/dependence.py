@@ -12,6 +12,9 @@ from torch import Tensor, fx
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use
 
+#: Elements of a sum from which a product of it and one of its terms is nearly linear in that term.
+_MANY = 64
+
 
 class _Value(NamedTuple):
     """Saved tensors that a node depends on, as bits of integers by kind of dependence."""
@@ -19,6 +22,7 @@ class _Value(NamedTuple):
     linear: int = 0
     smooth: int = 0
     mixed: int = 0  # through a product of matrices
+    averaged: int = 0  # linear in a sum over many elements
     exp: int = 0  # linear in the exponential of these
     is_shifted: bool = False  # 1 + exp
     is_gradient: bool = False  # depends on the tangents
@@ -69,7 +73,7 @@ class Dependence:
             else:
                 self._values[node] = self._call(node)
         for found in self.saved:
-            if found.use is Use.SMOOTH and table.is_softmax(found.node):
+            if found.use in (Use.AVERAGED, Use.SMOOTH) and table.is_softmax(found.node):
                 found.use = Use.SCORES  # its squared errors have one sign for all samples
 
     def _value(self, node: fx.Node) -> _Value:
@@ -92,7 +96,7 @@ class Dependence:
             if use is Use.EXACT:
                 each.exact.append((node, arg))
         for each in self._bits(mask & mixed):
-            each.is_deep = each.is_deep or use >= Use.SMOOTH
+            each.is_deep = each.is_deep or use >= Use.AVERAGED
 
     def _read(self, arg: fx.Node, node: fx.Node) -> None:
         value = self._value(arg)
@@ -103,12 +107,14 @@ class Dependence:
         for each in self._bits(value.linear | value.exp):
             each.is_factor |= node.op != "output"
 
-    def _call(self, node: fx.Node) -> _Value:
+    def _call(self, node: fx.Node, without: tuple[int, ...] = ()) -> _Value:
         target = node.target
         if target is operator.getitem:
-            return self._value(node.args[0])  # type: ignore[arg-type]
+            call, number = node.args
+            without = table.INDEPENDENT.get(table.packet_of(call), {}).get(number)
+            return self._call(call, without) if without else self._value(call)  # type: ignore[arg-type]
         packet = getattr(target, "overloadpacket", target)
-        values = [(place, each, self._value(each)) for place, each in _tensors(node)]
+        values = [(place, each, self._value(each)) for place, each in _tensors(node) if place not in without]
         values = [(place, each, value) for place, each, value in values if value.all or value.is_gradient]
         if not values or packet in table.SIZES or not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return _NOTHING
@@ -125,6 +131,7 @@ class Dependence:
         for place, arg, value in values:
             use = Use.LINEAR if value.is_gradient else _use(node, arg, packet, uses, place)
             linear, smooth, mixed = value.linear, value.smooth, value.mixed
+            averaged = linear if _sums_many(node, arg) else value.averaged
             if value.exp and use >= Use.LINEAR:
                 self._mark(value.exp, Use.EXACT, node, arg)
                 smooth |= value.exp
@@ -135,12 +142,16 @@ class Dependence:
                 linear = smooth = mixed = 0
             if is_product:
                 both = result.all & (linear | smooth)
-                if both:
-                    self._mark(both, Use.SMOOTH, node, arg, result.mixed | mixed)
-                    linear, smooth = linear & ~both, smooth | both
+                nearly = result.linear & linear & (result.averaged ^ averaged)
+                self._mark(nearly, Use.AVERAGED, node, arg, result.mixed | mixed)
+                both &= ~nearly
+                self._mark(both, Use.SMOOTH, node, arg, result.mixed | mixed)
+                linear, smooth = linear & ~both, smooth | both
+            averaged &= ~result.all | result.averaged
+            averaged |= result.averaged & ~(linear | smooth)
             smooth |= result.smooth
             linear = (result.linear | linear) & ~smooth
-            result = _Value(linear, smooth, result.mixed | mixed)
+            result = _Value(linear, smooth, result.mixed | mixed, averaged & linear)
         if not is_gradient and packet in table.MATRIX_PRODUCTS:
             result = result._replace(mixed=result.all)
         return result._replace(is_gradient=is_gradient)
@@ -171,6 +182,13 @@ class Dependence:
     def _smooth(self, node: fx.Node, value: _Value) -> _Value:
         self._mark(value.all, Use.SMOOTH, node, node, value.mixed)
         return _Value(smooth=value.all, mixed=value.mixed)
+
+
+def _sums_many(node: fx.Node, arg: fx.Node) -> bool:
+    if table.packet_of(node) not in table.SUMS:
+        return False
+    many, few = (each.meta["val"].numel() for each in (arg, node))
+    return isinstance(many, int) and isinstance(few, int) and many >= _MANY * few
 
 
 def _tensors(node: fx.Node) -> Iterable[tuple[int, fx.Node]]:

@@ -20,7 +20,7 @@ from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
-from brevact.compiler.partition import Row, Sizes, pack_saved, planned, recomputed_layers
+from brevact.compiler.partition import Row, Sizes, nbytes_of, pack_saved, planned, recomputed_layers
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
     backends,
@@ -218,7 +218,7 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     if kind == "part":
         part = size
     else:
-        plain = sum(_nbytes(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
+        plain = sum(nbytes_of(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
         part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
     saved, marks = _chosen(joint_graph, node_info, part, bits)
     saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of)
@@ -266,11 +266,6 @@ def _best(partitioner: Partitioner, graph: fx.Graph, node_info: Any, limit: floa
             "least that, or settings that pack more (min_numel=0)"
         )
     return best[1:]
-
-
-def _nbytes(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    return value.numel() * value.itemsize if isinstance(value, Tensor) else 0
 
 
 partitioners.choose_saved_values_set = _choose_packed

@@ -160,12 +160,9 @@ class _Packing:
 
     def may_round(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
-        source = node.args[0] if node.target is operator.getitem else node
-        # Decompositions of matrices: solving by rounded factors is another problem.
-        if "linalg" in str(packet_of(source)) or table.is_steep(node):
-            return False
         return (
             (node.op == "call_function" or node in self.inputs)
+            and not (table.is_steep(node) or table.is_decomposition(node))
             and isinstance(value, Tensor)
             and value.dtype in ACTIVATION_DTYPES
             and node in self.live
@@ -173,16 +170,17 @@ class _Packing:
         )
 
     def unite_views(self) -> None:
-        """Save a tensor once in place of several views, or of a view with gaps."""
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.saved:
-            if self.may_round(node):
-                groups.setdefault(_root(node), []).append(node)
+        """Save a tensor once in place of several views, or of a view with gaps, where that takes fewer bytes."""
+        self.analyse()
+        groups: dict[fx.Node, list[Saved]] = {}
+        for each in self.dependence.saved:
+            groups.setdefault(_root(each.node), []).append(each)
         for root, views in groups.items():
-            if (root in views and len(views) == 1) or not self.may_round(root):
+            if [each.node for each in views] == [root] or not self.may_round(root):
                 continue
-            if sum(_numel(view) for view in views) >= _numel(root):
-                for view in views:
+            bits = {each.node: self.bits(each) for each in views}
+            if sum(_numel(view) * width for view, width in bits.items()) >= _numel(root) * max(bits.values()):
+                for view in bits:
                     del self.saved[view]
                 self.saved[root] = None
 
@@ -326,7 +324,8 @@ class _Packing:
         available = {*self.nodes, *self.saved}
         for node in sorted(self.saved):
             is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
-            if not (is_mask or self.may_round(node)):
+            is_of_weights = node.op == "call_function" and _is_float(node) and node not in self.activations
+            if not (is_mask or is_of_weights or self.may_round(node)):
                 continue
             found = self._steps(node, available)
             if found is not None and sum(map(_numel, found[1])) < _numel(node):
@@ -349,7 +348,9 @@ class _Packing:
                 waiting += each.all_input_nodes
             elif self.may_round(each) or (isinstance(each.meta.get("val"), Tensor) and each not in self.activations):
                 missing.add(each)
-            if len(steps) > _MOST_STEPS or node in missing or not (each in steps or each in missing):
+            if node in missing or not (each in steps or each in missing):
+                return None
+            if sum(packet_of(step) not in table.MOVES for step in steps) > _MOST_STEPS:
                 return None
         return steps, missing
 
@@ -368,7 +369,7 @@ class _Packing:
         if saved.use in (Use.LINEAR, Use.EXACT) or saved.is_factor or len(saved.slopes) != 1 or not self.packs(saved):
             return
         (node,) = saved.slopes
-        if self.may_round(node) and node not in self.saved and _nbytes(node) <= _nbytes(saved.node):
+        if self.may_round(node) and node not in self.saved and nbytes_of(node) <= nbytes_of(saved.node):
             yield node
 
     def save_statistics(self) -> None:
@@ -387,6 +388,27 @@ class _Packing:
         if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
             return False
         return not self.is_spread(saved.node)
+
+    def bits(self, saved: Saved) -> float:
+        """Bits of an element of a saved tensor."""
+        if saved.use is Use.EXACT or not self.packs(saved):
+            return 8.0 * saved.node.meta["val"].itemsize
+        return bits_of(self.quantizer_of(saved)) + 8 * _METADATA
+
+    def quantizer_of(self, saved: Saved) -> Any:
+        """The settings' quantizer, or a finer one for a tensor that backward reads in another way than linearly."""
+        settings = self.settings_of(saved.readers)
+        quantizer, least = settings.quantizer, 0
+        if saved.use is Use.SCORES:
+            least = settings.score_bit_width
+        elif saved.use is Use.SMOOTH or (saved.use is Use.AVERAGED and not self.statistics(saved.node, settings)):
+            least = settings.derive_min_bits or 4
+        if saved.is_deep and not settings.recompute:
+            least = max(least, DEEP_BITS)
+        if not 0 < bits_of(quantizer) < least:
+            return quantizer
+        rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
+        return UniformQuantizer(bit_width=least, rounding=rounding)
 
     def is_spread(self, node: fx.Node) -> bool:
         """Whether backward reads a tensor, and functions of its elements, only by broadcasting."""
@@ -414,7 +436,7 @@ class _Packing:
             if not isinstance(value, Tensor) or node.op == "placeholder":
                 continue
             if use is not None and use.use is not Use.EXACT and self.packs(use):
-                bits = bits_of(quantizer_of(self.settings_of(use.readers), use))
+                bits = bits_of(self.quantizer_of(use))
                 nbytes += _numel(node) * (bits / 8 + _METADATA)
                 noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
             else:
@@ -442,7 +464,7 @@ class _Packing:
                     stored, bits = self.pack_places(node, width, decoded), width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings = self.settings_of(use.readers)
-                quantizer = quantizer_of(settings, use)
+                quantizer = self.quantizer_of(use)
                 if hasattr(quantizer, "with_drawn_size"):
                     self.count += 1
                     quantizer = quantizer.with_drawn_size(_numel(node), seed_of_size() + self.count)
@@ -611,8 +633,14 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _nbytes(node: fx.Node) -> int:
-    return _numel(node) * int(node.meta["val"].itemsize)
+def nbytes_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return _numel(node) * value.itemsize if isinstance(value, Tensor) else 0
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -660,7 +688,6 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
     value = node.meta["val"]
     modules = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
     name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
-    kept = sum(_numel(each) * each.meta["val"].itemsize for each in stored if isinstance(each.meta["val"], Tensor))
     shape = tuple(value.shape)
     source: Any = node.args[0] if node.target is operator.getitem else node
     return Row(
@@ -670,21 +697,6 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
         shape,
         name,
         bits,
-        _numel(node) * value.itemsize,
-        kept,
+        nbytes_of(node),
+        sum(map(nbytes_of, stored)),
     )
-
-
-def quantizer_of(settings: BackwardSettings, saved: Saved) -> Any:
-    """The settings' quantizer, or a finer one for a tensor that backward reads in another way than linearly."""
-    quantizer, least = settings.quantizer, 0
-    if saved.use is Use.SMOOTH:
-        least = settings.derive_min_bits or 4
-    elif saved.use is Use.SCORES:
-        least = settings.score_bit_width
-    if saved.is_deep and not settings.recompute:
-        least = max(least, DEEP_BITS)
-    if not 0 < bits_of(quantizer) < least:
-        return quantizer
-    rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
-    return UniformQuantizer(bit_width=least, rounding=rounding)

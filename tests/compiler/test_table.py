@@ -27,7 +27,7 @@ from tests.autograd.op_database import (
     variants,
     with_wide_values,
 )
-from tests.compiler.compiled_ops import Call, errors_of_mean, sample_of
+from tests.compiler.compiled_ops import Call, activation, errors_of_mean, sample_of
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -168,6 +168,53 @@ def test_chains_of_ops(function):
 @pytest.mark.parametrize("name", ["hardswish", "hardsigmoid", "silu"])
 def test_a_function_that_pytorchs_list_of_overridable_ones_lacks_is_packed(name):
     assert packed_rows(getattr(F, name), X)
+
+
+def _norm(x: Tensor) -> Tensor:
+    x = (x.t() @ x.detach()).repeat(8, 8)
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _parts(x: Tensor) -> Tensor:
+    q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _convolution_of_norm(x: Tensor) -> Tensor:
+    return F.conv1d(F.batch_norm(x[None].repeat(8, 1, 8), None, None, training=True), torch.ones(4, 8, 3))
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return F.cross_entropy((x @ x.detach().t()).repeat(1, 8), torch.arange(8))
+
+
+#: Functions, an op, and the uses and bits of its results that a policy of 2 bits saves.
+SAVED = {
+    # A norm's gradient is quadratic by a sum over many elements: its normalized input takes the policy's bits.
+    "a norm of many": (_norm, "aten.repeat", {("averaged", 2)}),
+    "a norm of few": (lambda x: F.layer_norm((x @ x.t())[:, :4] * 3, (4,)), "aten.mul", {("smooth", 4)}),
+    "a convolution of a norm": (_convolution_of_norm, "aten.repeat", {("averaged", 2)}),
+    "query and key, value": (_parts, "aten.split", {("scores", 8), ("linear", 2)}),
+    "a loss's probabilities": (_softmax, "aten.exp", {("linear", 2)}),
+}
+
+
+@pytest.mark.parametrize("function, op, expected", SAVED.values(), ids=SAVED)
+def test_uses_and_bits(function, op, expected):
+    variant, sample = Variant("", function), Sample((X,), {})
+    call, plain = Call(variant, sample, StochBackward2bit), Call(variant, sample, None)()
+    for error, standard in errors_of_mean(call, plain):
+        assert error <= 5 * standard + 0.02
+    assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
+
+
+def test_lookups_in_weights_are_computed_again():
+    positions, x = nn.Embedding(64, 64), torch.randn(4, 64, 64, requires_grad=True)
+
+    def call(x: Tensor) -> Tensor:
+        return F.layer_norm(activation(x) + positions(torch.arange(64)), (64,)).square()
+
+    assert "aten.embedding" not in packed_rows(call, x)
 
 
 def test_an_op_that_the_table_lacks_keeps_its_tensors():
