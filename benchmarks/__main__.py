@@ -4,9 +4,9 @@
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
     python -m benchmarks --all                   # what the pages show, at most 25 minutes on two cores; goes on
 
-MODEL is a name or a group (small, images, domains, qat, large, trained, cifar10; see `--list`). A policy is "plain"
-or "checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it would
-keep), "compile+DEFAULT" or "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one),
+MODEL is a name or a group (small, images, domains, qat, large, compiled, trained, cifar10; see `--list`). A policy is
+"plain" or "checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it
+would keep), "compile+DEFAULT" or "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one),
 "fit:30x" (brevact.fit), or words such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
 
 bytes: distinct storages that autograd keeps for backward, without weights and batch.
@@ -42,10 +42,12 @@ _ROUNDS, _DRAWS = 9, 3
 
 _EXACT = "LosslessBackward:recompute=1024"
 _WIDTHS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither") for bits in (2, 4))
+_COMPILED = ("+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
 #: What the pages show: models, policies and measures.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net"), (COMPILED, _EXACT), "bytes,time"),
+    ("compiled", ("DEFAULT", *(f"{COMPILED}{each}" for each in (":1", *_COMPILED))), "bytes,time,noise"),
     ("qat", (PLAIN, "LosslessBackward", "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "NearestBackward2bit", "L4Backward", *_WIDTHS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),

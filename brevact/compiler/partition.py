@@ -37,8 +37,8 @@ _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
 _BROADCAST = 8
-#: Bits of tensors from which layers are computed again.
-DEEP_BITS = 8
+#: Fewest bits of tensors from which layers are computed again.
+DEEP_BITS = 6
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
 _BLOCK = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.__main__ import FIGURES, PLAN, main
 from benchmarks.measure import measure_model, with_policy
 from benchmarks.models import GROUPS, MODELS
 from benchmarks.records import append_rows
-from benchmarks.step import Step, classified, loss_of
+from benchmarks.step import Model, Step, classified, loss_of
 
 
 def perceptron() -> Step:
@@ -48,6 +49,17 @@ def test_time_and_noise():
     noise, none = (measure.noise(each, data, exact, 2) for each in (step, plain))
     assert float(noise["noise"]) > 0 and float(noise["error"]) > 0
     assert float(none["noise"]) == float(none["error"]) == 0
+
+
+def test_bytes_and_noise_of_compiled_steps(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setitem(MODELS, "perceptron", Model((), perceptron))
+    policies = ["compile:1", "compile+StochBackward2bit", "compile:0.2+StochBackward2bit"]
+    rows, errors = measure_model("perceptron", policies, ["bytes", "noise"], 2, 2)
+    plain, packed, again = (float(rows[policy]["kept_mib"]) for policy in policies)
+    assert not errors and plain > packed > again
+    noise = [float(rows[policy]["noise"]) for policy in policies[1:]]
+    assert noise[0] > 0 == noise[1]  # computed again from the batch
 
 
 def test_main_appends_rows_of_fresh_processes(tmp_path: Path):
