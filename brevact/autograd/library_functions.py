@@ -7,7 +7,6 @@ tensors, of different numbers. Sets of other numbers, and Functions of versions 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -42,6 +41,12 @@ READ = {
     "fla": ("flash-linear-attention", (0, 2), (0, 6)),
     "mamba_ssm": ("mamba-ssm", (1, 2), (2, 3)),
     "causal_conv1d": ("causal-conv1d", (1, 0), (1, 7)),
+    "transformer_engine": ("transformer-engine", (1, 13), (2, 20)),
+    "apex": ("apex", (0, 1), (0, 1)),
+    "torchao": ("torchao", (0, 18), (0, 18)),
+    "spconv": ("spconv", (2, 3), (2, 3)),
+    "efficientnet_pytorch": ("efficientnet-pytorch", (0, 7), (0, 7)),
+    "monai": ("monai", (1, 6), (1, 6)),
 }
 _TABLE = """
 torch.nn.modules._functions SyncBatchNorm L----
@@ -145,6 +150,33 @@ mamba_ssm.ops.triton.layer_norm LayerNormFn L--------
 mamba_ssm.ops.triton.layer_norm LayerNormLinearFn L-----
 mamba_ssm.ops.triton.layernorm_gated LayerNormFn S----S
 causal_conv1d.causal_conv1d_interface CausalConv1dFn S---- S--
+
+transformer_engine.pytorch.module.linear _Linear L--- L-----
+transformer_engine.pytorch.module.layernorm_linear _LayerNormLinear L----L-- L------L-
+transformer_engine.pytorch.module.layernorm_mlp _LayerNormMLP L-L---SSL----- L---LSL-------- -------
+transformer_engine.pytorch.attention.dot_product_attention.backends FusedAttnFunc ----QQLL--------
+transformer_engine.pytorch.cross_entropy CrossEntropyFunction G --- ----
+apex.normalization.fused_layer_norm FusedLayerNormAffineFunction L----
+apex.normalization.fused_layer_norm FusedLayerNormAffineMixedDtypesFunction L----
+apex.normalization.fused_layer_norm FusedLayerNormFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormAffineFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormAffineMixedDtypesFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormFunction L-
+apex.contrib.layer_norm.layer_norm FastLayerNormFN L---
+apex.contrib.xentropy.softmax_xentropy SoftmaxCrossEntropyLoss -----
+apex.fused_dense.fused_dense FusedDenseFunc L-
+apex.fused_dense.fused_dense DenseNoBiasFunc L-
+apex.fused_dense.fused_dense FusedDenseGeluDenseFunc L--SL
+
+torchao.float8.float8_linear matmul_with_hp_or_float8_args L-
+spconv.pytorch.functional SparseConvFunction --L-
+spconv.pytorch.functional SparseInverseConvFunction --L-
+spconv.pytorch.functional SubMConvFunction --L-
+spconv.pytorch.functional SparseImplicitGemmFunction L---
+spconv.pytorch.functional SparseMaxPoolFunction ----
+spconv.pytorch.functional SparseMaxPoolImplicitGemmFunction ---
+efficientnet_pytorch.utils SwishImplementation S
+monai.networks.blocks.activation SwishImplementation S
 """
 
 
@@ -207,19 +239,22 @@ for _module, _name, *_ in _ROWS:
     BY_MODULE.setdefault(_module, []).append(_name)
 
 
-def letter_of(path: str, place: int, count: int) -> str:
-    """Return the letter of a tensor at a place among the ``count`` that a Function saves."""
-    letters = _letters_of(path, count)
-    return UNKNOWN if letters is None else letters[place]
+#: Attributes of a context that say that a norm saves its result, which backward divides by the weight.
+_INVERTING = ("memory_efficient", "FROM_Y")
+
+
+def letters_of(path: str, ctx: Any) -> str | None:
+    """Return the letters of what a Function's call saves; None if the Function, or this way of saving, is not known."""
+    if path not in SETS or any(getattr(ctx, name, False) for name in _INVERTING):
+        return None
+    return _letters_of(path, len(ctx.to_save or ()))
 
 
 @functools.cache
 def _letters_of(path: str, count: int) -> str | None:
-    sets = SETS.get(path)
-    if path == "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm" and os.environ.get("UNSLOTH_RMSNORM_SAVE_OUTPUT"):
-        return None  # it divides its result by the weight
-    if sets is None or not _is_read(path.partition(".")[0]):
+    if not _is_read(path.partition(".")[0]):
         return None
+    sets = SETS[path]
     found = next((letters for letters in sets if len(letters) == count), None)
     if found is None:
         read = " or ".join(str(len(letters)) for letters in sets)
@@ -227,10 +262,9 @@ def _letters_of(path: str, count: int) -> str | None:
     return found
 
 
-def formula_of(path: str, count: int, shape: torch.Size, args: tuple[Any, ...]) -> Any:
-    """Return the result of this shape as a function of the ``count`` tensors that a call saves; None if unknown."""
-    formula = FORMULAS.get(path)
-    return None if formula is None or _letters_of(path, count) is None else formula(shape, *args)
+def is_exact_alone(path: str | None) -> bool:
+    """Return whether a Function is in the table, and saves nothing that may be packed."""
+    return path in SETS and set().union(*SETS[path]) == {EXACT}
 
 
 def forget() -> None:

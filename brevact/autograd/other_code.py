@@ -119,7 +119,7 @@ def saver_of(x: Tensor, frame: FrameType) -> Saver:
     if call is not None and call.place == (id(frame), frame.f_lasti) and (key := _key_of(x)) in call.saved:
         place = call.saved.index(key)
         call.saved[place] = None  # a call may save a tensor twice, and another call may save it later
-        path, letter = path or call.path, library_functions.letter_of(call.path, place, len(call.saved))
+        path, letter = path or call.path, UNKNOWN if call.letters is None else call.letters[place]
         return Saver(path, path.rpartition(".")[2], letter, call)
     return Saver(path, path.rpartition(".")[2])
 
@@ -134,9 +134,9 @@ class _Call:
     def __init__(self, path: str, frame: FrameType, result: Any, ctx: Any, *args: Any) -> None:
         self.path, self.place = path, (id(frame), frame.f_lasti)
         self.saved = [None if x is None else _key_of(x) for x in ctx.to_save or ()]
-        self._formula = None
-        if type(result) is Tensor:
-            self._formula = library_functions.formula_of(path, len(self.saved), result.shape, args)
+        self.letters, self._formula = library_functions.letters_of(path, ctx), None
+        if self.letters is not None and type(result) is Tensor and (make := library_functions.FORMULAS.get(path)):
+            self._formula = make(result.shape, *args)
         self._result = None if self._formula is None else weakref.ref(result)
         self._operands: list[tuple[Tensor, Saved]] = []
 

@@ -167,13 +167,15 @@ def test_versions_that_nobody_has_read_stay_as_they_are(distribution, monkeypatc
     assert len(told) == 1 and all(t.dtype is torch.float32 for t in saved.tensors)
 
 
-def test_another_number_of_tensors_stays_as_it_is():
+@pytest.mark.parametrize("count, inverts", [(4, False), (3, True)], ids=["number", "result of a norm"])
+def test_another_way_of_saving_stays_as_it_is(count, inverts, recwarn):
     path = next(iter(STAND_INS))
 
     class More(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x, x, x, x)
+            ctx.memory_efficient = inverts
+            ctx.save_for_backward(*[x] * count)
             return x * 2
 
         @staticmethod
@@ -182,10 +184,22 @@ def test_another_number_of_tensors_stays_as_it_is():
 
     More.__module__, _, More.__qualname__ = path.rpartition(".")
     watch_forward(More)
-    with pytest.warns(UserWarning, match="saves 4 tensors, 3 or 2 where it was read"), watch_saved() as saved:
-        with brevact.backward_quant(StochBackward4bit.let(min_numel=0)):
-            More.apply(activation() * 1.0)
+    with watch_saved() as saved, brevact.backward_quant(StochBackward4bit.let(min_numel=0)):
+        More.apply(activation() * 1.0)
     assert all(t.dtype is torch.float32 for t in saved.tensors)
+    told = [str(each.message) for each in recwarn]
+    assert inverts or any("saves 4 tensors, 3 or 2 where it was read" in each for each in told)
+
+
+def test_a_rule_for_a_function_that_saves_nothing_to_pack_is_refused():
+    path = next(path for path, sets in SETS.items() if sets == ["---"])
+
+    class Exact(torch.autograd.Function):
+        pass
+
+    Exact.__module__, _, Exact.__qualname__ = path.rpartition(".")
+    with pytest.raises(TypeError, match="no quantizer changes what this function stores"):
+        Policy({Exact: StochBackward4bit})
 
 
 @pytest.mark.parametrize("module", [each for each in BY_MODULE if each.startswith("liger_kernel.")])
