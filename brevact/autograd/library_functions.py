@@ -185,7 +185,10 @@ class _Normalized(NamedTuple):
 
     shape: torch.Size
     offset: float = 0.0
-    is_curved = False
+
+    @property
+    def is_curved(self) -> bool:
+        return False
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
         *affine, invstd = others
@@ -201,7 +204,10 @@ class _Gated(NamedTuple):
 
     shape: torch.Size
     activation: Callable[[Tensor], Tensor]
-    is_curved = True
+
+    @property
+    def is_curved(self) -> bool:
+        return True
 
     def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
         return (self.activation(gate) * x).view(self.shape)
@@ -217,7 +223,10 @@ def _rms_norm(
     return None if weight is None else _Normalized(shape, offset)
 
 
-_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 #: Formulas of results, as functions of the saved tensors, from a result's shape and the call's arguments.
 FORMULAS: dict[str, Callable[..., Any]] = {
     "liger_kernel.ops.rms_norm.LigerRMSNormFunction": _rms_norm,
