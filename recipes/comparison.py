@@ -42,8 +42,8 @@ def compare(recipe: Recipe, cases: dict[str, Settings], data: Any, folder: Path,
 
     Args:
         recipe: whose runs are compared.
-        cases: settings by the name of the case's folder; the first one is what the others are compared with.
-        data: what the recipe loads, the same for all.
+        cases: settings by the name of the case's folder; the first one is the baseline.
+        data: the recipe's data, the same for all.
         folder: receives the cases' folders, comparison.csv and comparison.png.
         resume: continue each case that has a checkpoint; otherwise runs that are in these folders are replaced.
 

@@ -163,7 +163,7 @@ class FineTuning(Task):
         enable({"use_reentrant": False})
 
     def show(self, path: Path) -> None:
-        """Writes what the model goes on with after "The", and the model itself with `--save`."""
+        """Writes the model's continuation of "The", and the model itself with `--save`."""
         tokenizer = self.tokens().tokenizer
         self.model.eval()
         torch.manual_seed(0)

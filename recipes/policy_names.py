@@ -49,7 +49,7 @@ class NamedPolicy:
 
     Args:
         name: as the command line has it.
-        source: what `brevact.quantize_backward` takes; None for full precision.
+        source: for `brevact.quantize_backward`; None for full precision.
         settings: its keyword arguments.
     """
 

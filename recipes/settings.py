@@ -1,7 +1,7 @@
 """The settings of a run, and the command line that gives them.
 
-`Settings` holds every default; the parser leaves out what was not given, so that a resumed run can take all settings
-from its checkpoint and object to a contradiction.
+`Settings` holds every default; the parser leaves out options that were not given, so that a resumed run can take all
+settings from its checkpoint and object to a contradiction.
 """
 
 import argparse
@@ -146,7 +146,7 @@ class Settings:
         return torch_device(self.device)
 
     def resumed(self, given: dict[str, object]) -> "Settings":
-        """These settings of a checkpoint, with what the command line may change."""
+        """These settings of a checkpoint, with the changes that a resumed run allows."""
         own = asdict(self)
         changed = {name: value for name, value in given.items() if own[name] != value}
         if wrong := sorted(changed.keys() - self.MAY_CHANGE_ON_RESUME):
@@ -157,7 +157,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for.
+    """The request of a command line.
 
     Attributes:
         given: the settings named on it, by field of `Settings`.

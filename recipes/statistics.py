@@ -21,7 +21,7 @@ def collected_statistics(model: nn.Module) -> dict[str, dict[str, object]]:
 
 
 def restore_statistics(model: nn.Module, statistics: dict[str, dict[str, object]]) -> None:
-    """Puts back what `collected_statistics` returned, after `load_state_dict`."""
+    """Restores the result of `collected_statistics`, after `load_state_dict`."""
     for name, module in _collecting(model):
         saved = statistics[name]
         module.counter = saved["counter"]

@@ -1,6 +1,6 @@
 """Classes and functions of Brevitas' inner modules, which move between its releases.
 
-Without Brevitas, each is an empty class, of which nothing is an instance.
+Without Brevitas, each is an empty class without instances.
 """
 
 from __future__ import annotations

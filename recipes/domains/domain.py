@@ -127,7 +127,7 @@ class Task:
         """Goes on from a `state_dict`."""
 
     def show(self, path: Path) -> None:
-        """Draws what the trained model does to a PNG file; called for the first seed of each variant. Draws nothing."""
+        """Draws results of the trained model to a PNG file, for each variant's first seed; by default, nothing."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Domain:
         description: of the help text.
         settings: class of the settings.
         task: from settings, a seed and a device to a training.
-        metric: what runs are judged by.
+        metric: compares runs.
         libraries: that the task imports, by the names that Python has for them.
         variants: that are trained by default; all but "plain" and "checkpoint" are names of policies.
     """

@@ -78,7 +78,7 @@ def train(
     Args:
         domain: whose task is trained.
         settings: of all runs.
-        variants: what the runs keep.
+        variants: "plain", "checkpoint" and names of policies.
         seeds: of the runs.
         device: to train on.
         folder: receives a row a run, a row an epoch, pictures of the first seed, and the checkpoint of the current run.
