@@ -30,21 +30,19 @@ os._exit(0)
 
 
 class Done(NamedTuple):
-    """How a fork has ended, and what it has written."""
-
     returncode: int
     stdout: str
     stderr: str
 
 
 class Forks:
-    """What runs code in forks of a process."""
+    """Runs code in forks of a process."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
 
     def run(self, code: str) -> Done:
-        """Run code as a program of its own, which finds imported what the process has imported."""
+        """Run code as a program of its own, with the imports of the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(code), file=self._process.stdin, flush=True)
         return Done(*json.loads(self._process.stdout.readline()))

@@ -1,4 +1,4 @@
-"""Two processes of a distributed run: a module is run once a rank, and leaves in a folder what it measures."""
+"""Two processes of a distributed run: a module runs once per rank and writes its measurements to a folder."""
 
 from __future__ import annotations
 

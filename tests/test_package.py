@@ -1,4 +1,4 @@
-"""The package as pip builds it: what is in the wheel and the sdist, and the wheel outside of the checkout."""
+"""The package as pip builds it: contents of the wheel and the sdist, and the wheel outside of the checkout."""
 
 from __future__ import annotations
 

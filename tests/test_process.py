@@ -1,4 +1,4 @@
-"""What importing the package changes in a process, and what waits for the first packed one: `docs/process.md`."""
+"""Changes of a process by the import, and those that wait for the first packed tensor: `docs/process.md`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run(code: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def changed() -> list[list[str]]:
-    """Names of what has changed: by the import, in a region that packs nothing, in the first one that packs."""
+    """Names changed by the import, in a region that packs nothing, and in the first one that packs."""
     return json.loads(_run(CODE))
 
 

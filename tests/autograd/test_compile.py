@@ -1,4 +1,4 @@
-"""Regions under `torch.compile`: nothing breaks the graph, what it keeps is packed, gradients are those without it."""
+"""Regions under `torch.compile`: whole graphs, packed saved tensors, and the gradients of eager regions."""
 
 from __future__ import annotations
 

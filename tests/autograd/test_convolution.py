@@ -1,4 +1,4 @@
-"""Convolutions: formulas on what is stored, and what is kept of weights."""
+"""Convolutions: formulas on decoded tensors, and saved weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders: one base class declares what others read of them."""
+"""Decoders: one base class declares the attributes that others read."""
 
 from __future__ import annotations
 

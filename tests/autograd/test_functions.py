@@ -1,4 +1,4 @@
-"""Laws of every op in a region: the forward is untouched, the backward is the formula on what was stored."""
+"""Laws of every op in a region: the forward is untouched, the backward is the formula on decoded tensors."""
 
 from __future__ import annotations
 

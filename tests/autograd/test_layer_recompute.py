@@ -394,7 +394,7 @@ def _codes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> list[int]
 
 
 def test_chains_go_on_through_narrow_layers_where_bytes_count_most():
-    """Three blocks are computed from one packed sum; gates, and what they are computed from, are not stored."""
+    """Three blocks are recomputed from one packed sum; gates and their inputs are not saved."""
     net, x = Inverted(9), torch.randn(4, 4, 16, 16)
     deep, shallow = (_codes(net, x, settings(8, recompute=each)) for each in (DEEP, DEEP - 1))
     assert len(deep) == 9 // 3 and len(shallow) > 9

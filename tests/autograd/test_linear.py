@@ -1,4 +1,4 @@
-"""Linear layers: what the laws over all ops do not ask."""
+"""Linear layers, beyond the laws of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms in a region: gradients are the formula on what was stored, of their inputs or of what they normalized."""
+"""Norms in a region: gradients are the formula on decoded inputs or normalized values."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _attention(scores: Tensor) -> Tensor:
 
 
 def _masked(function: Callable[[Tensor], Tensor], value: float) -> Callable[[Tensor], Tensor]:
-    """The function of scores of which the masked ones have a value that the result drops."""
+    """The function of scores with a value at masked places, where its result is set to 0."""
     return lambda scores: function(scores.masked_fill(~KEEP, value)).masked_fill(~KEEP, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What code saves that is not torch's: kept as it is, packed where a rule names it or somebody has looked at it."""
+"""Tensors saved by other code than torch's: in full precision, packed if a rule or the table names the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lossless gradients have the strides that torch gives them: what reads them next adds in the same order."""
+"""Lossless gradients have torch's strides, so that the next op adds in the same order."""
 
 from __future__ import annotations
 

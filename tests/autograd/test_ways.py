@@ -156,7 +156,7 @@ def _block(activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two norms read one tensor, which is added to what comes after."""
+    """Two norms read one tensor, which is added to a later result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is a weight, which is never packed, and what is an activation."""
+"""Weights, which are never packed, and activations."""
 
 from __future__ import annotations
 

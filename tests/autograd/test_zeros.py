@@ -1,4 +1,4 @@
-"""Exact zeros in what is saved: a gradient of zero stays zero, whatever the factor beside it."""
+"""Exact zeros in saved tensors: a gradient of zero stays zero, whatever its factor."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_factor_of_zero_leaves_no_gradient(before: str, source: type | None):
 
 @pytest.mark.parametrize("source", [DitherBackward8bit, StochBackward4bit, StochBackward2bit])
 def test_a_slope_of_zero_leaves_no_gradient(source: type):
-    """Of functions of elements whose slope reaches 0 in float32, by what they store."""
+    """Elementwise functions whose slope reaches 0 in float32, by saved tensor."""
     for name in ("exp", "expm1", "exp2", "relu", "hardsigmoid", "hardtanh", "relu6", "masked", "where", "softshrink"):
         torch.manual_seed(3)
         x = torch.randn(64, 256).masked_fill(torch.rand(64, 256) < 0.01, 0.0)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.formats`: what it measures, and the picture that it makes."""
+"""`python -m benchmarks.formats`: its figures and its picture."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Widths that follow sensitivities: the budget, what they are good for, and what a checkpoint holds."""
+"""Widths that follow sensitivities: the budget, less noise, and checkpoints."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_adaptive_widths_have_less_noise_than_a_uniform_width():
 
 
 def test_sensitivities_are_the_noise_of_each_layer():
-    """The difference of two draws has twice the variance of one: all layers' shares add up to what all draws give."""
+    """The difference of two draws has twice the variance of one; the layers' shares add up to the total noise."""
     batch = images(64)
     model = brevact.quantize_backward(net(), StochBackward4bit, min_numel=0)
     adaptive = Adaptive(model, batch, loss_of, bit_width=4)

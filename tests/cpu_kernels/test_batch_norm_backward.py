@@ -58,7 +58,7 @@ class Given:
         )
 
     def check(self, found: tuple[Tensor | None, ...]) -> None:
-        """A sum of n products in any order is off by n + 1 roundings at most; 14 more are for what becomes of it."""
+        """Allow n + 1 roundings for a sum of n products in any order, and 14 for the ops after it."""
         x = self.x.double()
         parts = x, self.grad.double(), None if self.weight is None else self.weight.double(), self.invstd.double()
         n = x.numel() // x.shape[1]

@@ -1,4 +1,4 @@
-"""Two processes: the same averages on both, of what each has sent."""
+"""Two processes: equal averages of both ranks' decoded gradients."""
 
 from __future__ import annotations
 

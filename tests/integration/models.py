@@ -1,4 +1,4 @@
-"""Small models and what is measured of them."""
+"""Small models and their measurements."""
 
 from __future__ import annotations
 

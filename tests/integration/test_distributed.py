@@ -82,7 +82,7 @@ def test_the_first_rank_draws_what_one_process_does(ranks):
 
 
 def test_ranks_agree_on_widths_and_on_what_they_know_of_samples(ranks):
-    """Each measures its own part; what they go on with is the mean of both."""
+    """Each measures its own part; both go on with the mean."""
     first, second = (rank["adaptive"]["states"] for rank in ranks)
     for a, b in zip(first, second, strict=True):
         assert a["sensitivities"] == b["sensitivities"] and a["bit_widths"] == b["bit_widths"]

@@ -84,7 +84,7 @@ every_layer = pytest.mark.parametrize("make, shape", LAYERS.values(), ids=LAYERS
 
 
 def train(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Output, gradients of parameters, and what is kept for backward apart from the parameters and buffers."""
+    """Output, gradients of parameters, and saved tensors other than parameters and buffers."""
     torch.manual_seed(1)
     with watch_saved() as saved:
         out = model.train()(x)

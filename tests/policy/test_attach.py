@@ -188,7 +188,7 @@ def op_batch() -> tuple[Tensor, Tensor]:
 
 
 def bits_of(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[tuple[str, str], int | None]:
-    """Whole bits an element of what each op of each module packs; None for one that packs nothing."""
+    """Whole bits per element that each op of each module packs; None if it packs nothing."""
     found: dict[tuple[str, str], int | None] = {}
     for row in brevact.memory_report(model, batch).ops:
         if row.how == "packed" and row.saved_bytes:

@@ -1,4 +1,4 @@
-"""Codes of a forward quantizer's output stand for it only as long as it is what they were made of."""
+"""Codes of a forward quantizer's output replace it only until it changes."""
 
 import contextlib
 

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Subject:
-    """A quantizer with what the laws need to know of it.
+    """A quantizer and the facts that the laws need.
 
     Args:
         quantizer: The quantizer.
@@ -42,12 +42,12 @@ class Subject:
             element to the grid, in the shape of the tensor; NaN for groups that are marked as broken. In groups that
             are flagged, because something in them is not finite, the levels that are left to the other elements count.
         largest_error: Steps by which an element may change; None for 0.5 (nearest) and 1 (others).
-        unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
+        unbiased: Whether the expectation of the decoded values is the tensor; None to read it from the rounding.
         keeps_range: Whether the step follows from the range of a group alone.
         two_signs: Whether zeros stay zero beside elements of both signs: one bit has two levels.
-        constant_dtype: What a group of equal elements is stored in exactly; None if it is not.
+        constant_dtype: Dtype that stores a group of equal elements exactly; None if none does.
         is_noisy: Whether seeds show; they do not where each element is a bucket of its own.
-        roundings: Float32 roundings between an element and what it decodes to, with one to spare.
+        roundings: Float32 roundings between an element and its decoded value, with one to spare.
     """
 
     quantizer: Any

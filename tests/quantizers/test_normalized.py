@@ -1,4 +1,4 @@
-"""Formats of normalized values: the formulas of the paper's table 1, its table 2, and what is stored."""
+"""Formats of normalized values: the formulas of the paper's table 1, its table 2, and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sign and magnitude: the formula, what it stores, and where it ends."""
+"""Sign and magnitude: the formula, its bytes and its range."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def _errors(quantizer, x: Tensor, draws: int) -> Tensor:
 
 
 def _with(value: float, share: int) -> tuple[Tensor, Tensor]:
-    """Eight buckets of normal values, one in `share` of which is replaced, and which is."""
+    """Eight buckets of normal values with one in `share` replaced, and the mask of the replaced ones."""
     torch.manual_seed(0)
     x = torch.randn(8, 512)
     x[:, 5::share] = value

@@ -32,7 +32,7 @@ def conv_net(change: Callable[[nn.Conv2d], Any] = lambda conv: None) -> nn.Modul
 
 
 class Routed(nn.Module):
-    """Keeps the loss of its router, with its graph, and what it has seen."""
+    """Keeps the loss of its router, with its graph, and counts of its batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def test_step_report_measures_pairs_and_peaks():
 
 
 def test_peak_is_what_a_step_allocates_at_most():
-    """Both layers' outputs and derivatives are alive at once: at least what plain training keeps, all of it at most."""
+    """Both layers' outputs and derivatives are alive at once: at least the saved bytes of plain training."""
     model = brevact.quantize_backward(net(), StochBackward2bit, min_numel=0)
     kept = brevact.memory_report(model, BATCH, loss)
     report = brevact.step_report(model, BATCH, loss, rounds=2)

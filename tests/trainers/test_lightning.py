@@ -130,7 +130,7 @@ def test_default_trains_with_options_of_the_trainer(run, callback, options):
 
 @pytest.mark.parametrize("kind", ["no batch_idx", "decorated", "iterator", "before transfer", "float64", "bfloat16"])
 def test_batches_are_those_of_the_loop(run, callback, kind):
-    """What is measured, and what is trained on, however `training_step` is written, and at whatever precision."""
+    """Batches of measurements and of steps, for each form of `training_step` and each precision."""
 
     class Net(run.net):
         def on_before_batch_transfer(self, batch, dataloader_idx):
