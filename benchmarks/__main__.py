@@ -42,7 +42,7 @@ _ROUNDS, _DRAWS = 9, 3
 
 _EXACT = "LosslessBackward:recompute=1024"
 _WIDTHS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither") for bits in (2, 4))
-#: What the pages show: models, policies and measures.
+#: Rows of the pages: models, policies and measures.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net"), (COMPILED, _EXACT), "bytes,time"),

@@ -141,7 +141,7 @@ def _multiplies(launch: Launch) -> bool:
 
 
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Launches of a variant, and how many 128-bit loads and stores each must have at least: one a plane."""
+    """Launches of a variant, each with its least numbers of 128-bit loads and stores: one per plane."""
     if variant.operation == "masks":
         yield from _mask_launches(DTYPES[variant.dtype])
     elif variant.operation == "codes":

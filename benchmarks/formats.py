@@ -107,7 +107,7 @@ def samples() -> dict[str, list[Tensor]]:
 
 
 def kept_activations(epochs: int = 2) -> list[Tensor]:
-    """What autograd keeps for a training step of a nano EfficientNetV2 that has learnt digits for a while.
+    """Saved tensors of a training step of a nano EfficientNetV2 that has learnt digits for a while.
 
     Args:
         epochs: passes over the images before.
@@ -133,7 +133,7 @@ def kept_activations(epochs: int = 2) -> list[Tensor]:
         def collect(x: Tensor) -> Tensor:
             address = x.untyped_storage().data_ptr()
             if x.is_floating_point() and x.numel() >= DEFAULT_MIN_NUMEL and address not in own:
-                kept.setdefault(address, x.detach())  # what is held cannot be reused for another tensor
+                kept.setdefault(address, x.detach())  # a held storage is not reused for another tensor
             return x
 
         images, labels = next(batches.epoch(0))

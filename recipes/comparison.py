@@ -28,7 +28,7 @@ def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
 
 
 def begun(recipe: Recipe, folder: Path) -> tuple[Settings, tuple[str, ...]]:
-    """What `begin` wrote down: the settings and the quantizers."""
+    """The settings and the quantizers that `begin` wrote down."""
     path = folder / COMPARISON
     content = files.read_json(path)
     quantizers = content.get("quantizers") if isinstance(content, dict) else None

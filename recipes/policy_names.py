@@ -87,7 +87,7 @@ def named_policy(words: str) -> NamedPolicy:
 
 
 def _source(words: str) -> tuple[Any, dict[str, Any]]:
-    """What a name stands for, and its settings."""
+    """The policy of a name, and its settings."""
     name, separator, _ = words.partition(":")
     if name == "None":
         if separator:

@@ -221,7 +221,7 @@ def _measure_memory(
     inputs, targets = next(batches.epoch())
     with trainer.autocast():
         model, batch = (trainer.objective, (inputs, targets)) if with_loss else (trainer.model, inputs)
-        if is_reference:  # measured as it is, not as the default policy would let it store
+        if is_reference:  # in full precision, without the default policy
             model = brevact.quantize_backward(copy.deepcopy(model), {"*": None})
         return brevact.memory_report(model, batch)
 

@@ -23,7 +23,7 @@ SAVE_MODES = ("save_quantized", "quantize_on_backward")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run. Every field is a command-line option of the same name.
+    """Settings that decide the result of a run. Every field is a command-line option of the same name.
 
     A recipe adds fields of its own, and limits of them, in a subclass.
     """
@@ -121,7 +121,7 @@ class Settings:
 
     @property
     def quantizer_changes(self) -> tuple[str, ...]:
-        """What differs from the backward quantizer as its name stands for it."""
+        """Differences from the backward quantizer of that name."""
         mode = (self.save_mode,) if self.save_mode != Settings.save_mode else ()
         adapted = () if self.adapt_every is None else (f"adapt_every={self.adapt_every}",)
         return (*self.act_override, *mode, *adapted)

@@ -39,7 +39,7 @@ def run_cells(text: str, folder: Path, changes: Mapping[str, str] | None = None)
         changes: what to put in place of parts of the code, for a small run; each must occur.
 
     Returns:
-        What each of them printed.
+        The output of each.
 
     Raises:
         ValueError: a part to be changed does not occur.

@@ -13,7 +13,7 @@ from brevact.autograd.ops.op import EXACT, Stored
 
 PAGE = Path(__file__).parents[1] / "docs/stored.md"
 HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
-#: What no op decides by itself.
+#: Rows that hold for all ops.
 OF_ALL_OPS = (
     Stored(
         "weights made of weights (weight standardization, weight and spectral norm, parametrizations, LoRA products)",

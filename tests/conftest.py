@@ -1,4 +1,4 @@
-"""What holds for the whole suite."""
+"""Fixtures and options of the whole suite."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
     # the seed cannot be set later on; in a test, behind pytest's functions, that takes longer than most tests do.
     device.traceback = SimpleNamespace(format_stack=list)
 
-gc.disable()  # until all is collected: nearly all of what imports and collecting allocate stays
+gc.disable()  # until all is collected: nearly all allocations of imports and collecting stay
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

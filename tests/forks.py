@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-#: Runs what is imported, then a fork for each line, whose files tell what it writes.
+#: Runs the imports, then a fork for each line, whose output goes to files.
 _CODE = """
 import json, os, sys, tempfile
 exec(sys.argv[1])

@@ -58,5 +58,4 @@ def join(rank: int, folder: Path) -> None:
 
 
 def load_ranks(folder: Path) -> list[dict[str, object]]:
-    """What each process has saved as ``RANK.pt``."""
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

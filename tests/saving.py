@@ -1,4 +1,4 @@
-"""What is saved and loaded again."""
+"""Saving and loading of objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of a new op and a new format works as it stands, in a copy of the tree."""
+"""CONTRIBUTING.md's steps for a new op and a new format work unchanged in a copy of the tree."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
-#: Prints what changes at the import, in a region that packs nothing, and in one that packs.
+#: Prints the changes at the import, in a region that packs nothing, and in one that packs.
 CODE = """
 import atexit, copyreg, gc, json, logging, os, signal, sys, threading, warnings
 import brevitas, brevitas.nn, brevitas.quant, brevitas.core.quant, brevitas.core.stats, brevitas.proxy

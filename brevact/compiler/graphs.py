@@ -34,7 +34,7 @@ from brevact.private_names.of_compiler import (
 )
 from brevact.quantizers import from_text, to_text
 
-#: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
+#: Parts of the compiler's own saved bytes, and bit widths; a budget chooses among them.
 _PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BITS = (8, 7, 6, 5, 4, 3, 2)
 

@@ -44,7 +44,7 @@ _LEAST_MASK = 4096
 _BLOCK = 512
 #: Bytes per element of minima and scales.
 _METADATA = 6 / 512
-#: Noise of what layers are computed again from, as a multiple of that of other tensors.
+#: Noise of sources of recomputed layers, as a multiple of other tensors'.
 _DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.

@@ -61,7 +61,7 @@ def test_generators_that_begin_with_a_transposed_convolution_pack():
     brevact.quantize_backward(model, StochBackward2bit)
     report = {row.layer: row for row in brevact.memory_report(model, torch.randn(4, 64, 1, 1)).rows}
     assert report["1"].plain_bytes > 8 * report["1"].saved_bytes
-    assert "3" not in report  # its input derives from what the norm stores, and its plain bytes count with ReLU's
+    assert "3" not in report  # its input derives from the norm's codes, and its plain bytes count with ReLU's
 
 
 @pytest.mark.parametrize("computed", [False, True])

@@ -105,7 +105,7 @@ def _chain(width: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.SiLU(), nn.Conv2d(width, width, 1))
 
 
-@pytest.mark.parametrize("size", [8, 96])  # held, and larger than what is held
+@pytest.mark.parametrize("size", [8, 96])  # held, and too large to be held
 @pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, nn.GELU(approximate="tanh"), F.softplus])
 def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, function) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, funct
 
     y = F.batch_norm(x, None, None, weight=weight, bias=bias, training=True)
     grad = torch.randn_like(x)
-    # With 8 bits, y differs from what is decoded by a step of each bucket at most.
+    # With 8 bits, y differs from its decoded values by a step of each bucket at most.
     leaf = x.clone().requires_grad_()
     with brevact.backward_quant(brevact.StochBackward8bit):
         norm = F.batch_norm(leaf, None, None, weight=scale * weight, bias=bias, training=True)

@@ -91,7 +91,7 @@ def test_the_output_of_a_norm_decodes_within_a_step(norm):
     with region(chosen):
         y, decoded = normalized(chosen, norm)
     assert decoded.shape == y.shape and decoded.stride() == y.stride() and decoded.dtype == y.dtype
-    # x^ has a range below 2 sqrt(N) for the N = 1024 elements of a group, of which a step is 1/255; weights are below 2
+    # x^ has a range below 2 sqrt(N) for the N = 1024 elements of a group, a step 1/255 of it; weights are below 2
     assert (decoded - y).abs().max() < 2 * 2 * 32 / 255
     assert not torch.equal(decoded, y)
 

@@ -80,7 +80,7 @@ def mean_error(call: Callable[[Tensor], Tensor], bit_width: int) -> float:
     return float((mean - expected).norm())
 
 
-#: What the mean error at 8 bits is, less than one of first order in the error at 4: 4 times that of second order.
+#: Bound of the mean error at 8 bits: below one of first order in the error at 4, 4 times that of second order.
 SECOND_ORDER = 4 * (15 / 255) ** 2
 
 

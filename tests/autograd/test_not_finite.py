@@ -1,4 +1,4 @@
-"""What is not finite in a saved tensor stays where it is: gradients are NaN where plain ones are, and nowhere else."""
+"""Non-finite values of a saved tensor stay in place: gradients are NaN exactly where plain ones are."""
 
 from __future__ import annotations
 

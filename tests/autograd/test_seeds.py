@@ -79,7 +79,7 @@ def test_all_other_random_numbers_are_those_without_brevact(name):
             found += sum(t.dtype is torch.uint8 for t in saved.tensors)
             drawn += [x, out, torch.randperm(100), torch.randn(1)]
         drawn.append(torch.rand(2000))
-        assert bool(found) == quantized or "checkpoint" in name  # what those store is inside
+        assert bool(found) == quantized or "checkpoint" in name  # a checkpoint's saved tensors are inside
         runs.append(drawn)
     assert all(map(torch.equal, *runs))
 

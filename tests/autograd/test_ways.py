@@ -30,7 +30,7 @@ QUANTIZERS = {each.__name__: each for each in (StochBackward2bit, NearestBackwar
 
 
 class Way(NamedTuple):
-    """What is around a region and inside of it, its save mode, and whether a checkpoint runs it."""
+    """Contexts around a region and inside of it, its save mode, and whether a checkpoint runs it."""
 
     around: Callable[[], AbstractContextManager] = nullcontext
     inside: Callable[[], AbstractContextManager] = nullcontext

@@ -103,7 +103,7 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "tril": torch.tril,
     "norm of zeros": lambda x: F.normalize(x.masked_fill(torch.arange(len(x))[:, None] % 4 == 0, 0.0), dim=-1),
 }
-#: What comes before: the input as it is, or that of a chain, from which functions derive.
+#: Sources of the function's input: a plain tensor, or an op from whose result functions derive.
 BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x * 1.0,
     "batch norm": lambda x: F.batch_norm(x, None, None, torch.ones(256), torch.zeros(256), training=True),

@@ -337,7 +337,7 @@ def test_a_checkpoint_of_a_larger_budget_does_not_exceed_that_of_the_object():
 
 def test_samples_are_remembered_where_some_layers_have_no_gradient():
     model = net()
-    nn.init.zeros_(model[-1].weight)  # what comes before gets gradients of 0
+    nn.init.zeros_(model[-1].weight)  # earlier layers get gradients of 0
     adaptive = Adaptive(brevact.quantize_backward(model, StochBackward4bit), images(), loss_of, bit_width=4, samples=16)
     with adaptive.batch(range(16)):
         value = loss_of(model, images())

@@ -233,7 +233,7 @@ def test_the_means_of_an_input_are_subtracted_first():
     given = Given((8, 40, 6, 4))
     given.mean = torch.randn(40)
     offset = 1000.0 * given.mean.view(-1, 1, 1)
-    rounded = (given.x + offset) - offset  # each exact: what is left of the deviations
+    rounded = (given.x + offset) - offset  # each exact: the rounded deviations
     wanted = torch.ops.aten.native_batch_norm_backward(
         *(given.grad.double(), rounded.double(), given.weight.double(), None, None),
         *(torch.zeros(40, dtype=torch.float64), given.invstd.double(), True, 1e-5, MASK),

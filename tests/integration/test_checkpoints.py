@@ -44,7 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.stem(x))
-        side = self.side(x)  # packs what crosses into the first checkpoint
+        side = self.side(x)  # packs the input of the first checkpoint
         return self.run(self.blocks, x) + side
 
 

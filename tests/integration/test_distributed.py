@@ -48,7 +48,7 @@ def test_gathered_parameters_are_not_packed(name, ranks):
 def test_sharded_models_train_in_bfloat16(ranks, expected):
     top = max(grad.norm() for grad in expected)
     for grad, reference in zip(ranks[0]["fsdp, bfloat16"]["grads"], expected, strict=True):
-        # beside the error of 8 bits, of which `assert_near` speaks: five products of factors rounded by 2^-8 each
+        # beside the error of 8 bits in `assert_near`: five products of factors rounded by 2^-8 each
         assert (grad - reference).norm() <= (4 * 8 / 255 / 2 + 5 * 2**-7) * top
 
 

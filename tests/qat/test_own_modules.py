@@ -131,7 +131,7 @@ def test_settings_that_change_between_steps_without_a_version_count(change, dtyp
         for _ in range(3):
             before = gradients(layer, activation().to(dtype))
         change(tensor_quant(layer))
-        after = gradients(layer, 2 * activation().to(dtype))  # of which some are clipped
+        after = gradients(layer, 2 * activation().to(dtype))  # some are clipped
         assert not torch.equal(before[0], after[0])
         found.append([*after[:2], *after[2].values()])
     for one, other in zip(*found, strict=True):

@@ -146,7 +146,7 @@ def grid_step(packed: PackedActivation, x: Tensor, *, clips: bool = False) -> Te
     z = flat if offset is None else flat - offset
     z = z if scale is None else torch.where(scale > 0, z / scale, 0.0)
     levels = grid.levels.double()[group if len(grid.levels) > 1 else torch.zeros_like(group)]
-    is_nan = flagged | (levels[:, -1].isnan() & ~levels[:, 0].isnan())  # what the last code stands for
+    is_nan = flagged | (levels[:, -1].isnan() & ~levels[:, 0].isnan())  # the value of the last code
     levels[:, -1] = torch.where(is_nan, levels[:, -2], levels[:, -1])
     above = (z[:, None] >= levels).sum(1).clamp(1, levels.shape[1] - 1)[:, None] if z.numel() else group[:, None]
     neighbours = torch.cat((levels.gather(1, above - 1), levels.gather(1, above)), 1) if z.numel() else levels

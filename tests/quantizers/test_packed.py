@@ -1,4 +1,4 @@
-"""What a `PackedActivation` refuses."""
+"""Errors of `PackedActivation`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def plain(levels: int = 4, **settings: object) -> SignMagnitudeQuantizer:
 
 
 def codes_of(x: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """What a decoded tensor stands for on the grid of its scale."""
+    """Codes of a decoded tensor on the grid of its scale."""
     return x.double() / scale.double() * levels
 
 

@@ -78,7 +78,7 @@ def test_spread_is_that_of_the_ratios_of_pairs(tmp_path):
 
 @pytest.mark.parametrize("policy", [None, brevact.DEFAULT], ids=["none", "DEFAULT"])
 def test_a_model_with_checkpoints_is_measured(policy):
-    """What a checkpoint recomputes in the plain step's backward pass is plain, too."""
+    """Checkpoints in the plain step recompute in full precision."""
     layers = net()
     layers.forward = partial(checkpoint_sequential, layers, 2, use_reentrant=False)
     model = nn.Sequential(layers)

@@ -206,7 +206,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
     return handle
 
 
-#: What functions do, by their parameters.
+#: Pieces of functions, from their parameters.
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     # pack_mask reads a floating-point tensor as ~(x <= 0)
     lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output"): everywhere("relu"),
