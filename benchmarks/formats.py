@@ -65,7 +65,7 @@ def leaves() -> dict[str, type]:
 
 
 def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: int, repeats: int) -> Iterator[Row]:
-    """One row a quantizer and kind of data.
+    """One row per quantizer and kind of data.
 
     Args:
         names: leaf quantizers.

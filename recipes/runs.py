@@ -2,7 +2,7 @@
 
 | file | content |
 |---|---|
-| history.csv | one row an epoch |
+| history.csv | one row per epoch |
 | summary.json | settings, versions, final and best figures, stored bytes |
 | checkpoint.pt | all that the next epoch depends on |
 | memory.csv, memory.png | each layer's bytes for backward |

@@ -1,4 +1,4 @@
-"""Write the table of what is stored, which follows from the rows of ``brevact.autograd.ops``.
+"""Write the table of stored tensors from the rows of ``brevact.autograd.ops``.
 
 Run it in a checkout: ``python -m scripts.stored_table``.
 """
@@ -35,7 +35,7 @@ OF_ALL_OPS = (
 
 
 def stored_table() -> str:
-    """Return the table; ops of which the same is said share a row."""
+    """Return the table; ops with equal texts share a row."""
     names: dict[tuple[str, str], list[str]] = {}
     for stored in (*(op.stored for op in OPS if op.stored is not None), *OF_ALL_OPS):
         ops = names.setdefault((stored.kept, stored.gradient), [])

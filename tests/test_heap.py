@@ -211,7 +211,7 @@ def test_free_blocks_are_returned_beyond_the_bound(probe, bound: str):
 
 @glibc
 def test_no_more_is_returned_than_leaves_some_room_below_the_bound(probe):
-    """Of 110 MiB that are free 40 are too many; 16 more are returned, and the rest of the last block of 4."""
+    """40 of 110 free MiB are too many; 16 more are returned, and the rest of the last block of 4."""
     code = RETURNED.replace("BOUND", "70").replace("BELOW", "16")
     assert 40 + 16 - 4 < float(probe(code)[0]) < 40 + 16 + 4 + 4
 

@@ -1,6 +1,6 @@
 """Choose which tensors a graph saves for backward, and pack them.
 
-PyTorch's partitioner asks `choose_saved_values_set` which nodes of the joint graph forward hands to backward, and
+PyTorch's partitioner calls `choose_saved_values_set` for the nodes that forward hands to backward, and
 extracts both graphs from the answer. :func:`pack_saved` answers with packed tensors: it lets PyTorch choose, replaces
 tensors that may not be rounded by smaller ones where it can, and adds nodes that pack and decode the others.
 """

@@ -38,7 +38,7 @@ class GridQuantizer(Quantizer):
 
     @abstractmethod
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The levels that stored metadata stand for."""
+        """The levels that stored metadata encode."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         geometry = self.geometry(layout)

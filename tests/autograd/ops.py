@@ -127,7 +127,7 @@ def zero_one(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Of each row of a matrix, to which of seven it belongs."""
+    """The class of each row of a matrix, one of seven."""
     return (torch.arange(len(x)) % 7).view(-1, 1).expand_as(x)
 
 

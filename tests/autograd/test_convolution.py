@@ -76,7 +76,7 @@ def test_weights_of_the_sizes_of_the_input_are_not_packed(computed):
 
 
 def test_weights_that_are_activations_are_not_packed():
-    """As in the correlation of two feature maps."""
+    """Such as in the correlation of two feature maps."""
     x, y = (torch.randn(4, 4, 3, 3, requires_grad=True) for _ in range(2))
     grad_out = torch.randn(4, 4, 3, 3)
     with region(settings()):

@@ -190,7 +190,7 @@ def test_a_cache_holds_no_more_elements_than_its_budget(owner) -> None:  # type:
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_readers_of_what_a_forward_quantizer_returned_decode_it_once(per_row, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """As the gates of a recurrent cell do; also as views, the time steps of a sequence."""
+    """Readers are gates of a recurrent cell, and views: the time steps of a sequence."""
     torch.manual_seed(0)
     quantizer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1)
     with torch.no_grad():

@@ -268,7 +268,7 @@ def test_a_weight_that_changes_before_backward_is_refused():
 
 
 def test_a_reader_that_is_detached_does_not_depend_on_the_weight():
-    """As a discriminator, whose backward pass may follow the generator's step."""
+    """Such as a discriminator, whose backward pass may follow the generator's step."""
     generator = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU())
     critic, x = nn.Linear(32, 1), torch.randn(8, 7, 16)
     with region(EXACTLY):

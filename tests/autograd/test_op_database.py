@@ -102,7 +102,7 @@ by_name = {"ids": name_of}
 
 
 class Watch(TorchFunctionMode):
-    """Lists the torch functions that a call asks for, as a region sees them."""
+    """Lists the torch functions that a region sees in a call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -329,7 +329,7 @@ def test_selective_checkpoints_have_the_gradients_of_full_ones(name):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_recomputed_layers_draw_what_they_drew_before(nested):
-    """Of three forwards that wait for backward, also twice, with no random number between them."""
+    """Three forwards wait for backward, also twice, with no random number between them."""
     quant = {"weight_quant": None, "act_quant": LEAF, "bias": True}
     layers = nn.Sequential(*(bnn.QuantLinear(64, 64, **quant) for _ in range(3)))
     again = functools.partial(checkpoint, use_reentrant=False)

@@ -214,7 +214,7 @@ def test_small_views_are_kept_in_their_strides(function, part):
     "op", [op for op in ops.ALL if len(op.shape) == 4 and "unbatched" not in op.name], ids=lambda op: op.name
 )
 def test_strides_of_gradients_without_elements_are_torchs(op, settings):
-    """Of a batch of no images, channels last, with gradients in either order."""
+    """A batch of no images, channels last, with gradients in either order."""
     function = op.make()
     last = torch.channels_last
     for order in (torch.contiguous_format, last):

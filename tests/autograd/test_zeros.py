@@ -114,7 +114,7 @@ BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("source", [None, DitherBackward8bit, StochBackward4bit, StochBackward2bit])
 def test_a_factor_of_zero_leaves_no_gradient(before: str, source: type | None):
-    """Of a product, whose other factor has the gradient zero times a huge number."""
+    """The other factor of the product has the gradient zero times a huge number."""
     for name, function in ENDS.items():
         torch.manual_seed(3)
         x = torch.randn(64, 256).requires_grad_()

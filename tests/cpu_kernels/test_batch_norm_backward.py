@@ -185,7 +185,7 @@ def test_dispatch_modes_see_the_gradient():
 
 @pytest.mark.parametrize("shape", [(50000, 2, 1, 2), (4, 2, 512, 512)])
 def test_many_terms_are_added_as_exactly_as_few(shape: tuple[int, ...]):
-    """Of 32 terms in float32, and of as many sums as there are in float64: 33 roundings, and that of the result."""
+    """Float32 sums of 32 terms, added in float64: 33 roundings, and that of the result."""
     given = Given(shape)
     given.grad.fill_(0.1)
     total = given.grad.double().sum((0, 2, 3))
@@ -229,7 +229,7 @@ def test_gradients_from_an_input_are_those_of_the_formula(shape: tuple[int, ...]
 
 
 def test_the_means_of_an_input_are_subtracted_first():
-    """Of an input with small deviations from a large mean, whose products with the gradient would cancel."""
+    """For small deviations from a large mean the products with the gradient would cancel."""
     given = Given((8, 40, 6, 4))
     given.mean = torch.randn(40)
     offset = 1000.0 * given.mean.view(-1, 1, 1)

@@ -138,7 +138,7 @@ def test_broken_elements_reach_the_gradients_as_they_do_in_brevitas(name, value)
 
 @pytest.mark.parametrize("name", ["int2", "narrow"])
 def test_integers_beside_nan_are_kept_bit_for_bit(name):
-    """A code for NaN costs nothing, a mask for it one bit an element where there is NaN; views and pools find it."""
+    """A code for NaN costs nothing, a mask one bit per element if there is NaN; views and pools find it."""
     plain, packed = (activation_layer(name).train() for _ in range(2))
     brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
     saved = []

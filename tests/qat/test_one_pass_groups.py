@@ -42,7 +42,7 @@ def compare(make, shape, dtype=torch.float32, memory_format=torch.contiguous_for
 
 
 def test_groups_of_a_linear_layer(plans):
-    """Of its weight and of its input, each with scales of its own."""
+    """Groups of its weight and of its input, each with scales of its own."""
 
     def make():
         return qnn.QuantLinear(

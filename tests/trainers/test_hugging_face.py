@@ -221,7 +221,7 @@ def test_lora_trains_in_sft_trainer(run, callback, tmp_path):
 
 
 def test_a_loss_behind_the_model_is_computed_in_its_region(run, callback, tmp_path):
-    """By label smoothing the trainer computes the loss itself, of the logits of the model."""
+    """With label smoothing the trainer computes the loss itself from the model's logits."""
     seen = []
 
     class Smoother:

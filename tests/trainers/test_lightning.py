@@ -188,7 +188,7 @@ def test_a_step_that_asks_for_its_trainer_is_not_measured(run, callback):
 
 
 def test_copies_of_the_module_train_themselves(run, callback):
-    """As callbacks that average weights make them while training runs."""
+    """Callbacks that average weights make such copies during training."""
 
     class Copy(run.lightning.Callback):
         def on_train_batch_end(self, trainer, module, *args):

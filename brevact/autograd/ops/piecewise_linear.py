@@ -327,7 +327,7 @@ def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
-    """Of complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+    """For complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
     inplace = is_inplace(func, (input,), {})
 
     def magnitude(ctx: Any, x: Tensor) -> Tensor:
