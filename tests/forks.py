@@ -36,13 +36,10 @@ class Done(NamedTuple):
 
 
 class Forks:
-    """Runs code in forks of a process."""
-
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
 
     def run(self, code: str) -> Done:
-        """Run code as a program of its own, with the imports of the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(code), file=self._process.stdin, flush=True)
         return Done(*json.loads(self._process.stdout.readline()))

@@ -1,5 +1,3 @@
-"""Saving and loading of objects."""
-
 from __future__ import annotations
 
 import io
@@ -11,7 +9,6 @@ T = TypeVar("T")
 
 
 def by_torch_save(value: T) -> T:
-    """Return a value as `torch.load` gives it back after `torch.save`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

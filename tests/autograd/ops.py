@@ -127,7 +127,6 @@ def zero_one(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The class of each row of a matrix, one of seven."""
     return (torch.arange(len(x)) % 7).view(-1, 1).expand_as(x)
 
 

@@ -1,5 +1,3 @@
-"""Decoders: one base class declares the attributes that others read."""
-
 from __future__ import annotations
 
 import ast

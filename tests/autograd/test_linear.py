@@ -1,5 +1,3 @@
-"""Linear layers, beyond the laws of all ops."""
-
 from __future__ import annotations
 
 import torch

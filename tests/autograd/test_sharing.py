@@ -251,7 +251,6 @@ def test_conjugate_views_are_not_taken_for_each_other():
 
 
 def batch_codes(layer: nn.Module, x: Tensor) -> Tensor:
-    """Codes of a batch, which a linear layer keeps."""
     with watch_saved() as saved:
         layer(x)
     (codes,) = (kept for kept in saved.tensors if kept.dtype is torch.uint8)

@@ -1,5 +1,3 @@
-"""Weights, which are never packed, and activations."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""`python -m benchmarks.formats`: its figures and its picture."""
-
 import pytest
 import torch
 

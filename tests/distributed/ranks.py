@@ -23,7 +23,6 @@ def given(rank: int, step: int = 0) -> list[Tensor]:
 
 
 def accumulated(rank: int) -> list[Tensor]:
-    """Gradients of two passes, the first without communication."""
     model = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
     with model.no_sync():
         model(given(rank)).backward()

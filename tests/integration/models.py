@@ -1,5 +1,3 @@
-"""Small models and their measurements."""
-
 from __future__ import annotations
 
 import copy

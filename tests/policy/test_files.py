@@ -190,8 +190,6 @@ class Own(nn.Linear):
 
 
 class OwnQuantizer:
-    """A quantizer of a user's."""
-
     is_stochastic = False
 
     def quantize(self, x, seed=None):

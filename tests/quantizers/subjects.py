@@ -109,7 +109,6 @@ def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The step of each element by the quantizer of its bucket."""
     quantizer = packed.quantizer
     if not isinstance(quantizer, DrawnMix):  # buckets that are all alike
         return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
@@ -122,7 +121,6 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The step of each element by the quantizer of its sample."""
     flat = torch.empty(packed.layout.numel)
     for own, rows in packed.quantizer.packs(packed):
         values = packed.layout.flatten(x).view(-1, own.quantizer.bucket_size)[rows].flatten()

@@ -32,7 +32,6 @@ def bend(x: Tensor) -> Tensor:
 
 
 def silu_derivative(x: Tensor) -> Tensor:
-    """As torch computes it."""
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 

@@ -1,5 +1,3 @@
-"""Errors of `PackedActivation`."""
-
 from __future__ import annotations
 
 import pytest

@@ -18,7 +18,6 @@ def plain(levels: int = 4, **settings: object) -> SignMagnitudeQuantizer:
 
 
 def codes_of(x: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """Codes of a decoded tensor on the grid of its scale."""
     return x.double() / scale.double() * levels
 
 

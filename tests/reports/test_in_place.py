@@ -68,7 +68,6 @@ class Averaged(nn.Module):
 
 
 def collecting() -> nn.Module:
-    """A net that collects the statistics of its quantizers."""
     quantizers = {"input_quant": Int8ActPerTensorFloat, "weight_quant": Int8WeightPerTensorFloat}
     return nn.Sequential(qnn.QuantConv2d(3, 8, 3, **quantizers), nn.ReLU(), qnn.QuantConv2d(8, 4, 3, **quantizers))
 
