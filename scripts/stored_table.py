@@ -21,6 +21,14 @@ OF_ALL_OPS = (
         EXACT,
     ),
     Stored(
+        "Functions of Liger, Unsloth, flash-attn, xformers, fla, mamba-ssm, causal-conv1d, Transformer Engine, apex, "
+        "torchao's float8 and spconv",
+        "by a table (`brevact/autograd/library_functions.py`) of tensors and library versions: activations packed, query "
+        "and key of attention kernels and gradients at 8 bits, statistics, logarithms of sums and compared tensors as "
+        "in PyTorch; results of norms and gates derive from what these save. Other versions: as the next row",
+        "as the op's that the kernel fuses",
+    ),
+    Stored(
         "other people's `autograd.Function`s, scripted code, operators of other libraries",
         "as in PyTorch, masks 1 bit: their backward may compare the tensor. A rule packs it "
         "(`{MyFunction: StochBackward4bit}`)",
