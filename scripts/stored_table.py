@@ -26,7 +26,7 @@ OF_ALL_OPS = (
         "by a table (`brevact/autograd/library_functions.py`) of tensors and library versions: activations packed, query "
         "and key of attention kernels and gradients at 8 bits, statistics, logarithms of sums and compared tensors as "
         "in PyTorch; results of norms and gates derive from what these save. Other versions: as the next row",
-        "as the op's that the kernel fuses",
+        "as of the op that the kernel computes",
     ),
     Stored(
         "other people's `autograd.Function`s, scripted code, operators of other libraries",
