@@ -136,7 +136,7 @@ LARGE: dict[str, Model] = {
     "BERT 6x384": Model(("transformers",), partial(_bert, 16, 128)),
 }
 
-#: Whose compiled steps the pages show.
+#: Models of the rows of compiled steps.
 COMPILED: dict[str, Model] = {
     name: LARGE[name]
     for name in ("Llama 6x384", "GPT-2 4x256", "ViT-S", "EfficientNetV2-S", "MobileNetV2 b16", "3-D U-Net")

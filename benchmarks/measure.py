@@ -85,7 +85,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 
 
 class _Whole(nn.Module):
-    """A model and its loss, of a batch: what is compiled."""
+    """A model and its loss, to be compiled together."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
