@@ -87,8 +87,6 @@ PRODUCTS = (
     | frozenset(_packets(aten, "mul addcmul dot vdot addr linalg_cross _trilinear convolution_backward lerp"))
     | frozenset(_packets(prims, "fma"))
 )
-#: Places of arguments on which a result, by its number, does not depend.
-INDEPENDENT = {aten.convolution_backward: {0: (1,), 1: (2,), 2: (1, 2)}}
 #: Sums over elements.
 SUMS = frozenset(_packets(aten, "sum mean"))
 #: Smooth functions of all arguments, without a steep place.
@@ -157,6 +155,13 @@ PLACES = {
         lambda args: max(1, *args[0].meta["val"].shape),
     ),
 }
+
+
+def independent_of(node: Any, result: Any) -> tuple[int, ...]:
+    """Places of arguments on which a result of several does not depend."""
+    if packet_of(node) is not aten.convolution_backward:
+        return ()
+    return ((1,), (2,), (1, 2))[result]
 
 
 def cost_of(node: Any) -> int:

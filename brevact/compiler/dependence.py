@@ -110,9 +110,9 @@ class Dependence:
     def _call(self, node: fx.Node, without: tuple[int, ...] = ()) -> _Value:
         target = node.target
         if target is operator.getitem:
-            call, number = node.args
-            without = table.INDEPENDENT.get(table.packet_of(call), {}).get(number)
-            return self._call(call, without) if without else self._value(call)  # type: ignore[arg-type]
+            call: Any = node.args[0]
+            without = table.independent_of(call, node.args[1])
+            return self._call(call, without) if without else self._value(call)
         packet = getattr(target, "overloadpacket", target)
         values = [(place, each, self._value(each)) for place, each in _tensors(node) if place not in without]
         values = [(place, each, value) for place, each, value in values if value.all or value.is_gradient]
