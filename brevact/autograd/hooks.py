@@ -18,7 +18,7 @@ from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.compiler import marks
-from brevact.compiler import tracing as tracing  # noqa: PLC0414
+from brevact.compiler import tracing as tracing
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off
 
 _is_compiling = torch.compiler.is_dynamo_compiling

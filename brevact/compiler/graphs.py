@@ -149,15 +149,16 @@ def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 def _unmark_recomputed(module: fx.GraphModule) -> None:
-    """Take the marks off higher-order ops, and off the functions that they call: a checkpoint's saves its input."""
-    for node in module.graph.nodes:
-        if not isinstance(node.target, HigherOrderOperator) or mark_of(node) is None:
-            continue
-        functions = [getattr(module, each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-        nodes = [each for function in functions for graph in _graphs(function) for each in graph.nodes]
-        for each in (node, *nodes):
-            if mark_of(each) is not None:
-                each.meta["custom"] = {key: value for key, value in each.meta["custom"].items() if key != MARK}
+    """Take the marks off higher-order ops and off the functions that they call: a checkpoint recomputes these."""
+    for owner in module.modules():
+        for node in owner.graph.nodes if isinstance(owner, fx.GraphModule) else ():
+            if not isinstance(node.target, HigherOrderOperator) or mark_of(node) is None:
+                continue
+            called = [getattr(owner, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            graphs = [graph for each in called if isinstance(each, fx.GraphModule) for graph in _graphs(each)]
+            for each in (node, *(inner for graph in graphs for inner in graph.nodes)):
+                if mark_of(each) is not None:
+                    each.meta["custom"] = {key: value for key, value in each.meta["custom"].items() if key != MARK}
 
 
 def mark_of(node: fx.Node) -> str | None:

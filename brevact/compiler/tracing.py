@@ -119,6 +119,15 @@ def _is_ours(hook: Any) -> bool:
     return getattr(type(hook), "is_of_region", False)
 
 
+def _read_hooks(tx: Any, module: Any) -> list[Any]:
+    """The hooks that run before a module; Dynamo then guards them and those that run after it."""
+    before, _ = (
+        [each.realize() for each in hooks.call_method(tx, "values", [], {}).unpack_var_sequence(tx)]
+        for hooks in (module.var_getattr(tx, name).realize() for name in _HOOKS)
+    )
+    return before
+
+
 def _hide_hooks(module: Any) -> None:
     """Let Dynamo, when it looks for hooks of a module next, find none."""
     names = set(_HOOKS)
@@ -143,12 +152,11 @@ def _call_module_of_region(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return _call_module(module, tx, args, kwargs)
     with ExitStack() as stack:
         try:
-            for name in _HOOKS:
-                for each in module.var_getattr(tx, name).realize().call_method(tx, "values", [], {}).unpack_var_sequence(tx):
-                    hook = each.realize()
-                    if name == _HOOKS[0] and (text := _entered(tx, module, hook)) is not None:
-                        depth = len(tx.symbolic_torch_function_state.mode_stack)
-                        stack.enter_context(_marking(tx, Marked(text, depth, tx.output.current_tracer, module.value)))
+            for hook in _read_hooks(tx, module):
+                if (text := _entered(tx, module, hook)) is not None:
+                    depth = len(tx.symbolic_torch_function_state.mode_stack)
+                    region = Marked(text, depth, tx.output.current_tracer, module.value)
+                    stack.enter_context(_marking(tx, region))
         except _Unusual:
             stack.close()
             return _call_module(module, tx, args, kwargs)
