@@ -1,8 +1,8 @@
-"""Regions in code that Dynamo traces for `torch.compile`: marks on the nodes of its graph.
+"""Regions in code that Dynamo traces for `torch.compile`, where marks on the nodes of its graph (``tracing``) do not do.
 
-Dynamo executes Python symbolically: :func:`traced_call` for each torch function, :func:`enter` and :func:`leave` for
-each module. These therefore use only code that Dynamo traces, and have no state but the stack of modes. They change no
-op: each node carries the text of its region's settings, by which the partitioner (``compiler.graphs``) packs.
+These are regions whose norms go on with rounded values, which run between graphs, quantizers without a text form, and
+`torch.export`. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
+:func:`leave` for modules. These therefore use only code that Dynamo traces, and have no state but the stack of modes.
 """
 
 from __future__ import annotations
