@@ -1,4 +1,4 @@
-"""Regions in code that Dynamo traces for `torch.compile`, where marks on the nodes of its graph (``tracing``) do not do.
+"""Regions that Dynamo traces as code: where marks on the nodes of its graph (``tracing``) do not do.
 
 These are regions whose norms go on with rounded values, which run between graphs, quantizers without a text form, and
 `torch.export`. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
