@@ -18,6 +18,7 @@ from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.compiler import marks
+from brevact.compiler import tracing as tracing
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -49,6 +50,7 @@ class Attachment:
 class _EnterRegion:
     """Forward pre-hook that runs the module's forward in a region while the module trains."""
 
+    is_of_region = True
     inherits = False
     yields = False
     """Whether another policy around the module takes precedence: models may share the module."""
@@ -157,6 +159,8 @@ class _InheritRegion(_EnterRegion):
 
 class _ExitRegion:
     """Forward hook that leaves the region that the pre-hook entered; also called if the forward raised."""
+
+    is_of_region = True
 
     def __init__(self, origin: str) -> None:
         self.origin = origin

@@ -32,6 +32,7 @@ from brevact.private_names.of_compiler import (
     partitioners,
     select_decomp_table,
 )
+from brevact.private_names.of_torch import HigherOrderOperator
 from brevact.quantizers import from_text, to_text
 
 #: Parts of the compiler's own saved bytes, and bit widths; a budget chooses among them.
@@ -94,6 +95,7 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
     The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
     """
     texts = set()
+    _unmark_recomputed(graph)
     for each in _graphs(graph):
         for node in each.nodes:
             if mark := mark_of(node):
@@ -144,6 +146,19 @@ def _mark_for(text: str, name: str) -> str:
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
     return (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
+
+
+def _unmark_recomputed(module: fx.GraphModule) -> None:
+    """Take the marks off higher-order ops and off the functions that they call: a checkpoint recomputes these."""
+    for owner in module.modules():
+        for node in owner.graph.nodes if isinstance(owner, fx.GraphModule) else ():
+            if not isinstance(node.target, HigherOrderOperator) or mark_of(node) is None:
+                continue
+            called = [getattr(owner, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            graphs = [graph for each in called if isinstance(each, fx.GraphModule) for graph in _graphs(each)]
+            for each in (node, *(inner for graph in graphs for inner in graph.nodes)):
+                if mark_of(each) is not None:
+                    each.meta["custom"] = {key: value for key, value in each.meta["custom"].items() if key != MARK}
 
 
 def mark_of(node: fx.Node) -> str | None:

@@ -1,8 +1,8 @@
-"""Regions in code that Dynamo traces for `torch.compile`: marks on the nodes of its graph.
+"""Regions that Dynamo traces as code: where marks on the nodes of its graph (``tracing``) do not do.
 
-Dynamo executes Python symbolically: :func:`traced_call` for each torch function, :func:`enter` and :func:`leave` for
-each module. These therefore use only code that Dynamo traces, and have no state but the stack of modes. They change no
-op: each node carries the text of its region's settings, by which the partitioner (``compiler.graphs``) packs.
+These are regions whose norms go on with rounded values, which run between graphs, quantizers without a text form, and
+`torch.export`. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
+:func:`leave` for modules. These therefore use only code that Dynamo traces, and have no state but the stack of modes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from brevact.autograd.abandoned_forwards import active
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.rows import ROWS
 from brevact.autograd.settings import BackwardSettings
-from brevact.compiler import FULL_PRECISION, MARK
-from brevact.compiler.results import watch_graph
+from brevact.compiler import FULL_PRECISION
+from brevact.compiler.results import is_recomputed, marked_regions
 from brevact.private_names.of_torch import (
     CheckpointHooks,
-    HigherOrderOperator,
-    annotate,
+    current_translator,
     dynamo_config,
     frame_callback,
     function_apply_code,
     function_stack_at,
-    fx_traceback,
     get_overridable_functions,
     len_function_stack,
     skip_code,
@@ -123,13 +121,11 @@ class TracingMode(RegionMode):
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
-        if is_exporting() and _changes_forward(text):
+        if is_exporting() and changes_forward(text):
             raise NotImplementedError(
                 "quantize_forward: a program of torch.export cannot hold norms that go on with rounded values; export "
                 "the model without its policy: brevact.restore_backward(model)"
             )
-        if _is_compiling():
-            watch_graph()
         self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text
         self.owner = owner
         self.norms_only = norms_only
@@ -146,9 +142,14 @@ def text_of(settings: BackwardSettings | None) -> str | None:
     return FULL_PRECISION if settings is None else settings.text
 
 
-def _changes_forward(text: str | None) -> bool:
+def changes_forward(text: str | None) -> bool:
     """Whether, by these settings, norms return rounded values, also in eval mode and without gradients."""
     return text is not None and '"quantize_forward": true' in text
+
+
+def rounds(text: str | None, func: Any) -> bool:
+    """Whether a function returns rounded values, by these settings."""
+    return changes_forward(text) and func in _NORMS
 
 
 @skipped_by_dynamo
@@ -157,13 +158,9 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor runs its own rule; the mode sees the ops inside
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
-    if isinstance(func, HigherOrderOperator):
-        return _call_higher_order(func, args, kwargs)
     text = mode.text
-    if _changes_forward(text) and func in _NORMS:
+    if rounds(text, func):
         return _call_outside(text, mode.norms_only, func, args, kwargs)
-    if func is Tensor.unflatten:  # it calls super() in a way that Dynamo cannot trace in a mode
-        func = torch.unflatten
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if text is None:
@@ -173,18 +170,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
             "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
             "they are"
         )
-    if not _is_compiling():  # between graphs
-        return _call_outside(text, False, func, args, kwargs)
-    watch_graph()
-    if _is_marked():  # by a region inside this one
-        return func(*args, **kwargs)
-    with annotate({MARK: text}):
-        return func(*args, **kwargs)
-
-
-@torch.compiler.assume_constant_result
-def _is_marked() -> bool:
-    return MARK in fx_traceback.current_meta.get("custom", ())
+    return _call_outside(text, False, func, args, kwargs)  # between graphs
 
 
 @torch.compiler.disable
@@ -195,19 +181,14 @@ def _call_outside(text: str, norms_only: bool, func: Callable, args: tuple, kwar
         return func(*args, **kwargs)
 
 
-def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a higher-order op, which traces its own function, without regions: a checkpoint recomputes saved tensors."""
-    _inside.higher_order += 1
-    result = func(*args, **kwargs)
-    _inside.higher_order -= 1
-    return result
+@torch.compiler.assume_constant_result
+def _is_marked() -> bool:
+    return bool(marked_regions(current_translator()))
 
 
-class _Inside:
-    higher_order = 0
-
-
-_inside = _Inside()
+@torch.compiler.assume_constant_result
+def _is_recomputed() -> bool:
+    return is_recomputed(current_translator())
 
 
 def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
@@ -215,21 +196,21 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
     around, text = _innermost(), text_of(settings)
     if type(around) is PlainMode:
         return
-    rounds = _changes_forward(text)
-    if around is not None and around.norms_only and not _changes_forward(around.text):
+    is_rounding = changes_forward(text)
+    if around is not None and around.norms_only and not changes_forward(around.text):
         around = None  # a checkpoint, recomputed outside the region
-    if _inside.higher_order:
-        if rounds:
+    if _is_compiling() and _is_recomputed():
+        if is_rounding:
             raise NotImplementedError(
                 "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the "
                 "modules that are checkpointed, and checkpoint them outside compiled code"
             )
         return
     if not torch.is_grad_enabled() or is_exporting():
-        if not rounds and (around is None or not _changes_forward(around.text)):
+        if not is_rounding and (around is None or not changes_forward(around.text)):
             return
     if around is None:
-        if text == FULL_PRECISION or not (module.training or rounds):
+        if text == FULL_PRECISION or not (module.training or is_rounding):
             return
     elif (
         (inherits or around.text == text)
@@ -237,13 +218,17 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
         and not (around.norms_only and module.training)
     ):
         return
-    TracingMode(text, module, not module.training and (around is None or around.norms_only)).__enter__()
+    if around is None:
+        norms_only = not (module.training or (_is_compiling() and _is_marked()))
+    else:
+        norms_only = around.norms_only and not module.training
+    TracingMode(text, module, norms_only).__enter__()
 
 
 def is_covered(module: nn.Module) -> bool:
     """Return whether a module without its own rule runs in the region around it, whatever its settings."""
     around = _innermost()
-    if around is None or _inside.higher_order or _belongs_to(around, module):
+    if around is None or _is_recomputed() or _belongs_to(around, module):
         return False
     return not (around.norms_only and module.training)
 

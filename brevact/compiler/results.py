@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from brevact.autograd import storage_report
 from brevact.autograd.abandoned_forwards import active
 from brevact.private_names.of_torch import (
     COMPILED,
-    current_translator,
     function_stack_at,
     len_function_stack,
     pop_function_mode,
@@ -24,10 +22,28 @@ from brevact.private_names.of_torch import (
 _NO_CONTEXT = nullcontext()
 
 
-@torch.compiler.assume_constant_result
-def watch_graph() -> None:
-    """Wrap the compiler of the graph that Dynamo traces (called in traced code)."""
-    graph = current_translator().output
+class Marked(NamedTuple):
+    """A region that Dynamo traces, whose nodes get its mark."""
+
+    text: str
+    depth: int  # number of modes around it
+    tracer: Any  # of the graph, or of the function of a higher-order op
+    owner: Any = None  # module
+
+
+def marked_regions(translator: Any) -> list[Marked]:
+    """The regions around what Dynamo traces, the innermost last."""
+    regions: list[Marked] = translator.output.__dict__.setdefault("brevact_regions", [])
+    return regions
+
+
+def is_recomputed(translator: Any) -> bool:
+    """Whether Dynamo traces the function of a higher-order op in a region: a checkpoint recomputes saved tensors."""
+    return any(each.tracer is not translator.output.current_tracer for each in marked_regions(translator))
+
+
+def watch_graph(graph: Any) -> None:
+    """Wrap the compiler of a graph that Dynamo traces."""
     if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
         graph.compiler_fn = _watched(graph.compiler_fn)
 

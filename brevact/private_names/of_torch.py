@@ -145,6 +145,11 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
+#: Dynamo's classes of variables: of any, of dictionaries, modules and modes.
+VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
+DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
+ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
+FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
 #: Prefix of the modules where torch.compile makes the functions that run its graphs.

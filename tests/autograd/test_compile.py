@@ -218,6 +218,15 @@ def test_norms_of_normalized_formats_compile(rounds, dynamic, backend):
         assert not saved.tensors
 
 
+@pytest.mark.parametrize("norm_rounds", [False, True])
+def test_norms_that_go_on_with_rounded_values_beside_others(norm_rounds):
+    usual, rounded = settings(8, Rounding.NEAREST), BackwardSettings(ROUNDED.quantizer, min_numel=0)
+    rules = {nn.LayerNorm: rounded, "*": usual} if norm_rounds else {nn.LayerNorm: usual, "*": rounded}
+    model, reference = (brevact.quantize_backward(norms(), rules) for _ in range(2))
+    found = torch.compile(lambda x: model(x) + 0, backend="aot_eager")(IMAGES)
+    torch.testing.assert_close(found, reference(IMAGES), rtol=0, atol=1e-5)
+
+
 class InBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import nn as bnn
-from brevact.autograd import SaveMode, region
-from brevact.quantizers import Rounding, UniformQuantizer
+from brevact.autograd import SaveMode, attach_region, region
+from brevact.compiler.graphs import mark_of
+from brevact.quantizers import Rounding, UniformQuantizer, from_text
 from tests.autograd.measuring import kept_bytes, settings, watch_saved
 
 FINE = settings(24, Rounding.NEAREST)
@@ -332,6 +335,102 @@ def test_another_threads_compiler_does_not_stop_packing():
         stop.set()
         thread.join()
     assert len(sizes) == 1
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.sin else found
+
+
+def marks(run: Callable) -> list[tuple[str, str]]:
+    """The names of a graph's ops and their regions: "-" for none, "" for full precision, else the bits."""
+    found = []
+
+    def backend(graph, inputs):
+        for module in graph.modules():
+            for node in getattr(module, "graph", torch.fx.Graph()).nodes:
+                name = getattr(node.target, "__name__", str(node.target))
+                if node.op in ("call_function", "call_method") and name in ("sin", "cos", "tanh", "checkpoint"):
+                    text = mark_of(node)
+                    bits = "-" if text is None else text and str(from_text(text).quantizer.bit_width)
+                    found.append((name, bits))
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert torch.compile(run, backend=backend, fullgraph=True)(torch.ones(4, requires_grad=True)) is not None
+    assert "custom" not in fx_traceback.current_meta
+    return found
+
+
+class Call(nn.Module):
+    def __init__(self, function: Callable, *children: nn.Module) -> None:
+        super().__init__()
+        self.function, self.children_ = function, nn.ModuleList(children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.children_)
+
+
+def of(bits: int | None, function: Callable, *children: nn.Module) -> nn.Module:
+    module = Call(function, *children)
+    attach_region(module, None if bits is None else settings(bits))
+    return module
+
+
+def in_block(bits: int, function: Callable) -> Callable:
+    def run(x: Tensor, *others: nn.Module) -> Tensor:
+        with brevact.backward_quant(brevact.NearestBackward8bit.let(bit_width=bits)):
+            x = function(x, *others)
+        return torch.tanh(x)
+
+    return run
+
+
+def counted(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: torch.cos(output))
+    return module
+
+
+def doubled(x: Tensor) -> Tensor:
+    with Doubling():
+        return torch.sin(x)
+
+
+def then_tanh(x: Tensor, module: nn.Module) -> Tensor:
+    return torch.tanh(module(x))
+
+
+def without_grad(x: Tensor, module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return module(x)
+
+
+def in_checkpoint_of(x: Tensor, module: nn.Module) -> Tensor:
+    return torch.tanh(checkpoint(module, x, use_reentrant=False))
+
+
+CASES: dict[str, tuple[Callable, list[tuple[str, str]]]] = {
+    "module": (Call(then_tanh, of(4, torch.sin)), [("sin", "4"), ("tanh", "-")]),
+    "inner_module": (of(4, then_tanh, of(None, torch.sin)), [("sin", ""), ("tanh", "4")]),
+    "block_in_module": (of(4, in_block(2, torch.sin)), [("sin", "2"), ("tanh", "4")]),
+    "module_in_block": (Call(in_block(2, then_tanh), of(4, torch.sin)), [("sin", "4"), ("tanh", "2"), ("tanh", "-")]),
+    "block_in_block": (in_block(2, in_block(8, torch.sin)), [("sin", "8"), ("tanh", "2"), ("tanh", "-")]),
+    "another_hook": (Call(then_tanh, counted(of(4, torch.sin))), [("sin", "4"), ("cos", "-"), ("tanh", "-")]),
+    "another_mode": (of(4, doubled), [("sin", "4")]),
+    "checkpoint": (of(4, in_checkpoint_of, of(2, torch.sin)), [("tanh", "4"), ("sin", "-")]),
+    "inside_checkpoint": (
+        Call(in_checkpoint_of, of(4, then_tanh, of(2, torch.sin))),
+        [("tanh", "-"), ("sin", "2"), ("tanh", "4")],
+    ),
+    "no_grad": (Call(without_grad, of(4, torch.sin)), [("sin", "-")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_innermost_region_marks_ops(name):
+    run, expected = CASES[name]
+    assert marks(run) == expected
 
 
 @pytest.mark.exhaustive
