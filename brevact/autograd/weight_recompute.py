@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import BoundCall, bound_call, tensors_of_call
+from brevact.autograd.call_arguments import BoundCall, bound_call, is_complex, is_plain, tensors_of_call
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.ops.base import is_complex, is_plain
 from brevact.autograd.saved import Decoder, Keeper
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from brevact.autograd.saved import ACTIVATION_DTYPES
+from brevact.autograd.call_arguments import ACTIVATION_DTYPES
 from brevact.autograd.seeds import seed_of_graph, seed_of_size
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from brevact.autograd import storage_report
-from brevact.autograd.abandoned_forwards import active
+from brevact.autograd.running import active
 from brevact.private_names.of_torch import (
     COMPILED,
     current_translator,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all
+from brevact.autograd.running import packing_region
 from brevact.injectors.known_quantizers import (
     STATISTICS_OF_WEIGHTS,
     Tree,

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from brevact.autograd import storage_report
-from brevact.autograd.mode import packing_region
+from brevact.autograd.ops.base import compute_from_quotient, compute_from_weight
 from brevact.autograd.ops.fake_quantization import fake_quantize, is_quantizable
-from brevact.autograd.ops.recompute import compute_from_quotient, compute_from_weight
+from brevact.autograd.running import packing_region
 from brevact.private_names.of_brevitas import (
     CeilSte,
     DPURoundSte,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from brevact.autograd import first_region
+from brevact.autograd import running
 from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.heap import count
 from brevact.user_lines import warn
@@ -113,7 +113,7 @@ def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
 
     Gradients stay the same, bit for bit.
     """
-    first_region.prepare()  # of the heap: these passes fragment it as little as packed ones then
+    running.prepare()  # of the heap: these passes fragment it as little as packed ones then
     with tempfile.TemporaryFile(buffering=0) as file:
         saved = SavedInFile(model, file)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

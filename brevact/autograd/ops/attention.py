@@ -24,18 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.decoders import AS_IT_IS, distinct_elements
+from brevact.autograd.call_arguments import is_plain
+from brevact.autograd.decoders import AS_IT_IS, distinct_elements, with_strides
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save, with_settings
+from brevact.autograd.ops.base import Saving, load, outside_regions, requires_grad, run_inside, save, with_settings
 from brevact.autograd.ops.op import Op, Stored
-from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
-from brevact.autograd.ops.recompute import outside_regions
+from brevact.autograd.ops.products import keep_operand, without_autocast_cache
 from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
-from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
-from brevact.autograd.ops.norm.formulas import sum_of_channels
+from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format

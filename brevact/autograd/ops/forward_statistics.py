@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.ops.base import Saving, load, save
-from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.autograd.ops.base import Saving, compute_from_weight, load, save
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.base import Formula, requires_grad, save
+from brevact.autograd.ops.base import Formula, fmax_shares_ties, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.ops.recompute import fmax_shares_ties
 from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask
 
