@@ -4,9 +4,9 @@ With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the
 dimensions; complex factors are conjugated. A factor is saved only if the other one needs a gradient. Unbiased: each
 gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 
-In grouped products (mixtures of experts) rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With the gradient g of C and the decoded A^:
-dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s, linear in A^, hence unbiased. Both are
-grouped products again, in the memory order of torch's own backward.
+In grouped products (mixtures of experts) rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With
+the gradient g of C and the decoded A^: dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s,
+linear in A^, hence unbiased. Both are grouped products again, in the memory order of torch's own backward.
 
 Torch leaves rows after the last offset uninitialized. They are 0 here: an arbitrary number in the bucket of the last
 rows would set their scale.
