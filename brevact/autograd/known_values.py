@@ -36,7 +36,7 @@ from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many
 from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
-from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.geometry import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, is_on_host, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
 

@@ -31,7 +31,7 @@ from brevact.quantizers import (
     normalize,
     quantize_normalized,
 )
-from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.normalizing import NormalizedPlan
 from brevact.quantizers.point_functions import decode_through_plan
 
 if TYPE_CHECKING:

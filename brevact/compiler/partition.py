@@ -22,7 +22,7 @@ from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
-from brevact.quantizers.normalizing_plans import FUSED
+from brevact.quantizers.normalizing import FUSED
 
 ops = torch.ops.brevact
 _library = torch.library.Library("brevact", "FRAGMENT")

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.collectives import after
-from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
+from brevact.distributed.message import (
+    Agreement,
+    after,
+    check_marks,
+    keep_for_this_stream,
+    marks_of,
+    message_of,
+    packs_of,
+)
 from brevact.distributed.packing import (
     AS_IT_IS,
     check_count,

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from brevact.autograd.ops.fake_quantization import Rectifier, Signs, fake_quantize, quantize_signs
 from brevact.autograd.running import before_first_region, packing_region
 from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
-from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
-from brevact.injectors.minifloats import float_quant
+from brevact.injectors.integer_kinds import CLAMPS, delays, float_quant, integers_of
 from brevact.private_names.of_brevitas import (
     BinaryQuant,
     ClampedBinaryQuant,

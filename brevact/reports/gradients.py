@@ -16,7 +16,6 @@ from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
-from brevact.reports.chains import Chain, chains_of
 from brevact.reports.gradient_noise import (
     Estimate,
     exact_gradients,
@@ -29,9 +28,9 @@ from brevact.reports.gradient_table import GradientReport, LayerNoise
 from brevact.reports.in_place import in_place
 from brevact.reports.isolation import Isolation
 from brevact.reports.memory import BY_DEFAULT, memory_of
-from brevact.reports.memory_table import MemoryReport
-from brevact.reports.progress import progress_bar
+from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
+from brevact.tables import progress_bar
 
 #: Accepted values of `layers=`.
 LAYERS = ("measured", None)

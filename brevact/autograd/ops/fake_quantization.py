@@ -31,7 +31,7 @@ from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
-from brevact.integers import IntegerRounding
+from brevact.geometry import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import Layout, ResidualQuantizer, is_on_host, pack_mask
 

@@ -33,7 +33,7 @@ from brevact.private_names.of_torch import (
     suggest_memory_format,
 )
 from brevact.quantizers.backends import cpu_kernels, run_by_kernels
-from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.normalizing import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -57,7 +57,7 @@ from brevact.autograd.weights import ModelState, is_parameter
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 from brevact.quantizers import Layout, kernel_ops
 from brevact.quantizers.backends import cpu_kernels
-from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
+from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
