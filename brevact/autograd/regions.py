@@ -27,12 +27,7 @@ from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_ar
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
-from brevact.autograd.weights import (
-    WEIGHT_NUMEL,
-    ModelState,
-    is_weight,
-    node_of,
-)
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     function_apply_code,

@@ -27,11 +27,7 @@ from brevact.autograd.call_arguments import BoundCall, bound_call, is_complex, i
 from brevact.autograd.expressions import TensorFunction
 from brevact.autograd.saved import Decoder, Keeper
 from brevact.autograd.storages import storage_address
-from brevact.private_names.of_torch import (
-    DisableAutocast,
-    DisableTorchFunction,
-    is_any_autocast_enabled,
-)
+from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 
 #: Most ops between the parameters and a recomputed tensor: each op on the way recomputes those before it.
 MOST_STEPS = 16

@@ -16,13 +16,7 @@ from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
-from brevact.reports.gradient_noise import (
-    Estimate,
-    exact_gradients,
-    gradient_noise,
-    in_units,
-    noise_of_batches,
-)
+from brevact.reports.gradient_noise import Estimate, exact_gradients, gradient_noise, in_units, noise_of_batches
 from brevact.reports.gradient_passes import Loss, check_batches, check_draws, check_loss
 from brevact.reports.gradient_table import GradientReport, LayerNoise
 from brevact.reports.in_place import in_place

@@ -234,8 +234,7 @@ def _score_settings(
 def _by_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     if mask is not None and mask.dtype is torch.bool:  # the op would add it
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    out: Tensor = attention_by_math(query, key, value, mask, *options[:2], **_named(options))[0]
-    return out
+    return attention_by_math(query, key, value, mask, *options[:2], **_named(options))[0]
 
 
 def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:

@@ -250,8 +250,7 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _out_of_place_name(function)
     if name is None:
         return function
-    found: Callable[..., Tensor] = next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
-    return found
+    return next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
 
 
 def may_overwrite(function: Callable[..., Tensor]) -> bool:
@@ -274,8 +273,7 @@ def value_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
     if position is not None and position <= len(args):
         args = (*args[: position - 1], False, *args[position:])
     named = {key: as_number(value) for key, value in kwargs.items() if key != "inplace"}
-    found: PointFunction = bound_call(function, (Tensor, *args), named)
-    return found
+    return bound_call(function, (Tensor, *args), named)
 
 
 @functools.cache

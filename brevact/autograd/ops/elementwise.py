@@ -127,8 +127,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 
     def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         save(ctx, keep_by_rows(region, a, dims), exact=(b,))
-        out: Tensor = func(a, b)
-        return out
+        return func(a, b)
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
         return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)

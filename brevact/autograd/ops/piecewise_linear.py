@@ -341,8 +341,7 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
 
     def magnitude(ctx: Any, x: Tensor) -> Tensor:
         save(ctx, region.keep(torch.sgn(x), share=False))
-        out: Tensor = func(x)
-        return out
+        return func(x)
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         above, below = keep_mask(x > 0), keep_mask(x < 0)

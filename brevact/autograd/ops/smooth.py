@@ -337,8 +337,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         save(ctx, keep_by_rows(region, x, (-1,)))
-        out: Tensor = func(x, *exponent)
-        return out
+        return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
 

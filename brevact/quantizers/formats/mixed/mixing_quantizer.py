@@ -50,14 +50,12 @@ class MixingQuantizer:
     @functools.cached_property
     def low(self) -> BucketQuantizer:
         """Quantizer of most buckets."""
-        found: BucketQuantizer = self._of(self.mixed[0])
-        return found
+        return self._of(self.mixed[0])
 
     @functools.cached_property
     def high(self) -> BucketQuantizer:
         """Quantizer of the others."""
-        found: BucketQuantizer = self._of(self.mixed[1])
-        return found
+        return self._of(self.mixed[1])
 
     def _of(self, mixed: str) -> Any:
         first, *rest = (field.name for field in dataclasses.fields(self.kind))
