@@ -19,14 +19,16 @@ from brevact.distributed.message import (
 )
 from brevact.distributed.packing import (
     AS_IT_IS,
+    ParameterState,
+    ParameterStates,
     check_count,
     check_feedback,
     check_quantizer,
     check_seed,
+    check_state,
     is_unbiased,
     pack,
 )
-from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation

@@ -17,8 +17,8 @@ from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
+from brevact.quantizers.reference import seed_value
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:

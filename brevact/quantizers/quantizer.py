@@ -13,7 +13,7 @@ from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import seed_value
+from brevact.quantizers.reference import seed_value
 from brevact.quantizers.rounding import Rounding
 
 

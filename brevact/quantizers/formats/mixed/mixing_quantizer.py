@@ -20,8 +20,8 @@ from brevact.quantizers.checks import check_input, is_on_host
 from brevact.quantizers.kernel_ops import flat_memory, random_words
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import moved_seed, seed_value
 from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.reference import moved_seed, seed_value
 
 Self = TypeVar("Self", bound="MixingQuantizer")
 
