@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
@@ -106,33 +105,6 @@ class Tree(NamedTuple):
         if any(map(dict.__contains__, self.attributes, itertools.repeat("forward"))):
             return True
         return any(_EVERYWHERE) and not are_own(_EVERYWHERE)
-
-
-class Tables(NamedTuple):
-    """The tables of hooks and children of a tree's modules, and the number of hook handles made so far.
-
-    Tables change in place unless somebody assigns others, and registering a hook then makes a handle.
-    """
-
-    handles: int
-    empty: tuple[dict[Any, Any], ...]
-    children: tuple[Any, ...]
-
-    @staticmethod
-    def of(tree: Tree) -> Tables:
-        """Read the tables of an untouched tree."""
-        children = tuple(map(_children_in, tree.attributes))
-        hooks = itertools.chain.from_iterable(map(_hooks_in, tree.attributes))
-        empty = tuple(each for each in itertools.chain(hooks, children) if not each)
-        return Tables(RemovableHandle.next_id, empty, tuple(each.values() for each in children if each))
-
-    def are_untouched(self, tree: Tree) -> bool:
-        """Return whether the tree is still untouched, in a third of the time of `Tree.is_untouched`."""
-        if self.handles != RemovableHandle.next_id or any(self.empty):
-            return False
-        if tuple(itertools.chain.from_iterable(self.children)) != tree.children:
-            return False
-        return not tree._is_overridden()
 
 
 def are_own(hooks: tuple[Any, ...]) -> bool:
@@ -248,21 +220,6 @@ class KnownQuantizer:
         self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
         self._width: _Width | None = None
 
-    def is_untouched(self, region: Any) -> bool:
-        """Return whether the modules are still those that were read, without hooks.
-
-        If a forward pass calls the quantizer again, as a recurrent layer does at each time step, tables speed up the
-        check.
-        """
-        seen = region.state.seen_quantizers
-        tables = seen.get(self)
-        if tables is not None and tables.are_untouched(self.tree):
-            return True
-        if not self.tree.is_untouched():
-            return False
-        seen[self] = Tables.of(self.tree) if self in seen else None
-        return True
-
     @property
     def quant(self) -> Any:
         """The quantizer, kept alive by the caller."""
@@ -274,7 +231,7 @@ class KnownQuantizer:
         If a stand-alone quantizer's modules read elements of ``x`` for the scale, the region computes it.
         """
         quant = self.quant
-        if quant.observer_only or not self.is_untouched(region):
+        if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
             module, name = self._bit_width

@@ -198,10 +198,6 @@ def _remember(
     return (token,), AS_IT_IS
 
 
-def _named(options: _Options) -> dict[str, Any]:
-    return {"scale": options.scale, "enable_gqa": options.enable_gqa}
-
-
 def _with_finer_scores(region: Keeper) -> Keeper:
     """Return the region with a quantizer that is fine enough for scores, which are exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
@@ -231,21 +227,17 @@ def _score_settings(
     return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
-def _by_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    if mask is not None and mask.dtype is torch.bool:  # the op would add it
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    return attention_by_math(query, key, value, mask, *options[:2], **_named(options))[0]
-
-
 def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
     """Run the attention on decoded inputs; with dropout, by the same kernel, to draw the same random numbers."""
     query, key, value, mask = leaves
     if backend == SDPBackend.MATH.value:
-        return _by_math(query, key, value, mask, options)
+        if mask is not None and mask.dtype is torch.bool:  # the op would add it
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
+        return attention_by_math(query, key, value, mask, **options._asdict())[0]
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
-        return _attend(query, key, value, mask, *options[:2], **_named(options))
+        return _attend(query, key, value, mask, **options._asdict())
 
 
 @contextmanager
@@ -277,8 +269,9 @@ def _scaled_dot_product_attention(
     tensors = (query, key, value)
     if not all(region.is_activation(x) for x in tensors) or not requires_grad(*tensors, attn_mask):
         return NotImplemented
-    if attn_mask is not None and not _is_mask(region, attn_mask):
-        return NotImplemented
+    if attn_mask is not None and not region.is_activation(attn_mask):
+        if not (is_plain(attn_mask) and attn_mask.dtype is torch.bool):
+            return NotImplemented  # torch has subclasses that represent a causal mask, without values in memory
     if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(*tensors):
         return NotImplemented
     if len({x.device for x in tensors}) > 1:
@@ -286,18 +279,11 @@ def _scaled_dot_product_attention(
     options = _Options(dropout_p, is_causal, scale, enable_gqa)
     backend = None
     if dropout_p > 0:
-        backend = choose_attention(*tensors, attn_mask, *options[:2], **_named(options))
+        backend = choose_attention(*tensors, attn_mask, **options._asdict())
         if not _can_replay(query):
             return NotImplemented
-    return region.apply(
-        *(_Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options))),
-        *(*tensors, attn_mask, options, backend),
-    )
-
-
-def _is_mask(region: Keeper, x: Any) -> bool:
-    """Return whether a mask's values are in memory: torch has subclasses that represent a causal mask."""
-    return region.is_activation(x) or (is_plain(x) and x.dtype is torch.bool)
+    attend = functools.partial(func, **options._asdict())
+    return region.apply(_Attention, attend, *tensors, attn_mask, options, backend)
 
 
 def _can_replay(x: Tensor) -> bool:
@@ -317,9 +303,5 @@ STORED = Stored(
 _multi_head = run_inside(F.multi_head_attention_forward)
 OPS = (
     Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),
-    Op(
-        *((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head),
-        is_bit_exact=False,
-        is_layer=True,
-    ),
+    Op((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head, is_bit_exact=False, is_layer=True),
 )

@@ -380,7 +380,7 @@ def _layer_norm(
     return _run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
 
 
-def _torch_group_norm(
+def _group_norm(
     region: Keeper,
     func: Callable,
     input: Tensor,
@@ -390,24 +390,12 @@ def _torch_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Any:
+    if func is F.group_norm and isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
+        n, c, *sizes = input.shape
+        verify_batch_size([n * c // num_groups, num_groups, *sizes])
     if not _has_channels(input, weight, bias) or num_groups <= 0 or input.shape[1] % num_groups:
         return NotImplemented
     return _run(region, GroupNorm(num_groups, eps), input, weight, bias)
-
-
-def _group_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    if isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
-        n, c, *sizes = input.shape
-        verify_batch_size([n * c // num_groups, num_groups, *sizes])
-    return _torch_group_norm(region, func, input, num_groups, weight, bias, eps)
 
 
 def _rms_norm(
@@ -436,7 +424,7 @@ _WITH_MEAN: dict[Callable, Callable] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
-    torch.group_norm: _torch_group_norm,
+    torch.group_norm: _group_norm,
 }
 #: Torch's own instance norm saves its input in another layout.
 _ONCE = F.instance_norm, torch.instance_norm
