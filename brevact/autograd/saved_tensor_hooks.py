@@ -30,15 +30,17 @@ from torch.utils.checkpoint import checkpoint
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
-from brevact.autograd.derived import derive_output, keep_distinct
+from brevact.autograd.derived import derive, derive_output, keep_distinct
 from brevact.autograd.known_values import share_codes
+from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.norm_decoders import Centred, NormInput, Zeros
-from brevact.autograd.ops.base import keep_sizes
-from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, LIBRARY_FUNCTIONS, saver_of, saves_input
+from brevact.autograd.ops.base import keep_sizes, with_bits
+from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import Decoder, Keeper, Saved
-from brevact.autograd.storages import find_shared, is_tracked, share_packed, storage_address
+from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
@@ -390,8 +392,10 @@ class SavedTensorHooks:
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
         """Pack a tensor of other code, whose backward kernels may overwrite the decoded tensor."""
         with DisableTorchFunction():
-            region, unknown = self._keeper_for(x, saver)
-            tensors, decoder = self._keep(x, region, saver, unknown)
+            region, unknown, call = self._keeper_for(x, saver)
+            tensors, decoder = kept = self._keep(x, region, saver, unknown)
+            if call is not None and region.packs and (made := call.result_with(x, kept)) is not None:
+                derive(region, *made, is_curved=made[1].is_curved, is_pointwise=False)
             return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
 
     def _hand_on(self, kept: Saved) -> _Packed:
@@ -471,23 +475,25 @@ class SavedTensorHooks:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str]:
-        """Return the region that packs a tensor of other code, by a rule or for known Functions, and why not, or ""."""
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
+        """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:
-            return region, ""
-        saver = saver_of(x, frame)
-        has_rule = saver.name in region.by_op
+            return region, "", None
+        name, label, letter, call = saver_of(x, frame)
+        has_rule = name in region.by_op
         if storage_report.recorders and (region.packs or has_rule):
-            storage_report.report_code(saver.label)
+            storage_report.report_code(label)
         if has_rule:
-            return region.keeper_of(saver.name), ""
-        gradient = LIBRARY_FUNCTIONS.get(saver.name)
-        if not region.packs or (gradient is not None and gradient.may_pack(region.settings)):
-            return region, ""
-        if not storage_report.recorders:
-            return region, storage_report.OTHER_CODE
-        return region, storage_report.other_code(saver.label)
+            region = region.keeper_of(name)
+        elif letter == UNKNOWN or (letter == SMOOTH and not _derives_curved(region.settings)):
+            why = storage_report.other_code(label) if storage_report.recorders else storage_report.OTHER_CODE
+            return region, why if region.packs else "", None
+        if letter == GRADIENT:
+            end_known_values(x)  # it may be written over what it is the gradient of
+        if region.packs and (letter == SCORES or (letter == GRADIENT and not has_rule)):
+            region = with_bits(region, 8)
+        return region, storage_report.NEEDED if letter == EXACT else "", call
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Save a tensor that is too small to pack; a weight's whole storage is in memory anyway."""
@@ -496,6 +502,10 @@ class SavedTensorHooks:
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
             return keep_as_it_is(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
+
+
+def _derives_curved(settings: BackwardSettings | None) -> bool:
+    return settings is None or settings.derives_curved or settings.is_lossless
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

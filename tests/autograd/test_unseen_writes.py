@@ -161,10 +161,13 @@ def test_addresses_that_torch_and_this_package_take_end_nothing():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-def test_kernels_of_liger_have_the_gradients_of_plain_models():
+@pytest.mark.parametrize(
+    "checks", [["check_rotation", "check_loss"], pytest.param(["check_model"], marks=pytest.mark.exhaustive)]
+)
+def test_kernels_of_liger_have_the_gradients_of_plain_models(checks):
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.autograd.interpreted_liger"],
+        [sys.executable, "-m", "tests.autograd.interpreted_liger", *checks],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

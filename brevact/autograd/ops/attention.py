@@ -28,15 +28,13 @@ from brevact.autograd.call_arguments import is_plain
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements, with_strides
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, load, outside_regions, requires_grad, run_inside, save, with_settings
+from brevact.autograd.ops.base import Saving, load, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
 from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
-from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
-from brevact.quantizers import Rounding, UniformQuantizer
 
 _attend = F.scaled_dot_product_attention
 
@@ -68,7 +66,7 @@ class _Attention(Saving):
         # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             out = without_autocast_cache(attend, query, key, value, mask)
-        out, finer = out.detach(), _with_finer_scores(region)
+        out, finer = out.detach(), with_bits(region, region.settings.score_bit_width)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
         token = None
@@ -196,35 +194,6 @@ def _remember(
     masks = () if mask is None else (mask.detach(),)
     region.register(out, ((token, *(x for tensors, _ in sources for x in tensors), *masks), decoder))
     return (token,), AS_IT_IS
-
-
-def _with_finer_scores(region: Keeper) -> Keeper:
-    """Return the region with a quantizer that is fine enough for scores, which are exponentiated."""
-    settings, quantizer = region.settings, region.settings.quantizer
-    if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
-        return region
-    if settings.keeps_elements:
-        return region
-    finer = _score_settings(
-        _rounding_of(quantizer),
-        *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
-        settings.recompute,
-    )
-    return with_settings(region, finer)
-
-
-def _rounding_of(quantizer: Any) -> Rounding:
-    if isinstance(quantizer, UniformQuantizer):
-        return quantizer.rounding
-    return Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
-
-
-@functools.lru_cache(maxsize=64)
-def _score_settings(
-    rounding: Rounding, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int, recompute: int
-) -> BackwardSettings:
-    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
-    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
 def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
