@@ -253,7 +253,7 @@ _INVERTING = ("memory_efficient", "FROM_Y")
 
 
 def letters_of(path: str, ctx: Any) -> str | None:
-    """Return the letters of what a Function's call saves; None if the Function, or this way of saving, is not known."""
+    """Return a letter per tensor that a Function's call saves; None if it or its way of saving is unknown."""
     if path not in SETS or any(getattr(ctx, name, False) for name in _INVERTING):
         return None
     return _letters_of(path, len(ctx.to_save or ()))

@@ -43,7 +43,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Saver(NamedTuple):
-    """Code that saves a tensor: its name in rules, or "", a short one for reports, and what the table says of it."""
+    """Code that saves a tensor: its name in rules, or "", its label in reports, and its letter in the table."""
 
     name: str
     label: str

@@ -312,7 +312,7 @@ class SavedTensorHooks:
         kept = self._keep(x, self._region, sys._getframe(1))
         stored = self._hand_on(kept)
         if kept[1] is not AS_IT_IS and is_tracked(x) and not kept[1].quality.is_exact:
-            offer(x, stored)  # type: ignore[arg-type]  # of what is not kept as it is
+            offer(x, stored)  # type: ignore[arg-type]  # the packed form stands in for x
         return stored
 
     def _pack_exactly(self, x: Tensor) -> _Packed:
@@ -490,7 +490,7 @@ class SavedTensorHooks:
             why = storage_report.other_code(label) if storage_report.recorders else storage_report.OTHER_CODE
             return region, why if region.packs else "", None
         if letter == GRADIENT:
-            end_known_values(x)  # it may be written over what it is the gradient of
+            end_known_values(x)  # it may overwrite the tensor whose gradient it is
         if region.packs and (letter == SCORES or (letter == GRADIENT and not has_rule)):
             region = with_bits(region, 8)
         return region, storage_report.NEEDED if letter == EXACT else "", call

@@ -35,7 +35,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor of this layout, known before quantizing: codes first."""
+        """Stored parts of a tensor of this layout, known before quantizing: codes first."""
 
     @abstractmethod
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
@@ -105,7 +105,7 @@ class GridQuantizer(Quantizer):
         """Blocks and groups of a tensor."""
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """What is stored beside the codes: nothing where levels are fixed."""
+        """Metadata beside the codes; none where levels are fixed."""
         return ()
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ class GridQuantizer(Quantizer):
 
     @abstractmethod
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The levels that stored metadata stand for."""
+        """The levels that stored metadata encode."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         geometry = self.geometry(layout)

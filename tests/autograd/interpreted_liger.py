@@ -116,7 +116,7 @@ def check_loss() -> None:
 
 
 def check_model() -> None:
-    """Without rules a Llama with all kernels keeps a fifth; what is packed has the noise of draws, and nothing else."""
+    """Without rules a Llama with all kernels keeps a fifth; its gradient differs by the noise of draws alone."""
     liger.apply_liger_kernel_to_llama()
     ids = torch.randint(VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""Functions of plain torch that save what kernels of libraries save, in their order, under their names.
+"""Functions of plain torch that save the tensors of libraries' kernels, in their order, under their names.
 
 Each is called with one (64, 128) tensor, beside weights; ``plain`` composes torch's ops to the same.
 """
@@ -91,7 +91,7 @@ class LayerNorm(torch.autograd.Function):
     lambda x: F.silu(projected(x)) * projected(x, 6),
 )
 class SiLUMul(torch.autograd.Function):
-    """Backward overwrites what it has saved."""
+    """Backward overwrites its saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

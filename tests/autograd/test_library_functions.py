@@ -68,7 +68,7 @@ def gradient(call: Callable[[Tensor], Tensor], x: Tensor, policy: Any = None) ->
 
 
 def mean_error(call: Callable[[Tensor], Tensor], bit_width: int) -> float:
-    """Norm of what the mean gradient over errors of both signs is off by: 0 where it is affine in what is saved."""
+    """Norm of the mean gradient's error over rounding errors of both signs: 0 if it is affine in the saved tensor."""
     x = activation(torch.float64)
     (_, expected), mean = gradient(call, x), 0.0
     for sign in (1, -1):
@@ -80,7 +80,7 @@ def mean_error(call: Callable[[Tensor], Tensor], bit_width: int) -> float:
     return float((mean - expected).norm())
 
 
-#: What the mean error at 8 bits is, less than one of first order in the error at 4: 4 times that of second order.
+#: Bound of the mean error at 8 bits: below one of first order in the error at 4, 4 times that of second order.
 SECOND_ORDER = 4 * (15 / 255) ** 2
 
 

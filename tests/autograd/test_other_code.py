@@ -1,4 +1,4 @@
-"""What code saves that is not torch's: kept as it is, packed where a rule names it or somebody has looked at it."""
+"""Tensors saved by other code than torch's: in full precision, packed if a rule or the table names the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BinarySign(torch.autograd.Function):
 
 
 class LearnedStep(torch.autograd.Function):
-    """Fake quantization as in LSQ: the gradient of the step asks which elements were clipped."""
+    """Fake quantization as in LSQ: the gradient of the step depends on the clipped elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_rules_take_a_functions_apply_and_tuples_for_it():
 
 
 def test_a_function_without_a_frame_of_its_own_is_known_by_its_forward():
-    """As from torch 2.14 on, where ``Function.apply`` is compiled."""
+    """From torch 2.14 on ``Function.apply`` is compiled."""
 
     class Squared(torch.autograd.Function):
         @staticmethod

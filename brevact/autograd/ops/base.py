@@ -173,7 +173,7 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Formula(Saving):
-    """An op of one handler: ``run`` saves and computes, and ``gradients`` is of the gradient and what was saved.
+    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
 
     ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
     """
