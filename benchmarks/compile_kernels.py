@@ -30,8 +30,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.offline_compiler import Launch, collected, compile_launch, resources
 from benchmarks.records import append_rows, print_table
 from brevact import triton_kernels
-from brevact.geometry import Grid, Place, Segments
-from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels.launch import one_pass, rows_in_groups

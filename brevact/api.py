@@ -4,9 +4,9 @@ from brevact import distributed as distributed
 from brevact.autograd import BackwardSettings as BackwardSettings
 from brevact.autograd import SaveMode as SaveMode
 from brevact.autograd.seeds import noise_count as noise_count
-from brevact.bit_widths.actnn import ActnnLevel as ActnnLevel
-from brevact.bit_widths.actnn import actnn_level as actnn_level
+from brevact.bit_widths.adaptive import ActnnLevel as ActnnLevel
 from brevact.bit_widths.adaptive import Adaptive as Adaptive
+from brevact.bit_widths.adaptive import actnn_level as actnn_level
 from brevact.bit_widths.fit import fit as fit
 from brevact.bit_widths.spec import PolicySpec as PolicySpec
 from brevact.bit_widths.spec import parse_policy as parse_policy
@@ -37,8 +37,8 @@ from brevact.quantizers import SampleWeights as SampleWeights
 from brevact.quantizers import SignMagnitudeQuantizer as SignMagnitudeQuantizer
 from brevact.quantizers import UniformQuantizer as UniformQuantizer
 from brevact.quantizers import WeibullQuantizer as WeibullQuantizer
-from brevact.quantizers.heap_tuning import set_heap_tuning as set_heap_tuning
-from brevact.reports.gradient_table import GradientReport as GradientReport
+from brevact.quantizers.backends import set_heap_tuning as set_heap_tuning
+from brevact.reports.gradients import GradientReport as GradientReport
 from brevact.reports.gradients import gradient_report as gradient_report
 from brevact.reports.memory import MemoryReport as MemoryReport
 from brevact.reports.memory import memory_report as memory_report

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from brevact.quantizers.checks import check_int
@@ -49,3 +50,15 @@ def text_table(
     for index, note in enumerate(notes, 1):
         lines[index] = f"{lines[index]}  {note}".rstrip()
     return "\n".join([lines[0], rule, *lines[1 : len(rows) + 1], *([rule, lines[-1]] if total else [])])
+
+
+@contextmanager
+def progress_bar(name: str, total: int | None, is_shown: bool) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each pass: it advances a tqdm bar, shown after 3 s, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc=name, unit="pass", delay=3, disable=not is_shown) as bar:
+        yield bar.update

@@ -22,15 +22,7 @@ from torch import Tensor, nn
 
 from recipes import schedules
 from recipes.data.shapes import SHAPES, Pictures, make_pictures
-from recipes.domains import (
-    Domain,
-    DomainSettings,
-    Metric,
-    Task,
-    checkpoint_each,
-    library,
-    run_command_line,
-)
+from recipes.domains import Domain, DomainSettings, Metric, Task, checkpoint_each, library, run_command_line
 from recipes.errors import RecipeError
 from recipes.options import setting
 from recipes.plots import save

@@ -20,15 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from recipes import schedules
-from recipes.domains import (
-    Domain,
-    DomainSettings,
-    Metric,
-    Task,
-    checkpoint_each,
-    library,
-    run_command_line,
-)
+from recipes.domains import Domain, DomainSettings, Metric, Task, checkpoint_each, library, run_command_line
 from recipes.errors import RecipeError
 from recipes.options import setting
 from recipes.plots import save

@@ -16,7 +16,7 @@ import brevact
 PACKAGE = Path(brevact.__file__).parent
 #: Parts of the package, a row a layer: a module imports from its own layer and from those above it in this list.
 LAYERS = (
-    ("private_names", "geometry", "heap", "integers", "user_lines", "version"),
+    ("private_names", "geometry", "heap", "user_lines", "version"),
     ("cpu_kernels", "triton_kernels"),
     ("quantizers",),
     ("arguments", "autograd", "compiler", "tables"),

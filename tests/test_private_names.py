@@ -74,6 +74,8 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             written = ast.unparse(node)
             of_library = written.partition(".")[0] in ("torch", "F", "nn", "aten", "numba", "brevitas", "qnn", "triton")
+            if written == f"bv.{node.attr}":  # `import brevact.private_names.of_brevitas as bv`
+                continue
             if _is_private(node.attr) and node.attr not in ATTRIBUTES and (of_library or node.attr not in own):
                 yield written
             elif node.attr in ("__func__", "__wrapped__") and of_library:

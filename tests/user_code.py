@@ -6,11 +6,7 @@ from pathlib import Path
 
 import brevitas.nn as qnn  # type: ignore[import-untyped]
 import torch
-from brevitas.quant import (  # type: ignore[import-untyped]
-    Int8ActPerTensorFloat,
-    Int8WeightPerTensorFloat,
-    Uint8ActPerTensorFloat,
-)
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
+from brevact.private_names.of_torch import TreeSpec, is_functorch_tensor, tree_flatten, tree_unflatten
 
 #: Tensor types without semantics of a subclass.
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
@@ -24,6 +24,33 @@ CONSTANT_TYPES = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
+
+
+#: Data types of activations that are packed.
+ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+#: Data types of activations that are packed as pairs of real numbers.
+COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_STRIDED = torch.strided
+
+
+def is_plain(x: Any) -> bool:
+    """Return whether ``x`` is a strided tensor and not a subclass with other semantics."""
+    return type(x) in PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
+
+
+def is_activation(x: Any) -> bool:
+    """Return whether our Functions can pack ``x``: plain, floating point, 16 bits or more."""
+    return (
+        type(x) in PLAIN_TYPES
+        and x.dtype in ACTIVATION_DTYPES
+        and x.layout is _STRIDED
+        and not (x.is_nested or is_functorch_tensor(x))
+    )
+
+
+def is_complex(x: Any) -> bool:
+    """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
+    return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 
 def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]:

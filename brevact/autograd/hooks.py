@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd.abandoned_forwards import active, is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.regions import Region
+from brevact.autograd.running import (
+    NO_ROUNDED_NORMS,
+    active,
+    is_alive,
+    is_tracing,
+    leave_abandoned,
+    leave_forward,
+    leave_last,
+    running,
+)
 from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.compiler import marks
 from brevact.compiler import tracing as tracing
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off

@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.abandoned_forwards import active, is_alive, leave_abandoned
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
-from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
-from brevact.autograd.distinct import keep_distinct, track_distinct
+from brevact.autograd.derived import (
+    MOST_DECODED,
+    Kind,
+    keep_distinct,
+    operands_of,
+    track_derived,
+    track_distinct,
+    track_moved,
+)
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
@@ -26,11 +32,11 @@ from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
 from brevact.autograd.other_code import OPERATORS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of, run_counterpart
+from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, note_made
 from brevact.autograd.store import INTEGERS
-from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     argument_names,
@@ -44,18 +50,6 @@ from brevact.private_names.of_torch import (
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-def packing_region() -> Any:
-    """Return the caller's region, if its Functions save packed tensors; None in a traced graph."""
-    if _is_compiling() or not active.regions or not _is_grad_enabled() or frame_callback() is not None:
-        return None
-    region = active.regions[-1]
-    if not region.packs or region.settings.double_backward:
-        return None
-    if top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
-        return None
-    return region
 
 
 class EagerMode(marks.RegionMode):

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import library_functions
-from brevact.autograd.first_region import when_imported
 from brevact.autograd.library_functions import UNKNOWN
+from brevact.autograd.running import when_imported
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
 

@@ -17,24 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import first_region
-from brevact.autograd.abandoned_forwards import active, is_alive
-from brevact.autograd.call_arguments import operands_beside
+from brevact.autograd import running
+from brevact.autograd.call_arguments import is_activation, operands_beside
 from brevact.autograd.mode import EagerMode
-from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.op import Op
 from brevact.autograd.other_code import is_in_algorithm, watch_forwards
+from brevact.autograd.running import active, is_alive, is_distributed
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
-from brevact.autograd.transforms import is_distributed
-from brevact.autograd.weights import (
-    WEIGHT_NUMEL,
-    ModelState,
-    is_weight,
-    node_of,
-)
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     function_apply_code,
@@ -81,11 +74,11 @@ class Region(Store):
         self._of_ops: dict[tuple[str, bool], Region] = {}
 
     def __enter__(self) -> Region:
-        if first_region.waiting and self.packs:
-            first_region.prepare()
+        if running.waiting and self.packs:
+            running.prepare()
         self.parent = active.regions[-1] if active.regions else None
-        if self.packs and not sys.modules.keys().isdisjoint(first_region.waiting_for):
-            first_region.prepare_libraries()
+        if self.packs and not sys.modules.keys().isdisjoint(running.waiting_for):
+            running.prepare_libraries()
         self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
@@ -69,12 +68,6 @@ EXACT = Quality()
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: Data types of activations that are packed.
-ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-
-#: Data types of activations that are packed as pairs of real numbers.
-COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations needs a setting, "

@@ -28,22 +28,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import BoundCall, tensors_of_call
-from brevact.autograd.clipped_ends import share_codes
+from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
-from brevact.autograd.derived import derive, derive_output
-from brevact.autograd.distinct import keep_distinct
+from brevact.autograd.derived import derive, derive_output, keep_distinct
+from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
-from brevact.autograd.norm_decoders import Centred, Zeros
-from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes, with_bits
+from brevact.autograd.norm_decoders import Centred, NormInput, Zeros
+from brevact.autograd.ops.base import keep_sizes, with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
+from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import Decoder, Keeper, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.clipped_ends import share_codes
+from brevact.autograd.call_arguments import ACTIVATION_DTYPES, BoundCall
 from brevact.autograd.decoders import (
     AS_IT_IS,
     PackedOnBackward,
@@ -25,9 +24,10 @@ from brevact.autograd.decoders import (
     pairs_of,
     without_gaps,
 )
+from brevact.autograd.known_values import share_codes
 from brevact.autograd.layer_recompute import DEEP, serves_norms
-from brevact.autograd.normalizing import NormInput
-from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
+from brevact.autograd.norm_decoders import NormInput
+from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, is_tracked, record_of, share_packed

@@ -23,16 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import BoundCall, bound_call, tensors_of_call
+from brevact.autograd.call_arguments import BoundCall, bound_call, is_complex, is_plain, tensors_of_call
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.ops.base import is_complex, is_plain
 from brevact.autograd.saved import Decoder, Keeper
 from brevact.autograd.storages import storage_address
-from brevact.private_names.of_torch import (
-    DisableAutocast,
-    DisableTorchFunction,
-    is_any_autocast_enabled,
-)
+from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 
 #: Most ops between the parameters and a recomputed tensor: each op on the way recomputes those before it.
 MOST_STEPS = 16

@@ -61,8 +61,6 @@ class ModelState:
         self._stored: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
-        #: Brevitas quantizers that have run in the region, with the state that shows quickly that they are unchanged.
-        self.seen_quantizers: dict[Any, Any] = {}
         if owner is None:
             _watchers.add(self)
 

@@ -1,29 +1,89 @@
-"""Adapt widths to the sensitivities of layers and samples during training: `Adaptive`."""
+"""Adapt widths to the sensitivities of layers and samples during training: `Adaptive`, and ActNN's levels."""
 
 from __future__ import annotations
 
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import distributed, nn
 
-from brevact.arguments import check_model
-from brevact.bit_widths.allocation import Option, allocate
-from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, kept_on_error, plan_of
-from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
+from brevact.arguments import check_count, check_model, check_state
+from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, kept_on_error, plan_of
 from brevact.bit_widths.sample_norms import SampleNorms
+from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.policy.attach import quantize_backward
+from brevact.policy.predicates import CONVOLUTIONS
+from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
-from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import Loss, as_it_was, check_loss, gradients, squared_distance
+from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
+from brevact.user_lines import warn
+
+
+def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
+    """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2.
+
+    In squared units of the gradient; the training step gives the seeds. The model is unchanged, with `widths` set.
+    """
+    model, found = plan.layers.model, []
+    try:
+        with in_place(model), as_it_was(model):
+            first = gradients(model, batch, loss, step, step)
+            for group, width in zip(plan.groups, widths, strict=True):
+                plan.set(widths, redrawn=group.sources)
+                variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
+                found.append(variance / expected_noise(1.0, width))
+    finally:
+        plan.set(widths)
+    if is_distributed():
+        shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
+        distributed.all_reduce(shared)
+        found = (shared / distributed.get_world_size()).tolist()
+    return found
+
+
+def expected_noise(sensitivity: float, bit_width: int) -> float:
+    return sensitivity / (2**bit_width - 1) ** 2
+
+
+def is_distributed() -> bool:
+    """Return whether a process group is initialized."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def check_groups(state: Any, own: Mapping[str, Any]) -> None:
+    """Raise a TypeError or a ValueError if a state has other groups or another number of samples."""
+    check_state(state, own)
+    if state["layers"] != own["layers"]:
+        raise ValueError(
+            f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
+            "object with the model, the policy and a batch of the size of the checkpoint's run"
+        )
+    for name in ("bit_widths", "sensitivities"):
+        if len(state[name]) != len(own[name]):
+            raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
+    check_count("state: steps", state["steps"], 0)
+    for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
+        for value in state[name]:
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+                raise ValueError(f"state: {name} has {brief(value)}; accepted are {accepted} of at least 0")
+    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+    if counts[0] != counts[1]:
+        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
+
 
 _log = logging.getLogger(__name__)
 #: Weight of a layer's old sensitivity in its running mean.
@@ -246,3 +306,120 @@ class Adaptive:
         _log.info("step %d: bit widths %s", self._steps, widths)
         self._plan.set(widths)
         return widths
+
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class ActnnLevel:
+    """One of ActNN's levels: higher ones save fewer bytes, and take more time.
+
+    Source: ActNN, arXiv:2104.14129, section 5.2 and table 2, and its published code. Differs: layers of every kind
+    pack, not those of a list; L1 packs only convolutions, as in the paper (the code leaves norms unpacked); widths
+    follow a measured sensitivity (`Adaptive`); swapping moves all tensors that autograd saves, including weights.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    >>> level, x = brevact.actnn_level("L4"), torch.randn(256, 64)
+    >>> loss = lambda model, batch: model(batch).square().mean()
+    >>> adaptive = level.quantize(model, x, loss, samples=1000)
+    >>> with level.saving(), adaptive.batch(range(256)), brevact.backward_quant(model):
+    ...     value = loss(model, x)
+    >>> value.backward()
+    >>> adaptive.step(x)
+
+    Args:
+        name: "L0" to "L5".
+        policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
+        bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
+        swaps: whether saved tensors move to host memory.
+        defragments: whether the GPU allocator should join free segments.
+    """
+
+    name: str
+    policy: Policy
+    bit_width: float | None = None
+    swaps: bool = False
+    defragments: bool = False
+
+    def quantize(
+        self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
+    ) -> Adaptive | None:
+        """Attach the level's policy to a model, in place.
+
+        Args:
+            model: module without a policy.
+            batch: see :class:`Adaptive`.
+            loss: see :class:`Adaptive`.
+            every: see :class:`Adaptive`.
+            samples: see :class:`Adaptive`.
+
+        Returns:
+            The object that adapts the widths; None for L0, L1 and L2.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: the model has a policy, or an argument is out of range.
+        """
+        quantize_backward(model, self.policy)
+        allocator = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        if self.defragments and torch.cuda.is_available() and not any(_EXPANDABLE in each for each in allocator):
+            warn(
+                f"{self.name}: the allocator is told to join free segments before torch starts: "
+                f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4"
+            )
+        if self.bit_width is None:
+            return None
+        return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context for forward passes: at L4 and L5 saved tensors move to host memory, pinned with CUDA."""
+        if self.swaps:
+            return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        return nullcontext()
+
+
+_4_BITS = StochBackward4bit.let(bucket_size=256, derive_min_bits=0)
+_2_BITS = Policy({"*": StochBackward2bitPerSample.let(bucket_size=256, derive_min_bits=0)})
+
+_LEVELS = {
+    level.name: level
+    for level in (
+        ActnnLevel("L0", Policy({"*": None})),
+        ActnnLevel("L1", Policy({CONVOLUTIONS: _4_BITS, "*": None})),
+        ActnnLevel("L2", Policy({"*": _4_BITS})),
+        ActnnLevel("L3", _2_BITS, 2),
+        ActnnLevel("L4", _2_BITS, 2, swaps=True),
+        ActnnLevel("L5", _2_BITS, 2, swaps=True, defragments=True),
+    )
+}
+
+
+def actnn_level(name: str) -> ActnnLevel:
+    """Return one of ActNN's optimization levels.
+
+    | level | here |
+    |---|---|
+    | L0 | full precision |
+    | L1 | convolutions at 4 bits |
+    | L2 | all layers at 4 bits |
+    | L3 | 2 bits on average over layers and samples, by their sensitivities |
+    | L4 | L3, and saved tensors move to host memory |
+    | L5 | L4, with an allocator that joins free segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) |
+
+    >>> actnn_level("L2").policy.rules.keys()
+    dict_keys(['*'])
+
+    Args:
+        name: "L0" to "L5".
+
+    Returns:
+        The level.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if not isinstance(name, str) or name not in _LEVELS:
+        raise ValueError(f"name={brief(name)}; accepted are {', '.join(_LEVELS)}")
+    return _LEVELS[name]

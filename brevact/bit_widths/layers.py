@@ -16,7 +16,7 @@ from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
-from brevact.quantizers.philox import moved_seed, seed_value
+from brevact.quantizers.reference import moved_seed, seed_value
 from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory

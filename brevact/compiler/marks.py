@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.abandoned_forwards import active
-from brevact.autograd.first_region import before_first_region
 from brevact.autograd.rows import ROWS
+from brevact.autograd.running import active, before_first_region
 from brevact.autograd.settings import BackwardSettings
 from brevact.compiler import FULL_PRECISION
 from brevact.compiler.results import is_recomputed, marked_regions

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from brevact.autograd.saved import ACTIVATION_DTYPES
+from brevact.autograd.call_arguments import ACTIVATION_DTYPES
 from brevact.autograd.seeds import seed_of_graph, seed_of_size
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
@@ -22,7 +22,7 @@ from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
-from brevact.quantizers.normalizing_plans import FUSED
+from brevact.quantizers.normalizing import FUSED
 
 ops = torch.ops.brevact
 _library = torch.library.Library("brevact", "FRAGMENT")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from brevact.autograd import storage_report
-from brevact.autograd.abandoned_forwards import active
+from brevact.autograd.running import active
 from brevact.private_names.of_torch import (
     COMPILED,
     function_stack_at,

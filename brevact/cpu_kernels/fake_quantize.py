@@ -40,7 +40,7 @@ from brevact.cpu_kernels.memory import (
 from brevact.cpu_kernels.packing import bits_to_bytes
 from brevact.cpu_kernels.rounding import halves_of, write_codes
 from brevact.cpu_kernels.teams import share
-from brevact.integers import IntegerPlan
+from brevact.geometry import IntegerPlan
 
 BLOCK = 512
 

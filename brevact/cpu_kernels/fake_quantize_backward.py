@@ -64,7 +64,7 @@ from brevact.cpu_kernels.memory import (
 )
 from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
 from brevact.cpu_kernels.teams import share
-from brevact.integers import IntegerPlan
+from brevact.geometry import IntegerPlan
 
 LANES = 32
 LEVELS_OF_SUM, _STEP = 4, 16

@@ -8,18 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.collectives import after
-from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
+from brevact.distributed.message import (
+    Agreement,
+    after,
+    check_marks,
+    keep_for_this_stream,
+    marks_of,
+    message_of,
+    packs_of,
+)
 from brevact.distributed.packing import (
     AS_IT_IS,
+    ParameterState,
+    ParameterStates,
     check_count,
     check_feedback,
     check_quantizer,
     check_seed,
+    check_state,
     is_unbiased,
     pack,
 )
-from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation

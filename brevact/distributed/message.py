@@ -7,10 +7,14 @@ hang if messages differ in length, processes compare marks of their settings bef
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,3 +112,52 @@ def _text(spec: PackedSpec[Any]) -> str:
 def _name(setting: object) -> str:
     """Return a setting's text without addresses: users' quantizers may lack a ``__repr__``."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(setting))
+
+
+def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
+    """Run `finish`, without gradients, once a collective is done, and return the future of its result.
+
+    On a device, it runs on the stream that waits for the collective. On the CPU, a separate thread waits and runs it:
+    a callback on a thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the
+    Python object, while a thread that destroys the group holds the GIL and waits for the group's threads.
+
+    If the collective or the function raises, the future's `wait` raises a RuntimeError with the cause.
+    """
+
+    def finished(done: torch.futures.Future[Any]) -> Tensor:
+        found = done.value()  # on a device, raises the collective's error; on the CPU, an error or None
+        if isinstance(found, Exception):
+            raise found
+        with torch.no_grad():
+            return finish()
+
+    if not is_cpu:
+        return work.get_future().then(finished)
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    result = done.then(finished)
+
+    def wait() -> None:
+        error = None
+        try:
+            work.wait()
+        except Exception as raised:
+            error = raised
+        done.set_result(error)
+
+    thread = threading.Thread(target=wait, name="brevact collective", daemon=True)
+    thread.start()
+    _waiting.add(thread)
+    return result
+
+
+#: Seconds that a process waits at exit for collectives with a pending function.
+PATIENCE = 1.0
+_waiting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for running functions: a thread that returns to a finalized interpreter aborts the process."""
+    deadline = time.monotonic() + PATIENCE
+    for thread in list(_waiting):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -2,7 +2,7 @@
 
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
 it. ``backward_settings_from`` resolves it, or a Brevitas activation injector (``BrevitasQuantizer``), into a region's
-settings. Importing this package makes every Brevitas injector picklable (``brevact.injectors.pickling``) and gives
+settings. Importing this package makes every Brevitas injector picklable (``brevact.injectors.injector_type``) and gives
 Brevitas' own layers ``act_quant=`` (``brevact.injectors.stock_layers``); the first packing region makes Brevitas'
 forward quantizers save few bits inside of regions (``brevact.injectors.forward_quantizers``).
 """
@@ -10,7 +10,6 @@ forward quantizers save few bits inside of regions (``brevact.injectors.forward_
 import types
 import typing
 
-from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import DitheredRounding as DitheredRounding

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from dependencies.exceptions import DependencyError
+from torch import Tensor, nn
 
+import brevact.private_names.of_brevitas as bv
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.injectors.brevitas_source import build_tensor_quant
-from brevact.injectors.class_protocol import InjectorClass
-from brevact.private_names.of_brevitas import (
-    BinaryQuant,
-    BitWidthConst,
-    ClampedBinaryQuant,
-    RescalingIntQuant,
-    StochasticRoundSte,
-    TernaryQuant,
-    ZeroZeroPoint,
-    _NoDelay,
-)
-from brevact.quantizers import (
-    Layout,
-    PackedActivation,
-    PackedSpec,
-    Part,
-    UniformQuantizer,
-    pack_codes,
-    unpack_codes,
-)
+from brevact.injectors.class_protocol import InjectorClass, is_injector
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, UniformQuantizer, pack_codes, unpack_codes
 
 _UNPACKED = UniformQuantizer(bit_width=32)
 _ACCEPTED = (
@@ -84,7 +68,7 @@ class BrevitasQuantizer:
         tensor_quant, self.asked = build_tensor_quant(source)
         self.integers = _integers_of(tensor_quant, self.name)
         int_quant: Any = getattr(tensor_quant, "int_quant", None)
-        self._has_zero_point = int_quant is not None and not is_kind(tensor_quant.zero_point_impl, ZeroZeroPoint)
+        self._has_zero_point = int_quant is not None and not is_kind(tensor_quant.zero_point_impl, bv.ZeroZeroPoint)
 
     @property
     def name(self) -> str:
@@ -219,23 +203,23 @@ def is_kind(module: Any, kind: type) -> bool:
 def _integers_of(tensor_quant: Any, name: str) -> Integers:
     int_quant = getattr(tensor_quant, "int_quant", tensor_quant)
     wrapper = getattr(int_quant, "delay_wrapper", None)
-    if wrapper is not None and not is_kind(wrapper.delay_impl, _NoDelay):
+    if wrapper is not None and not is_kind(wrapper.delay_impl, bv._NoDelay):
         raise ValueError(
             f"quant_delay_steps={wrapper.delay_impl.quant_delay_steps} lets a quantizer return the tensor unchanged "
             "for some steps, without integers; leave it out"
         )
-    if any(is_kind(module, StochasticRoundSte) for module in tensor_quant.modules()):
+    if any(is_kind(module, bv.StochasticRoundSte) for module in tensor_quant.modules()):
         raise ValueError(
             f"float_to_int_impl_type='stochastic_round' of {name} draws from a generator of its own; round to nearest, "
             "or pass StochBackward8bit, whose noise follows torch.manual_seed"
         )
-    if any(is_kind(tensor_quant, kind) for kind in (BinaryQuant, ClampedBinaryQuant)):
+    if any(is_kind(tensor_quant, kind) for kind in (bv.BinaryQuant, bv.ClampedBinaryQuant)):
         return Integers(bit_width=1, lowest=-1, step=2)
-    if is_kind(tensor_quant, TernaryQuant):
+    if is_kind(tensor_quant, bv.TernaryQuant):
         return Integers(bit_width=2, lowest=-1)
-    if not is_kind(tensor_quant, RescalingIntQuant):
+    if not is_kind(tensor_quant, bv.RescalingIntQuant):
         raise TypeError(f"tensor_quant of {name} is a {type(tensor_quant).__name__}, without integers; {_ACCEPTED}")
-    if not is_kind(tensor_quant.msb_clamp_bit_width_impl, BitWidthConst):
+    if not is_kind(tensor_quant.msb_clamp_bit_width_impl, bv.BitWidthConst):
         raise TypeError(
             f"bit_width of {name} comes from a {type(tensor_quant.msb_clamp_bit_width_impl).__name__}, which may "
             "change while codes are stored; accepted is a constant one: bit_width_impl_type='const'"
@@ -246,3 +230,57 @@ def _integers_of(tensor_quant: Any, name: str) -> Integers:
             f"bit_width={bit_width.item():g} of {name} is out of range; accepted is an integer from 1 to 8"
         )
     return Integers(bit_width=int(bit_width), lowest=int(int_quant.min_int(bit_width)))
+
+
+def is_act_quantizer(source: Any) -> bool:
+    """Whether this is an injector class by which Brevitas quantizes activations."""
+    return _has_proxy(source, bv.ActQuantProxyFromInjectorBase)
+
+
+def quantizes_parameters(source: Any) -> bool:
+    """Whether this is an injector class by which Brevitas quantizes weights or biases."""
+    return _has_proxy(source, (bv.WeightQuantProxyFromInjectorBase, bv.BiasQuantProxyFromInjectorBase))
+
+
+def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:
+    """Build an activation quantizer's ``tensor_quant``, without the proxy that would put it into a forward pass.
+
+    Also returns every name that was looked up on the way, optional ones included. Raises a TypeError if the injector
+    lacks a value or quantizes nothing, a ValueError if Brevitas refuses a value.
+    """
+    probe = injector.let(proxy_module=nn.Identity())
+    asked = _Asked(probe.__dependencies__)
+    type.__setattr__(probe, "__dependencies__", asked)
+    try:
+        tensor_quant = probe.tensor_quant
+        if "proxy_module" in asked.names:  # to search for the best scale by calling it
+            proxy = injector.proxy_class(nn.Identity(), injector)
+            tensor_quant = proxy.fused_activation_quant_proxy.tensor_quant
+    except DependencyError as error:
+        raise TypeError(f"{injector.__name__} is incomplete: {error}. State the missing setting") from error
+    except Exception as error:
+        raise ValueError(
+            f"{injector.__name__} cannot be built: {type(error).__name__}: {error}; check the settings that differ "
+            "from those of the class in brevitas.quant"
+        ) from error
+    if tensor_quant is None:
+        raise TypeError(f"{injector.__name__} quantizes nothing; pass act_quant=None for a plain layer")
+    return tensor_quant, frozenset(asked.names)
+
+
+class _Asked(dict[str, Any]):
+    """An injector's dependencies, recording the names that its resolution looks up."""
+
+    def __init__(self, dependencies: dict[str, Any]) -> None:
+        super().__init__(dependencies)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
+    if not is_injector(source) or "proxy_class" not in source:
+        return False
+    return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)

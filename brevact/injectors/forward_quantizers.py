@@ -19,31 +19,15 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
-from brevact.autograd.first_region import before_first_region
-from brevact.autograd.mode import packing_region
+import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import Rectifier, Signs, fake_quantize, quantize_signs
+from brevact.autograd.running import before_first_region, packing_region
 from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
-from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
-from brevact.injectors.minifloats import float_quant
-from brevact.private_names.of_brevitas import (
-    BinaryQuant,
-    ClampedBinaryQuant,
-    DecoupledIntQuant,
-    FloatQuant,
-    FusedActivationQuantProxy,
-    InplaceTensorClampSte,
-    IntQuant,
-    RescalingIntQuant,
-    TensorClamp,
-    TernaryQuant,
-    _Stats,
-    binary_sign_ste,
-    ternary_sign_ste,
-)
+from brevact.injectors.integer_kinds import CLAMPS, delays, float_quant, integers_of
 
 
 def _int_quant(
-    stock: Callable, quant: IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
+    stock: Callable, quant: bv.IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
 ) -> Any:
     out = _quantize(quant, scale, zero_point, scale, zero_point, bit_width, x)
     if out is NotImplemented and (x is rectified.output or bit_width.requires_grad):
@@ -55,7 +39,7 @@ def _int_quant(
 
 def _decoupled_int_quant(
     stock: Callable,
-    quant: DecoupledIntQuant,
+    quant: bv.DecoupledIntQuant,
     pre_scale: Tensor,
     pre_zero_point: Tensor,
     scale: Tensor,
@@ -103,8 +87,7 @@ def _quantize(
 
 
 def _binary(x: Tensor, scale: Tensor) -> Tensor:
-    found: Tensor = binary_sign_ste(x)
-    return found
+    return bv.binary_sign_ste(x)
 
 
 def _clamped_binary(clamp: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
@@ -112,7 +95,7 @@ def _clamped_binary(clamp: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _ternary(threshold: float, x: Tensor, scale: Tensor) -> Tensor:
-    return x.abs().gt(threshold * scale).float() * ternary_sign_ste(x)
+    return x.abs().gt(threshold * scale).float() * bv.ternary_sign_ste(x)
 
 
 def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
@@ -121,14 +104,14 @@ def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
     if region is None or delays(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     inplace = False
-    if type(quant) is TernaryQuant:
+    if type(quant) is bv.TernaryQuant:
         signs = Signs(functools.partial(_ternary, quant.threshold), bit_width=2, step=1, has_zero=True)
-    elif type(quant) is BinaryQuant:
+    elif type(quant) is bv.BinaryQuant:
         signs = Signs(_binary, bit_width=1, step=2)
-    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in CLAMPS:
-        inplace = type(quant.tensor_clamp_impl) is InplaceTensorClampSte
+    elif type(quant) is bv.ClampedBinaryQuant and type(quant.tensor_clamp_impl) in CLAMPS:
+        inplace = type(quant.tensor_clamp_impl) is bv.InplaceTensorClampSte
         of = _binary if inplace else functools.partial(_clamped_binary, quant.tensor_clamp_impl)
-        signs = Signs(of, bit_width=1, step=2, clips=type(quant.tensor_clamp_impl) is TensorClamp)
+        signs = Signs(of, bit_width=1, step=2, clips=type(quant.tensor_clamp_impl) is bv.TensorClamp)
     else:
         return NotImplemented
     scale = quant.scaling_impl(x)
@@ -156,15 +139,15 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
 
 #: Classes of Brevitas, and their forward inside a region.
 COUNTERPARTS: dict[type[nn.Module], Callable] = {
-    IntQuant: _int_quant,
-    DecoupledIntQuant: _decoupled_int_quant,
-    BinaryQuant: _sign_quant,
-    ClampedBinaryQuant: _sign_quant,
-    TernaryQuant: _sign_quant,
-    FloatQuant: float_quant,
-    _Stats: statistics,
-    FusedActivationQuantProxy: fused_activation,
-    RescalingIntQuant: rescaling_quantizer,
+    bv.IntQuant: _int_quant,
+    bv.DecoupledIntQuant: _decoupled_int_quant,
+    bv.BinaryQuant: _sign_quant,
+    bv.ClampedBinaryQuant: _sign_quant,
+    bv.TernaryQuant: _sign_quant,
+    bv.FloatQuant: float_quant,
+    bv._Stats: statistics,
+    bv.FusedActivationQuantProxy: fused_activation,
+    bv.RescalingIntQuant: rescaling_quantizer,
 }
 
 

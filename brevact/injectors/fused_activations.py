@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd.mode import packing_region
+import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all
+from brevact.autograd.running import packing_region
 from brevact.injectors.known_quantizers import (
     STATISTICS_OF_WEIGHTS,
     Tree,
@@ -18,20 +19,6 @@ from brevact.injectors.known_quantizers import (
     known_quantizer,
     statistics_of_weight,
     takes_statistics,
-)
-from brevact.private_names.of_brevitas import (
-    AbsPercentile,
-    ConstScaling,
-    FusedActivationQuantProxy,
-    Identity,
-    IntQuant,
-    OverTensorView,
-    ParameterFromRuntimeStatsScaling,
-    ParameterScaling,
-    RescalingIntQuant,
-    TensorClamp,
-    ZeroZeroPoint,
-    _Stats,
 )
 
 
@@ -49,7 +36,7 @@ class _Rectified(threading.local):
 rectified = _Rectified()
 
 
-def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
+def statistics(stock: Callable, stats: bv._Stats, input: Tensor) -> Any:
     """Statistics for a scale: a weight's are recomputed, a percentile is one element of an activation."""
     region = packing_region()
     if region is None or type(input) not in (Tensor, nn.Parameter):
@@ -59,21 +46,21 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
         found = absolute_percentile(region, x.view(input.shape), impl.q, None, impl.keepdim, values=input)
         return found.view(stats.stats_output_shape)
     if not input.requires_grad:
-        if type(impl) is not AbsPercentile or impl.stats_reduce_dim is not None or not input.numel():
+        if type(impl) is not bv.AbsPercentile or impl.stats_reduce_dim is not None or not input.numel():
             return NotImplemented
         return magnitude_of_all(input, impl.q).view(stats.stats_output_shape)
     if type(impl) not in STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
         found = statistics_of_weight(region, impl, input)
-    elif type(impl) is AbsPercentile:
+    elif type(impl) is bv.AbsPercentile:
         found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
     else:
         return NotImplemented
     return found.view(stats.stats_output_shape)
 
 
-def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
+def fused_activation(stock: Callable, fused: bv.FusedActivationQuantProxy, x: Tensor) -> Any:
     """A ReLU and the quantizer behind it, with one mask for both: the gradient goes to the ReLU's input."""
     region = packing_region() if type(x) is Tensor else None
     if region is None:
@@ -104,9 +91,9 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
         rectified.output, rectified.input, rectified.waits = around
 
 
-def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) -> Any:
+def rescaling_quantizer(stock: Callable, quant: bv.RescalingIntQuant, x: Tensor) -> Any:
     """A stand-alone integer quantizer, of a weight or of an activation with a constant, learned or collected scale."""
-    if type(quant) is not RescalingIntQuant or type(x) not in (Tensor, nn.Parameter):
+    if type(quant) is not bv.RescalingIntQuant or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     region = packing_region()
     known = None if region is None else known_quantizer(quant)
@@ -117,21 +104,21 @@ def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) ->
 
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
     """Whether a quantizer's scale has no gradient for the elements, or one for a single element."""
-    if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
+    if type(quant) is not bv.RescalingIntQuant or type(quant.int_quant) is not bv.IntQuant or quant.observer_only:
         return False
-    if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
+    if type(quant.zero_point_impl) is not bv.ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not bv.Identity:
         return False
-    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # without a mask of its own: nothing is saved
+    if type(quant.int_quant.tensor_clamp_impl) is not bv.TensorClamp:  # without a mask of its own: nothing is saved
         return False
     scaling = quant.scaling_impl
-    if type(scaling) is not ParameterFromRuntimeStatsScaling:
-        return type(scaling) in (ConstScaling, ParameterScaling)
+    if type(scaling) is not bv.ParameterFromRuntimeStatsScaling:
+        return type(scaling) in (bv.ConstScaling, bv.ParameterScaling)
     if not takes_statistics(scaling):
         return True
     impl = scaling.stats.stats_impl
     return (
-        type(impl) is AbsPercentile
+        type(impl) is bv.AbsPercentile
         and impl.stats_reduce_dim is None
-        and type(scaling.stats_input_view_shape_impl) is OverTensorView
+        and type(scaling.stats_input_view_shape_impl) is bv.OverTensorView
         and x.is_contiguous()
     )

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.forward_statistics import (
     largest_magnitude,
@@ -25,42 +25,6 @@ from brevact.autograd.ops.forward_statistics import (
     weight_statistics,
 )
 from brevact.injectors.integer_kinds import delays, integers_of
-from brevact.private_names.of_brevitas import (
-    Abs,
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
-    AbsPercentile,
-    BitWidthConst,
-    BitWidthStatefulConst,
-    ConstScaling,
-    FloatRestrictValue,
-    FusedActivationQuantProxy,
-    Identity,
-    IntQuant,
-    IntScaling,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
-    ParameterFromRuntimeStatsScaling,
-    ParameterFromRuntimeZeroPoint,
-    ParameterFromStatsFromParameterZeroPoint,
-    ParameterScaling,
-    ParameterZeroPoint,
-    PercentileInterval,
-    PowerOfTwoIntScaling,
-    RescalingIntQuant,
-    ScalarSignedClampMinSte,
-    SignedAbsMax,
-    StatsFromParameterScaling,
-    StatsFromParameterZeroPoint,
-    TensorClamp,
-    ZeroZeroPoint,
-    _ViewCatParameterWrapper,
-    _ViewParameterWrapper,
-)
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     global_backward_hooks,
@@ -72,32 +36,32 @@ from brevact.private_names.of_torch import (
 
 #: Statistics that are recomputed, without a state of their own.
 STATISTICS_OF_WEIGHTS = (
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
-    AbsPercentile,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
-    PercentileInterval,
-    SignedAbsMax,
+    bv.AbsAve,
+    bv.AbsMax,
+    bv.AbsMaxAve,
+    bv.AbsMaxL2,
+    bv.AbsMinMax,
+    bv.AbsPercentile,
+    bv.MeanSigmaStd,
+    bv.NegativeMinOrZero,
+    bv.NegativePercentileOrZero,
+    bv.PercentileInterval,
+    bv.SignedAbsMax,
 )
-_MAGNITUDES = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile)
+_MAGNITUDES = (bv.AbsAve, bv.AbsMax, bv.AbsMaxAve, bv.AbsMaxL2, bv.AbsPercentile)
 _ZERO_POINTS = (
-    ZeroZeroPoint,
-    ParameterZeroPoint,
-    ParameterFromRuntimeZeroPoint,
-    ParameterFromStatsFromParameterZeroPoint,
-    StatsFromParameterZeroPoint,
+    bv.ZeroZeroPoint,
+    bv.ParameterZeroPoint,
+    bv.ParameterFromRuntimeZeroPoint,
+    bv.ParameterFromStatsFromParameterZeroPoint,
+    bv.StatsFromParameterZeroPoint,
 )
 _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
 
 
 def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
     """Return a weight's statistics, whose gradient recomputes them, or goes to the largest elements."""
-    if type(impl) is AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
+    if type(impl) is bv.AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
         return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
     return weight_statistics(region, impl, weight)
 
@@ -143,33 +107,6 @@ class Tree(NamedTuple):
         return any(_EVERYWHERE) and not are_own(_EVERYWHERE)
 
 
-class Tables(NamedTuple):
-    """The tables of hooks and children of a tree's modules, and the number of hook handles made so far.
-
-    Tables change in place unless somebody assigns others, and registering a hook then makes a handle.
-    """
-
-    handles: int
-    empty: tuple[dict[Any, Any], ...]
-    children: tuple[Any, ...]
-
-    @staticmethod
-    def of(tree: Tree) -> Tables:
-        """Read the tables of an untouched tree."""
-        children = tuple(map(_children_in, tree.attributes))
-        hooks = itertools.chain.from_iterable(map(_hooks_in, tree.attributes))
-        empty = tuple(each for each in itertools.chain(hooks, children) if not each)
-        return Tables(RemovableHandle.next_id, empty, tuple(each.values() for each in children if each))
-
-    def are_untouched(self, tree: Tree) -> bool:
-        """Return whether the tree is still untouched, in a third of the time of `Tree.is_untouched`."""
-        if self.handles != RemovableHandle.next_id or any(self.empty):
-            return False
-        if tuple(itertools.chain.from_iterable(self.children)) != tree.children:
-            return False
-        return not tree._is_overridden()
-
-
 def are_own(hooks: tuple[Any, ...]) -> bool:
     """Return whether all global module hooks are this package's."""
     return all(getattr(hook, "__module__", "").startswith("brevact.") for each in hooks for hook in each.values())
@@ -183,30 +120,30 @@ class _Learned(NamedTuple):
 
     @staticmethod
     def of(scaling: Any) -> _Learned | None:
-        if type(scaling) is ParameterFromRuntimeStatsScaling:
+        if type(scaling) is bv.ParameterFromRuntimeStatsScaling:
             clamp = scaling.clamp_scaling.clamp_min_ste
             parts = scaling.restrict_scaling, scaling.restrict_threshold, scaling.restrict_scale_threshold
-        elif type(scaling) is ParameterScaling:
+        elif type(scaling) is bv.ParameterScaling:
             clamp = scaling.restrict_clamp_scaling.clamp_ste
             threshold, ratio = scaling.restrict_clamp_threshold, scaling.restrict_clamp_scale_threshold
-            if not type(threshold.clamp_ste) is type(ratio.clamp_ste) is Identity:
+            if not type(threshold.clamp_ste) is type(ratio.clamp_ste) is bv.Identity:
                 return None
             parts = scaling.restrict_clamp_scaling, threshold, ratio
         else:
             return None
         restricts = tuple(type(part.restrict_value_impl) for part in parts)
-        if restricts != (FloatRestrictValue, FloatRestrictValue, Identity):
+        if restricts != (bv.FloatRestrictValue, bv.FloatRestrictValue, bv.Identity):
             return None
-        if type(scaling.restrict_threshold_pre) is not Abs:
+        if type(scaling.restrict_threshold_pre) is not bv.Abs:
             return None
-        if type(clamp) is Identity:
+        if type(clamp) is bv.Identity:
             return _Learned(scaling, None)
-        return _Learned(scaling, clamp) if type(clamp) is ScalarSignedClampMinSte else None
+        return _Learned(scaling, clamp) if type(clamp) is bv.ScalarSignedClampMinSte else None
 
     def scale(self, threshold: Tensor) -> Tensor | None:
         """Return the scale; None if it is not learned yet, or computed otherwise."""
         scaling = self.scaling
-        if type(scaling) is ParameterFromRuntimeStatsScaling and (
+        if type(scaling) is bv.ParameterFromRuntimeStatsScaling and (
             not scaling.training or scaling.counter <= scaling.collect_stats_steps
         ):
             return None
@@ -227,7 +164,7 @@ class _OfStatistics(NamedTuple):
 
     @staticmethod
     def of(scaling: Any) -> _OfStatistics | None:
-        if type(scaling) is not StatsFromParameterScaling:
+        if type(scaling) is not bv.StatsFromParameterScaling:
             return None
         impl = scaling.stats_scaling_impl
         of_scaling, of_threshold = impl.restrict_clamp_scaling, impl.restrict_clamp_threshold
@@ -237,15 +174,15 @@ class _OfStatistics(NamedTuple):
         others = impl.affine_rescaling, of_ratio.restrict_value_impl, of_ratio.clamp_ste, of_threshold.clamp_ste
         clamps = impl.clamp_scaling.clamp_min_ste, of_scaling.clamp_ste
         for modules, kinds in (
-            (restricts, (FloatRestrictValue,)),
-            (before, (Abs,)),
-            (others, (Identity,)),
-            (clamps, (Identity, ScalarSignedClampMinSte)),
+            (restricts, (bv.FloatRestrictValue,)),
+            (before, (bv.Abs,)),
+            (others, (bv.Identity,)),
+            (clamps, (bv.Identity, bv.ScalarSignedClampMinSte)),
         ):
             if any(type(module) not in kinds for module in modules):
                 return None
         are_magnitudes = type(scaling.parameter_list_stats.stats.stats_impl) in _MAGNITUDES
-        return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not Identity), are_magnitudes)
+        return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not bv.Identity), are_magnitudes)
 
     def scale(self, stats: Tensor, threshold: Tensor) -> Tensor | None:
         """Return the scale of magnitudes, or of statistics above all bounds, with its usual gradient; None for others.
@@ -268,7 +205,7 @@ class KnownQuantizer:
 
     def __init__(self, module: Any) -> None:
         self.tree = Tree.of(module)
-        is_fused = type(module) is FusedActivationQuantProxy
+        is_fused = type(module) is bv.FusedActivationQuantProxy
         quant: Any = module.tensor_quant if is_fused else module
         self._quant = weakref.ref(quant)  # `_known` must not keep quantizers and their weights alive
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
@@ -277,26 +214,11 @@ class KnownQuantizer:
         self.scaling: Any = quant.scaling_impl if self.is_known else None
         self.zero_point: Any = quant.zero_point_impl if self.is_known else None
         self._bit_width: Any = _buffer_of(quant.msb_clamp_bit_width_impl, "bit_width") if self.is_known else None
-        is_zero = type(self.zero_point) is ZeroZeroPoint
+        is_zero = type(self.zero_point) is bv.ZeroZeroPoint
         self._zero: Any = _buffer_of(quant.zero_point_impl, "zero_point") if is_zero else None
         self.learned = _Learned.of(self.scaling) if self.is_known else None
         self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
         self._width: _Width | None = None
-
-    def is_untouched(self, region: Any) -> bool:
-        """Return whether the modules are still those that were read, without hooks.
-
-        If a forward pass calls the quantizer again, as a recurrent layer does at each time step, tables speed up the
-        check.
-        """
-        seen = region.state.seen_quantizers
-        tables = seen.get(self)
-        if tables is not None and tables.are_untouched(self.tree):
-            return True
-        if not self.tree.is_untouched():
-            return False
-        seen[self] = Tables.of(self.tree) if self in seen else None
-        return True
 
     @property
     def quant(self) -> Any:
@@ -309,7 +231,7 @@ class KnownQuantizer:
         If a stand-alone quantizer's modules read elements of ``x`` for the scale, the region computes it.
         """
         quant = self.quant
-        if quant.observer_only or not self.is_untouched(region):
+        if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
             module, name = self._bit_width
@@ -341,8 +263,7 @@ class KnownQuantizer:
         """Return a scale that is computed from ``x``: from a weight's statistics, which backward recomputes."""
         scaling = self.scaling
         if not self.reads_weight or not region.is_weight(x):
-            found: Tensor = scaling(x, threshold)
-            return found
+            return scaling(x, threshold)
         parts = scaling.parameter_list_stats
         if parts.extra_tracked_params_list is not None:
             return self._scale_of_several(region, threshold)
@@ -364,8 +285,7 @@ class KnownQuantizer:
             values = first.view_shape_impl(weight)
             for other, each in zip(others, weights, strict=True):
                 values = torch.cat([other.view_shape_impl(each), values], dim=other.cat_dim)
-            found: Tensor = impl(values)
-            return found
+            return impl(values)
 
         weights = first.parameter, *(other.parameter for other in others)
         return self._scale_of_statistics(region, weight_statistics(region, compute, *weights), threshold)
@@ -381,8 +301,7 @@ class KnownQuantizer:
         """Return a zero point: learned, or from the statistics of ``x`` in the region."""
         module = self.zero_point
         if not is_own(module):
-            found: Tensor = module(x, scale, bit_width)
-            return found
+            return module(x, scale, bit_width)
         with region.hooks.suspended, DisableTorchFunction():
             found = module(x, scale, bit_width)
         return found
@@ -447,37 +366,37 @@ def _buffer_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def takes_statistics(scaling: Any) -> bool:
     """Return whether a scale is computed from the activation."""
-    if type(scaling) is not ParameterFromRuntimeStatsScaling:
+    if type(scaling) is not bv.ParameterFromRuntimeStatsScaling:
         return False
     return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
 
 
 def is_independent(scaling: Any) -> bool:
     """Return whether a scale depends on no activation or weight: constant, learned, or already collected."""
-    return type(scaling) in (ConstScaling, ParameterScaling) or (
-        type(scaling) is ParameterFromRuntimeStatsScaling and not takes_statistics(scaling)
+    return type(scaling) in (bv.ConstScaling, bv.ParameterScaling) or (
+        type(scaling) is bv.ParameterFromRuntimeStatsScaling and not takes_statistics(scaling)
     )
 
 
 def is_own(zero_point: Any) -> bool:
     """Return whether a zero point depends on no activation or weight: 0, learned, or already collected."""
-    if type(zero_point) is ParameterFromRuntimeZeroPoint:
+    if type(zero_point) is bv.ParameterFromRuntimeZeroPoint:
         return not (zero_point.training and zero_point.counter < zero_point.collect_stats_steps)
-    return type(zero_point) in (ZeroZeroPoint, ParameterZeroPoint)
+    return type(zero_point) in (bv.ZeroZeroPoint, bv.ParameterZeroPoint)
 
 
-def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
+def _is_known_before(relu: nn.Module, quant: bv.RescalingIntQuant) -> bool:
     """Whether an activation before a known quantizer, whose scale does not read elements, is known."""
-    if type(quant.scaling_impl) not in (ConstScaling, ParameterScaling, ParameterFromRuntimeStatsScaling):
+    if type(quant.scaling_impl) not in (bv.ConstScaling, bv.ParameterScaling, bv.ParameterFromRuntimeStatsScaling):
         return False
     if type(relu) is not nn.ReLU:
         return type(relu) is nn.Identity
-    return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is TensorClamp  # one mask for both
+    return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is bv.TensorClamp  # one mask for both
 
 
 def _reads_weight(scaling: Any) -> bool:
     """Whether a scale comes from known statistics of one weight, or of several in a row."""
-    if type(scaling) is not StatsFromParameterScaling:
+    if type(scaling) is not bv.StatsFromParameterScaling:
         return False
     parts = scaling.parameter_list_stats
     if type(parts.stats.stats_impl) not in STATISTICS_OF_WEIGHTS:
@@ -486,18 +405,20 @@ def _reads_weight(scaling: Any) -> bool:
     if others is None:
         return True
     first = parts.first_tracked_param
-    if type(first) is not _ViewParameterWrapper or any(type(other) is not _ViewCatParameterWrapper for other in others):
+    if type(first) is not bv._ViewParameterWrapper or any(
+        type(other) is not bv._ViewCatParameterWrapper for other in others
+    ):
         return False
     views = (type(each.view_shape_impl).__module__ for each in (first, *others))
     return all(each.startswith("brevitas.core.function_wrapper.") for each in views)  # arrange elements alone
 
 
 def _is_known(quant: Any) -> bool:
-    if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or delays(quant.int_quant):
+    if type(quant) is not bv.RescalingIntQuant or type(quant.int_quant) is not bv.IntQuant or delays(quant.int_quant):
         return False
     return (
-        type(quant.int_quant.input_view_impl) is Identity
+        type(quant.int_quant.input_view_impl) is bv.Identity
         and type(quant.zero_point_impl) in _ZERO_POINTS
-        and type(quant.int_scaling_impl) in (IntScaling, PowerOfTwoIntScaling)
-        and type(quant.msb_clamp_bit_width_impl) in (BitWidthConst, BitWidthStatefulConst)
+        and type(quant.int_scaling_impl) in (bv.IntScaling, bv.PowerOfTwoIntScaling)
+        and type(quant.msb_clamp_bit_width_impl) in (bv.BitWidthConst, bv.BitWidthStatefulConst)
     )

@@ -12,8 +12,7 @@ from dependencies.exceptions import DependencyError
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.brevitas_source import is_act_quantizer, quantizes_parameters
+from brevact.injectors.brevitas_quantizer import BrevitasQuantizer, is_act_quantizer, quantizes_parameters
 from brevact.injectors.class_protocol import (
     ExtendedInjector,
     Fragment,

@@ -18,8 +18,7 @@ import torch
 
 from brevact import quant
 from brevact.autograd import BackwardSettings
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.brevitas_source import is_act_quantizer
+from brevact.injectors.brevitas_quantizer import BrevitasQuantizer, is_act_quantizer
 from brevact.injectors.class_protocol import InjectorClass, added_values, brevitas_enums, brevitas_quant
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 from brevact.injectors.resolve import BackwardQuantizer, backward_settings_from

@@ -7,14 +7,170 @@ import inspect
 from typing import Any
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
+from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.class_protocol import written_values
-from brevact.injectors.forward_side import backward_injector_of, forward_injector_of
-from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
+from brevact.injectors.brevitas_quantizer import build_tensor_quant, is_act_quantizer
+from brevact.injectors.class_protocol import InjectorClass, added_values, written_values
+from brevact.injectors.injector_type import (
+    ACT_PREFIX,
+    FORWARD_PREFIX,
+    FROM_LAYER,
+    BackwardInjectorType,
+    act_impl_arguments,
+    known_names,
+    unknown_setting,
+)
 from brevact.injectors.proxies import BackwardQuantProxy
 from brevact.injectors.resolve import resolve
-from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
+from brevact.private_names.of_brevitas import ActQuantProxyFromInjector, QuantRecurrentLayerMixin
+from brevact.quantizers.brief import brief
+from brevact.user_lines import warn
+
+#: Filled in by layers and proxies.
+_NOT_OF_USERS = {FORWARD_PREFIX + name for name in (*FROM_LAYER, "proxy_class", "proxy_module", "tensor_quant")}
+
+
+class PlainActivation(nn.Module):
+    """Holds a layer's activation where Brevitas would script it together with a quantizer."""
+
+    def __init__(self, activation_impl: nn.Module) -> None:
+        super().__init__()
+        self.activation_impl = activation_impl
+        self.tensor_quant = None
+
+
+class NoForwardQuantProxy(ActQuantProxyFromInjector):
+    """Brevitas' proxy for no quantizer, with the layer's activation as plain PyTorch.
+
+    Under ``BREVITAS_JIT=1`` Brevitas scripts the activation even if nothing quantizes it. A region cannot see into a
+    script, and would pack a ReLU's output where one exact bit per element is enough.
+    """
+
+    def init_tensor_quant(self) -> None:
+        """Set ``fused_activation_quant_proxy`` to the activation, or to None."""
+        self.is_quant_enabled = False
+        activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
+        self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
+
+
+class NoForwardQuant(NoneActQuant):
+    """The forward side of a slot without ``forward_quant``.
+
+    It states the bounds of ``torch.nn.Hardtanh``, which Brevitas' solver reads from the quantizer: without them
+    ``QuantHardTanh(act_quant=None)`` raises.
+    """
+
+    proxy_class = NoForwardQuantProxy
+    min_val = -1.0
+    max_val = 1.0
+
+
+class Slot:
+    """A slot of a Brevitas layer under construction, read from locals of Brevitas' mixin in a caller's frame."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.argument, self.prefix = layer, "act_quant", ""
+        frame = inspect.currentframe()
+        while frame is not None:
+            found = frame.f_locals
+            if found.get("self") is layer and "proxy_prefix" in found:
+                self.argument, self.prefix = f"{found['proxy_prefix']}quant", found["kwargs_prefix"]
+                break
+            frame = frame.f_back
+
+    @property
+    def default(self) -> InjectorClass:
+        """The slot's default forward quantizer, or None."""
+        kinds: list[Any] = [kind for kind in type(self.layer).__mro__ if "__init__" in vars(kind)]
+        found = [inspect.signature(kind.__init__).parameters.get(self.argument) for kind in kinds]
+        default = next((parameter.default for parameter in found if parameter is not None), None)
+        return default if is_act_quantizer(default) else None
+
+
+def backward_injector_of(injector: BackwardInjectorType, layer: nn.Module) -> BackwardInjectorType:
+    """Return the backward side of a slot, with the layer's keywords for it.
+
+    They may have the prefix ``act_``, and need it where the forward quantizer (``forward_quant``, or else the slot's
+    default) has a setting of the same name. Without a stated ``forward_quant`` (None counts), a warning says that the
+    default is replaced.
+    """
+    slot, quant = Slot(layer), dict(written_values(injector))["forward_quant"]
+    replaced = None if _states_forward_quant(injector) else slot.default
+    forward: InjectorClass = replaced if quant is None else quant
+    of_forward = set(forward.__dependencies__) if is_act_quantizer(forward) else set()
+    from_layer = {*FROM_LAYER, *act_impl_arguments(injector)}
+    given = {name: value for name, value in added_values(injector).items() if name not in from_layer}
+    own = {name.removeprefix(ACT_PREFIX): value for name, value in given.items() if name.startswith(ACT_PREFIX)}
+    for name, value in given.items():
+        may_be_forward = name in of_forward and FORWARD_PREFIX + name not in given
+        if name in known_names(injector) and (may_be_forward or name in own):
+            act, of = f"{slot.prefix}{ACT_PREFIX}{name}=", ""
+            if may_be_forward:
+                of = f", {slot.prefix}{FORWARD_PREFIX}{name}= that of {forward.__name__}, for the forward pass"
+            if may_be_forward and replaced is not None:
+                of += f", which needs {slot.prefix}forward_quant={forward.__name__} as well"
+            raise TypeError(
+                f"{slot.prefix}{name}={brief(value)} of {type(layer).__name__} does not say which quantizer it is for: "
+                f"{act} is the setting of {injector.__name__}, for backward{of}"
+            )
+    if replaced is not None:
+        warn(
+            f"{slot.argument}={injector.__name__} of {type(layer).__name__} replaces the forward quantizer "
+            f"{replaced.__name__}: the forward pass is in full precision. Pass {slot.prefix}forward_quant="
+            f"{replaced.__name__} to quantize it as well, or {slot.prefix}forward_quant=None to leave it so"
+        )
+    elif quant is None and isinstance(layer, QuantIdentity):
+        warn(
+            f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. "
+            "Put it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)"
+        )
+    return injector.let(**own) if own else injector
+
+
+def _states_forward_quant(injector: BackwardInjectorType) -> bool:
+    """Whether the quantizer, or a keyword of the layer, states ``forward_quant``, possibly as None."""
+    name = "forward_quant"
+    *_, solver = [
+        vars(kind)["__dependencies__"] for kind in injector.__mro__ if name in vars(kind).get("__dependencies__", ())
+    ]
+    return injector.__dependencies__[name] is not solver[name]
+
+
+def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
+    """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords for it."""
+    written = dict(written_values(injector))
+    quant = written.pop("forward_quant")
+    from_layer = (*FROM_LAYER, *act_impl_arguments(injector))
+    overrides = {name: written[name] for name in from_layer if name in written}
+    prefixed = {name: value for name, value in written.items() if name.startswith(FORWARD_PREFIX)}
+    overrides |= {name.removeprefix(FORWARD_PREFIX): value for name, value in prefixed.items()}
+    if quant is None:
+        if prefixed:
+            name, value = next(iter(prefixed.items()))
+            raise ValueError(
+                f"{name}={brief(value)} sets a forward quantizer, but there is none: pass forward_quant= as well"
+            )
+        return NoForwardQuant.let(**overrides)
+    if not is_act_quantizer(quant):
+        raise TypeError(
+            f"forward_quant={brief(quant)} is no forward activation quantizer; accepted: an injector class such as "
+            "brevitas.quant.Uint8ActPerTensorFloat, or None"
+        )
+    _refuse_unknown(quant, prefixed, overrides)
+    return quant.let(**overrides)
+
+
+def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Raise for a forward quantizer's setting that it never looks up, which Brevitas would ignore."""
+    unknown = [name for name in prefixed if name.removeprefix(FORWARD_PREFIX) not in quant]
+    asked = build_tensor_quant(quant.let(**overrides))[1] if unknown else frozenset()
+    for name in unknown:
+        if name.removeprefix(FORWARD_PREFIX) not in asked:
+            accepted = {
+                FORWARD_PREFIX + each for each in (*quant.__dependencies__, *asked) if not each.startswith("__")
+            }
+            raise unknown_setting(name, prefixed[name], quant.__name__, accepted - _NOT_OF_USERS)
 
 
 def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:

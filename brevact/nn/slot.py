@@ -10,8 +10,8 @@ from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
-from brevact.injectors.layer_slot import ACT_PREFIX, check_keywords, fill_slot, pop_settings
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.injectors.stock_layers import ACT_PREFIX, check_keywords, fill_slot, pop_settings
 from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief, did_you_mean
 

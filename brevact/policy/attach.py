@@ -17,25 +17,33 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.autograd.settings import with_overrides
 from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
-from brevact.injectors import backward_settings_from
+from brevact.injectors import DitherBackward4bit, backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
-from brevact.policy.fitted_layers import check_layers
-from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
-from brevact.policy.overrides import check_overrides_of_rules, refuse_overrides
+from brevact.injectors.saved_form import LEAVES
+from brevact.policy.inherit import (
+    attachment_of,
+    hook_of_policy,
+    inherit_policy,
+    is_model,
+    required_attachment,
+    stop_watching,
+    watch_gradients,
+)
 from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
 from brevact.policy.rules import (
     POLICY,
     Assignment,
     assignments,
     block_assignment,
+    check_layers,
     check_rules,
     is_foreign,
     refuse_policy,
     source_text,
 )
 from brevact.policy.text import named_policy
-from brevact.policy.unpacked_steps import stop_watching, watch_gradients
 from brevact.quantizers import ActivationQuantizer
+from brevact.quantizers.brief import brief
 
 M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger(__name__)
@@ -300,3 +308,24 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
     settings, source = backward_settings_from(policy, "policy", **overrides), source_text(policy, overrides)
     every = assignments(model, {"*": settings})
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}
+
+
+def refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str = "") -> None:
+    """Raise a TypeError if a policy of several quantizers gets overrides; ``call`` begins the suggested call."""
+    if not overrides:
+        return
+    fix = "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
+    if policy is DEFAULT:
+        others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
+        backward_settings_from(DitherBackward4bit, **others)  # invalid ones raise their own error
+        leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)
+        if leaf.bit_width == others.get("bit_width"):
+            del others["bit_width"]
+        settings = "".join(f", {name}={brief(value)}" for name, value in others.items())
+        fix = f"name one: {call}brevact.{leaf.__name__}{settings})"
+    raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
+
+
+def check_overrides_of_rules(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
+    """Raise like :func:`refuse_overrides`, unless the overrides apply to all quantizers."""
+    refuse_overrides(policy, {name: value for name, value in overrides.items() if name != "double_backward"}, call)

@@ -11,12 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from brevact.autograd.settings import bits_of
-from brevact.injectors import (
-    DitherBackward2bit,
-    DitherBackward3bit,
-    DitherBackward4bit,
-    DitherBackward6bit,
-)
+from brevact.injectors import DitherBackward2bit, DitherBackward3bit, DitherBackward4bit, DitherBackward6bit
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text

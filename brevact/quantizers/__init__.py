@@ -23,9 +23,9 @@ from brevact.quantizers.normalizing import (
     quantize_normalized,
 )
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.point_functions import PointFunction, decode_through, multiply_by_function
 from brevact.quantizers.quantizer import quantize
+from brevact.quantizers.reference import draw_seed
 from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.text_form import from_text, to_text
 

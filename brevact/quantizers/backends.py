@@ -21,8 +21,9 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import Tuning, look, tune_heap
+from brevact.heap import Tuning, ask_for_large_pages, look, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
+from brevact.quantizers.checks import check_bool
 from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
@@ -125,3 +126,31 @@ def refuse_wrapped(x: Tensor) -> None:
             "x: got a tensor of a torch.func transform (vmap, grad, jacrev, ...), which has no memory of its own; "
             "accepted are plain tensors, fake and functional ones; quantize outside the transform"
         )
+
+
+def set_heap_tuning(enabled: bool) -> bool:
+    """Turn the package's tuning of process memory on (the default) or off.
+
+    Only glibc's heap is tuned, never another allocator (`LD_PRELOAD`, musl, macOS). Call this function right after the
+    import: sizes that the first training step sets stay set, and PyTorch decides on large pages once, at its first
+    tensor of 2 MiB.
+
+    >>> import brevact
+    >>> before = brevact.set_heap_tuning(False)
+    >>> brevact.set_heap_tuning(before)
+    False
+
+    Args:
+        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), and unsets
+            `THP_MEM_ALLOC_ENABLE` if the import has set it.
+
+    Returns:
+        The former setting.
+
+    Raises:
+        TypeError: `enabled` is no bool.
+    """
+    check_bool("enabled", enabled)
+    before, Tuning.is_on = Tuning.is_on, enabled
+    ask_for_large_pages(enabled)
+    return before

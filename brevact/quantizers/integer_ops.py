@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.geometry import DEFAULT_BLOCK
-from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer

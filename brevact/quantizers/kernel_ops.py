@@ -22,8 +22,8 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, Place, Segments, UniformPlan
 from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
-from brevact.quantizers.philox import ROUNDS, philox4x32
 from brevact.quantizers.reference import (
+    ROUNDS,
     calibrate,
     chunks,
     element_bits,
@@ -32,6 +32,7 @@ from brevact.quantizers.reference import (
     group_zeros,
     pack_chunk,
     parts_of_steps,
+    philox4x32,
     positions_of_zeros,
     round_codes,
     shifts,

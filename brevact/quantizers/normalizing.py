@@ -6,17 +6,19 @@ several of them has the same step for all. The statistics are the norm's own, wh
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing_plans import plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
+from brevact.quantizers.reference import seed_value
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
@@ -136,3 +138,128 @@ def _distinct(part: Tensor, x: Tensor) -> Tensor:
         if stride == 0 and size > 1 and place >= 0 and part.shape[place] > 1:
             part = part.narrow(place, 0, 1)
     return part
+
+
+#: Types that kernels normalize on the way; of float64 the reference is in float64.
+FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
+#: Means and factors of groups, (M,) float32 in a tensor's memory order, and which is whose.
+Groups = tuple[Tensor | None, Tensor, Place]
+
+
+class NormalizedPlan(NamedTuple):
+    """How tensors of one layout are normalized by statistics of one shape, packed, and decoded.
+
+    >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
+    >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
+    >>> buffer = plan.spec.empty(x)
+    >>> kernel_ops.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
+    >>> bool((plan.dequantize_centred(buffer, invstd) - x).abs().max() < 0.05)
+    True
+
+    Args:
+        spec: Of the packed normalized values, in float32.
+        plan: The same for the kernel ops.
+        place: Which statistics are whose.
+        layout: Of the tensors.
+        order: Of the dimensions of the statistics in the tensors' memory order; None if they lie in it.
+    """
+
+    spec: PackedSpec[UniformQuantizer]
+    plan: UniformPlan
+    place: Place
+    layout: Layout
+    order: tuple[int, ...] | None = None
+
+    def matches(self, x: Tensor) -> bool:
+        """Whether a kernel may add a tensor to decoded ones: both are of float32 and dense in the same memory order."""
+        return x.dtype is self.layout.dtype is torch.float32 and self.layout.matches(x)
+
+    def groups(self, mean: Tensor | None, scale: Tensor) -> Groups:
+        first = None if mean is None else _in_order(mean, self.layout, self.order)
+        return first, _in_order(scale, self.layout, self.order), self.place
+
+    def dequantize_centred(self, buffer: Tensor, invstd: Tensor) -> Tensor:
+        """Decode x less its means from the inverse deviations; the values are those of `denormalize`."""
+        return self.decode_affine(buffer, reciprocal_of(invstd), None)
+
+    def decode_affine(
+        self,
+        buffer: Tensor,
+        scale: Tensor,
+        shift: Tensor | None,
+        addend: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        overwrites: bool = False,
+    ) -> Tensor:
+        """Decode z * scale + shift, and add and mask as `decode_in_one_pass` does, with the same values."""
+        target = addend if addend is not None and overwrites else self.layout.empty(buffer.device)
+        shift, scale, place = self.groups(shift, scale)
+        kernel_ops.denormalize(buffer, self.plan, shift, scale, place, addend, mask, target)
+        return target
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple[int, ...]) -> NormalizedPlan | None:
+    """Plan for statistics of a shape that broadcasts; None for float64, gaps, no elements, orders without a place."""
+    found = place_of(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
+    if found is None:
+        return None
+    spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
+    return NormalizedPlan(spec, plan_of(spec), found[0], layout, found[1])
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
+    """Plan of tensors whose second dimension is that of channels, and of (C,) statistics; None as above."""
+    if not getattr(quantizer, "has_uniform_codes", False) or len(layout.shape) < 2:
+        return None
+    found = plan_of_statistics(quantizer, layout, (1, layout.shape[1], *[1] * (len(layout.shape) - 2)))
+    return None if found is None or found.order is not None else found
+
+
+def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
+    """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
+    is_known = layout.is_dense and layout.numel > 0 and scale.dtype is not torch.float64
+    found = place_of(layout, tuple(scale.shape)) if is_known else None
+    if found is None:
+        return None
+    place, order = found
+    return None if mean is None else _in_order(mean, layout, order), _in_order(scale, layout, order), place
+
+
+def reciprocal_of(invstd: Tensor) -> Tensor:
+    """Deviations of inverse ones: NaN of NaN, and 0 of an infinite deviation, whose elements are 0 when normalized."""
+    return invstd.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
+
+
+def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) -> Tensor:
+    """The distinct numbers of a statistic in a tensor's memory order."""
+    if order is not None:
+        statistic = statistic[tuple(slice(None) if dim in layout.dims else slice(1) for dim in range(len(order)))]
+        statistic = statistic.permute(order)
+    statistic = statistic.float().contiguous()
+    return statistic if statistic.dim() == 1 else statistic.view(-1)
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
+    """Place of statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
+
+    In memory order, dimensions are of groups, of elements of one, of groups, of elements, any of these missing. Other
+    orders have no place.
+    """
+    if len(shape) != len(layout.shape):
+        return None
+    sizes, position = [1, 1, 1, 1], 0
+    for dim, size in zip(layout.dims, layout.sizes, strict=True):
+        if (position % 2 == 0) != (shape[dim] > 1):
+            position += 1
+        if position > 3:
+            return None
+        sizes[position] *= size
+    _, elements, row, run = sizes
+    order = (*layout.dims, *(dim for dim in range(len(shape)) if dim not in layout.dims))
+    several = [dim for dim in order if shape[dim] > 1]
+    is_in_order, is_whole = several == sorted(several), all(dim in layout.dims for dim in several)
+    return Place(elements * row * run, row, row * run, run), None if is_in_order and is_whole else order

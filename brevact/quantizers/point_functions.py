@@ -14,8 +14,7 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import decode_affine, has_uniform_codes
-from brevact.quantizers.normalizing_plans import FUSED, NormalizedPlan, groups_of
+from brevact.quantizers.normalizing import FUSED, NormalizedPlan, decode_affine, groups_of, has_uniform_codes
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
 #: Means and factors of groups, and which is whose; None where there is no affine map.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from brevact.autograd import regions_disabled
 from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_repeats, gradients, squared_norm
 from brevact.reports.in_place import is_compiled
-from brevact.reports.saved_in_file import saved_in_file
+from brevact.reports.peak import saved_in_file
 
 #: The model's seeds are consecutive, one per batch; quantizers' seeds are far from them.
 _MOST_SEED, _SEEDS_OF_BATCH = 1 << 62, 1 << 32

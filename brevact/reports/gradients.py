@@ -2,36 +2,290 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from brevact.arguments import check_model
-from brevact.autograd import current_region, detach_region
+from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region
+from brevact.autograd.hooks import regions_of, takes_hooks
+from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
+from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
-from brevact.reports.chains import Chain, chains_of
-from brevact.reports.gradient_noise import (
-    Estimate,
-    exact_gradients,
-    gradient_noise,
-    in_units,
-    noise_of_batches,
-)
+from brevact.reports.gradient_noise import Estimate, exact_gradients, gradient_noise, in_units, noise_of_batches
 from brevact.reports.gradient_passes import Loss, check_batches, check_draws, check_loss
-from brevact.reports.gradient_table import GradientReport, LayerNoise
 from brevact.reports.in_place import in_place
-from brevact.reports.isolation import Isolation
 from brevact.reports.memory import BY_DEFAULT, memory_of
-from brevact.reports.memory_table import MemoryReport
-from brevact.reports.progress import progress_bar
+from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
+from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table
+
+#: Bits of all other layers: their variance is 1/289 of that at 4 bits.
+FINE_BIT_WIDTH = 8
+#: `nominal` of a mixture whose size is drawn: equals no reader's.
+_OF_ONE_SIZE = object()
+
+
+class Isolation:
+    """Lets some layers store under the model's policy, and all others the same tensors at 8 bits.
+
+    At 8 bits and not in full precision, so that the same tensors are packed and derived as under the policy. The caller
+    restores the model (``in_place``).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._regions: list[tuple[Any, nn.Module, BackwardSettings | None, BackwardSettings | None]] = []
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._enter(model, None, {*names_of(model)})
+
+    def _enter(self, module: nn.Module, around: BackwardSettings | None, left: set[nn.Module]) -> None:
+        """Give each module its own region; one without inherits the settings of the region around it."""
+        if module not in left or isinstance(module, BackwardQuantProxy):
+            return
+        left.remove(module)
+        if not regions_of(module) and around is not None and takes_hooks(module):
+            attach_region(module, around, POLICY)
+        for hook in regions_of(module):
+            self._regions.append((hook, module, hook.settings, fine(hook.settings)))
+            around = hook.settings  # the last one decides
+        for child in module.children():
+            self._enter(child, around, left)
+
+    def has_region(self, layer: str) -> bool:
+        """Return whether the layer's region belongs to a module, and not to the model's code."""
+        module = self._modules[layer]
+        return any(each is module for _, each, _, _ in self._regions)
+
+    def restrict_to(self, layers: Collection[str]) -> None:
+        """Store under the policy in these layers, not in their children, and at 8 bits in all others."""
+        chosen = {self._modules[layer] for layer in layers}
+        for hook, module, settings, finer in self._regions:
+            hook.settings = settings if module in chosen else finer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(UniformQuantizer):
+    """Stores another quantizer's tensors at 8 bits: derivations, and their bits, stay the same."""
+
+    nominal: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixtureStandIn(StandIn):
+    """Replaces a mixture, which draws a quantizer for each tensor."""
+
+    def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
+        return StandIn(bit_width=self.bit_width, rounding=self.rounding, nominal=_OF_ONE_SIZE)
+
+
+def _finer(quantizer: Any) -> Any:
+    """Return the 8-bit replacement of a quantizer; a plain one for a module, whose tensors no cache may hold."""
+    form: dict[str, Any] = {"rounding": Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST}
+    if isinstance(quantizer, nn.Module):
+        return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
+    if isinstance(quantizer, UniformQuantizer):
+        form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
+    kind = _MixtureStandIn if hasattr(quantizer, "with_drawn_size") else StandIn
+    return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "nominal": quantizer}))
+
+
+def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
+    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings and None are unchanged.
+
+    >>> import brevact
+    >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width
+    8
+    """
+    if settings is None:
+        return None
+    quantizer = settings.quantizer
+    if quantizer is not None and not (settings.is_exact or settings.is_lossless or settings.keeps_elements):
+        quantizer = _finer(quantizer)
+    return dataclasses.replace(
+        settings,
+        quantizer=quantizer,
+        residual_bit_width=max(FINE_BIT_WIDTH, settings.residual_bit_width),
+        score_bit_width=FINE_BIT_WIDTH,
+        of_functions=tuple((name, fine(each)) for name, each in settings.of_functions),
+    )
+
+
+@dataclass(frozen=True)
+class LayerNoise:
+    """Noise and bias that one layer's packed tensors add to the gradients, including those of earlier layers.
+
+    Noise, bias and their standard errors are in the unit of the report; NaN if not measured.
+
+    Args:
+        layer: qualified name of the module that packs; tensors of a container's own forward belong to the container.
+        kind: class of the module.
+        readers: layers that derive their tensors from these, whose errors count here; a layer that derives from several
+            layers counts in the row of each.
+        bit_widths: distinct bit widths of the codes, without quantizers whose width is unknown.
+        saved_bytes: bytes of the packed tensors.
+        noise: variance of the gradients with everything else at 8 bits, minus the variance with everything at 8 bits.
+        noise_error: standard error of ``noise``.
+        bias: squared norm of the mean error.
+        bias_error: standard error of ``bias``.
+    """
+
+    layer: str
+    kind: str
+    readers: tuple[str, ...]
+    bit_widths: tuple[int, ...]
+    saved_bytes: int
+    noise: float = math.nan
+    noise_error: float = math.nan
+    bias: float = math.nan
+    bias_error: float = math.nan
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """Noise and bias that backward quantization adds to the gradients of a model.
+
+    >>> row = LayerNoise("norm", "BatchNorm2d", ("act", "conv"), (4,), 2**20, 0.05, 0.01, 0.001, 0.001)
+    >>> print(GradientReport((row,), 0.05, 0.01, 0.001, 0.001, 2**20, 2**24, 1.0, False, 4, 8, 53))
+    layer  kind         readers  bits     stored              noise              bias²
+    ----------------------------------------------------------------------------------
+    norm   BatchNorm2d        2     4  1.000 MiB  0.05000 ± 0.01000  0.00100 ± 0.00100
+    ----------------------------------------------------------------------------------
+    total                              1.000 MiB  0.05000 ± 0.01000  0.00100 ± 0.00100
+    <BLANKLINE>
+    16.0 times less is kept for backward.
+    Unit of noise and bias²: variance of the gradient between the 4 batches.
+
+    Args:
+        rows: one row per layer that packs tensors, in the order of the forward pass.
+        noise: variance of the gradient over the quantizers' seeds, summed over weights, in the unit.
+        noise_error: standard error of ``noise``; NaN for one batch.
+        bias: squared norm of the mean error of the gradient, in the unit; an unbiased estimate, which may be negative.
+        bias_error: standard error of ``bias``; NaN for one batch.
+        saved_bytes: bytes saved for backward, each storage once, including the loss.
+        plain_bytes: bytes saved without backward quantization.
+        unit: variance of the exact gradient between batches, summed over weights; with one batch, the squared norm of
+            its gradient.
+        is_relative: whether ``unit`` is that squared norm.
+        batches: number of batches.
+        draws: seeds per batch.
+        passes: forward and backward passes that the report took.
+        notes: sentences on how to read the report.
+    """
+
+    rows: tuple[LayerNoise, ...]
+    noise: float
+    noise_error: float
+    bias: float
+    bias_error: float
+    saved_bytes: int
+    plain_bytes: int
+    unit: float
+    is_relative: bool
+    batches: int
+    draws: int
+    passes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Compression: ``plain_bytes / saved_bytes``."""
+        return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
+
+    def __str__(self) -> str:
+        beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
+        cells = [_cells(row) for row in self.rows]
+        if beside:
+            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", ""))
+        figures = _with_error(self.noise, self.noise_error), _with_error(self.bias, self.bias_error)
+        total = ("total", "", "", "", size_text(self.saved_bytes), *figures)
+        table = text_table(("layer", "kind", "readers", "bits", "stored", "noise", "bias²"), cells, total, numbers=5)
+        return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
+
+    def _summary(self) -> str:
+        unit = (
+            "squared norm of the gradient of the one batch. Pass two or more for units of minibatch noise, and for "
+            "standard errors."
+            if self.is_relative
+            else f"variance of the gradient between the {self.batches} batches."
+        )
+        return f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write one line per layer, with the fields of a row as columns, and a last line for the layer "total".
+
+        Args:
+            path: file to write.
+        """
+        names = [field.name for field in dataclasses.fields(LayerNoise)]
+        figures = self.noise, self.noise_error, self.bias, self.bias_error
+        total = LayerNoise("total", "", (), (), self.saved_bytes, *figures)
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            for row in (*self.rows, total):
+                values = (getattr(row, name) for name in names)
+                writer.writerow([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values])
+
+    def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
+        """Plot each layer's noise beside its bytes.
+
+        Args:
+            path: image file to write; its extension selects the format.
+            max_layers: layers to show, at least 1: those with the most noise.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            TypeError: ``max_layers`` is not an int.
+            ValueError: ``max_layers`` is less than 1.
+        """
+        figure = figure_kind("GradientReport", max_layers)(
+            figsize=(9, 1.6 + 0.24 * min(max_layers, len(self.rows))), layout="constrained"
+        )
+        chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.noise)[:max_layers]}
+        rows = [row for row in self.rows if id(row) in chosen]
+        noise, stored = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+        places = range(len(rows))
+        errors = [0 if math.isnan(row.noise_error) else row.noise_error for row in rows]
+        noise.barh(places, [row.noise for row in rows], xerr=errors, height=0.7)
+        noise.set_yticks(places, [row.layer or "(model)" for row in rows], fontsize=7)
+        noise.margins(y=0.01)
+        noise.invert_yaxis()
+        noise.set_xlabel("noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise")
+        stored.barh(places, [row.saved_bytes / MIB for row in rows], height=0.7, color="C7")
+        stored.set_xlabel("packed, MiB")
+        figure.suptitle(f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward")
+        figure.savefig(path, dpi=150)
+
+
+def _cells(row: LayerNoise) -> tuple[str, ...]:
+    return (
+        row.layer or "(model)",
+        row.kind,
+        str(len(row.readers)),
+        ", ".join(map(str, row.bit_widths)) or "-",
+        size_text(row.saved_bytes),
+        _with_error(row.noise, row.noise_error),
+        _with_error(row.bias, row.bias_error),
+    )
+
+
+def _with_error(value: float, error: float) -> str:
+    if math.isnan(value):
+        return "-"
+    text = f"{value:.5f}".replace("-0.00000", "0.00000")
+    return text if math.isnan(error) else f"{text} ± {error:.5f}"
+
 
 #: Accepted values of `layers=`.
 LAYERS = ("measured", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
-from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
+from brevact.autograd.storage_report import (
+    DERIVED,
+    EXACT,
+    FULL_PRECISION,
+    MASKED,
+    NO_QUANTIZER,
+    ON_BACKWARD,
+    PACKED,
+    recording,
+)
 from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
-from brevact.reports.compiled import report_of_graphs
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
@@ -354,3 +363,37 @@ def _running_module(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+_NOTE = (
+    "Plain bytes are those of the same tensors unpacked. What the compiler computes again in backward, by itself or "
+    "for a budget, is in no row."
+)
+
+
+def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
+    """Run a forward pass, and report the tensors that its compiled graphs save."""
+    origin = getattr(model, "_orig_mod", model)
+    with in_place(origin):
+        origin.train()
+        with torch.enable_grad(), recording() as recorder:
+            run(model)
+    kinds = {name: type(module).__name__ for name, module in origin.named_modules()}
+    plain, saved = Counter[str](), Counter[str]()
+    ops = []
+    for row in recorder.of_graphs:
+        layer = _layer(row.module, kinds)
+        plain[layer] += row.plain_bytes
+        saved[layer] += row.nbytes
+        how = PACKED if row.bits > 1 else MASKED if row.bits else FULL_PRECISION if row.use in ("", "linear") else EXACT
+        ops.append(OpMemory(layer, row.op, how, row.use, row.plain_bytes, row.nbytes, None, row.bits))
+    rows = tuple(LayerMemory(name, kind, plain[name], saved[name]) for name, kind in kinds.items() if plain[name])
+    return MemoryReport(rows, tuple(ops), _NOTE)
+
+
+def _layer(path: str, kinds: dict[str, str]) -> str:
+    """The name of a module by Dynamo's path to it, such as L['self'].layers.0 or L['self']._modules['layers'][0]."""
+    parts = re.findall(r"[A-Za-z_0-9]+", re.sub(r"_modules|_orig_mod", "", path))[2:]
+    while parts and ".".join(parts) not in kinds:
+        parts.pop(0)
+    return ".".join(parts)

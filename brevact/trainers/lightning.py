@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from brevact.policy.attach import region_of_step
 from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.trainers.batches import in_region
+from brevact.trainers.arguments import in_region
 from brevact.trainers.training_policy import TrainingPolicy
 
 _NO_LOSS = (

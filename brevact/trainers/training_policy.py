@@ -27,8 +27,18 @@ from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, refuse_to_fit, spec_of
-from brevact.trainers.batches import device_of, first_batches, in_one_process, moved
+from brevact.trainers.arguments import (
+    check_run,
+    check_steps,
+    check_values,
+    device_of,
+    first_batches,
+    in_one_process,
+    mix_of,
+    moved,
+    refuse_to_fit,
+    spec_of,
+)
 from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)

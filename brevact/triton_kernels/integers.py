@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry
-from brevact.integers import IntegerPlan
+from brevact.geometry import DEFAULT_BLOCK, Geometry, IntegerPlan
 from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint, settle, widen
 from brevact.triton_kernels.grids import codes_on_row, group_of_plane
 from brevact.triton_kernels.groups import is_finite

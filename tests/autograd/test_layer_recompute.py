@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import BackwardSettings, held_outputs, region, storage_report
-from brevact.autograd.layer_recompute import DEEP, MOST_NESTED, MOST_WITHOUT_SUM
-from brevact.autograd.norm_recompute import ChannelsAgain
+from brevact.autograd.layer_recompute import DEEP, MOST_NESTED, MOST_WITHOUT_SUM, ChannelsAgain
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from brevact.bit_widths.allocation import Option, allocate, convex_hull
+from brevact.bit_widths.budgets import Option, allocate, convex_hull
 
 
 def widths(sensitivity: float, cost: float, choices=range(1, 9)) -> list[Option]:

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import FitReport, Policy, StochBackward3bit
-from brevact.bit_widths.allocation import Option, most_within
-from brevact.bit_widths.budgets import budget_of
+from brevact.bit_widths.budgets import Option, budget_of, most_within
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, leaf_of, storing
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of

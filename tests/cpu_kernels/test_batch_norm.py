@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brevact.autograd import region
-from brevact.autograd.ops.norm import formulas
+from brevact.autograd.ops import norm_formulas as formulas
 from brevact.cpu_kernels import batch_norm as kernels
 from tests.autograd.measuring import settings
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.norm.formulas import packed_batch_norm_backward
+from brevact.autograd.ops.norm_formulas import packed_batch_norm_backward
 from brevact.cpu_kernels import batch_norm as kernels
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, kernel_ops
-from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
+from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 from tests.cpu_kernels.test_batch_norm import Seen
 
 HALF_STEP = torch.finfo(torch.float32).eps / 2

@@ -11,8 +11,7 @@ from brevact.cpu_kernels.grids import dequantize_grid_blocks, quantize_grid_bloc
 from brevact.cpu_kernels.groups import GroupTable
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.philox import column_bits
-from brevact.quantizers.reference import pack, round_codes
+from brevact.quantizers.reference import column_bits, pack, round_codes
 from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
 from tests.quantizers.kernel_laws import DTYPES, SEED, Backend
 

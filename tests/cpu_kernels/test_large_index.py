@@ -13,8 +13,7 @@ from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
 from brevact.geometry import Geometry, Place, Segments
 from brevact.quantizers import Layout, UniformQuantizer
-from brevact.quantizers.philox import column_bits
-from brevact.quantizers.reference import calibrate, pack, round_codes
+from brevact.quantizers.reference import calibrate, column_bits, pack, round_codes
 
 BLOCK = 512
 

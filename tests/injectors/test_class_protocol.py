@@ -10,13 +10,7 @@ from brevitas.inject import ExtendedInjector
 from dependencies.exceptions import DependencyError
 
 import brevact.injectors
-from brevact.injectors import (
-    BackwardQuantSolver,
-    SaveQuantized,
-    StochasticRounding,
-    StochBackward2bit,
-    UniformBuckets,
-)
+from brevact.injectors import BackwardQuantSolver, SaveQuantized, StochasticRounding, StochBackward2bit, UniformBuckets
 
 EXPORTED = [
     found

@@ -5,13 +5,7 @@ from brevitas.quant import Int8ActPerTensorFloat
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from brevact.injectors import (
-    BackwardQuantSolver,
-    NearestRounding,
-    SaveQuantized,
-    StochBackward2bit,
-    UniformBuckets,
-)
+from brevact.injectors import BackwardQuantSolver, NearestRounding, SaveQuantized, StochBackward2bit, UniformBuckets
 from brevact.injectors.injector_type import known_names
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.quantizers.subjects import takes_rounding

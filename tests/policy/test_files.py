@@ -17,10 +17,9 @@ import brevact
 from brevact import BackwardSettings, Policy, StochBackward2bit, StochBackward4bit
 from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
-from brevact.injectors.brevitas_source import is_act_quantizer
+from brevact.injectors.brevitas_quantizer import is_act_quantizer
 from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
-from brevact.policy.keys import PREDICATES
-from brevact.policy.layer_types import LAYER_TYPES
+from brevact.policy.files import LAYER_TYPES, PREDICATES
 from brevact.policy.rules import assignment_of
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.user_code import MyBackward

@@ -13,7 +13,7 @@ import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import has_region
 from brevact.autograd.hooks import regions_of
-from brevact.policy.fitted_layers import layers_of
+from brevact.policy.rules import layers_of
 
 RECURRENT = {
     "weight_quant": Int8WeightPerTensorFloat,

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import LosslessBackward, SaveMode, StochBackward2bit, StochBackward4bit
-from brevact.policy import unpacked_steps
+from brevact.policy import inherit
 
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch):
-    monkeypatch.setattr(unpacked_steps._Watch, "warned", False)
-    monkeypatch.setattr(unpacked_steps, "has_compiled", lambda: False)  # of other tests of this process
+    monkeypatch.setattr(inherit._Watch, "warned", False)
+    monkeypatch.setattr(inherit, "has_compiled", lambda: False)  # of other tests of this process
 
 
 def net() -> nn.Sequential:

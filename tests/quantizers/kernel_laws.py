@@ -24,7 +24,7 @@ from brevact.quantizers import (
     UniformQuantizer,
     kernel_ops,
     normalize,
-    normalizing_plans,
+    normalizing,
     reference,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
@@ -317,7 +317,7 @@ def _check_normalized(backend: Backend, quantizer, x: Tensor, mean: Tensor | Non
     packed = quantizer.quantize(normalize(x, mean, invstd), SEED)
     plan = plan_of(packed.spec)
     there = [None if part is None else part.to(backend.device) for part in (mean, invstd, invstd.reciprocal())]
-    norm = normalizing_plans.groups_of(layout, there[0], there[1])
+    norm = normalizing.groups_of(layout, there[0], there[1])
     buffer, seed = backend.filled(packed.spec.nbytes, torch.uint8), SEED if quantizer.is_stochastic else None
     flat = layout.flatten(x).to(backend.device)
     assert backend.launchers.quantize_normalized(flat, plan, seed, *norm, buffer) is None
@@ -325,7 +325,7 @@ def _check_normalized(backend: Backend, quantizer, x: Tensor, mean: Tensor | Non
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = backend.filled(layout.numel, x.dtype)
-        norm = normalizing_plans.groups_of(layout, shift, there[2])
+        norm = normalizing.groups_of(layout, shift, there[2])
         assert backend.launchers.denormalize(buffer, plan, *norm, None, None, target) is None
         values = packed.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels import launch as launch_on_cpu
-from brevact.geometry import Grid, Place, Segments, UniformPlan, packed_bytes
-from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments, UniformPlan, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
 from brevact.quantizers.backends import without_kernels
 from brevact.quantizers.formats.uniform.quantizer import plan_of

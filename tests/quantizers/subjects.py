@@ -25,7 +25,7 @@ from brevact.quantizers import (
     uneven,
     unpack_codes,
 )
-from brevact.quantizers.formats.mixed.sized_mix import DrawnMix
+from brevact.quantizers.formats.mixed.mixing_quantizer import DrawnMix
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 

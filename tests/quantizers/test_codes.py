@@ -7,15 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brevact.quantizers import (
-    Layout,
-    mask_multiply,
-    pack_codes,
-    pack_mask,
-    reference,
-    unpack_codes,
-    unpack_mask,
-)
+from brevact.quantizers import Layout, mask_multiply, pack_codes, pack_mask, reference, unpack_codes, unpack_mask
 from tests.crosses import taking_turns
 from tests.quantizers.subjects import DTYPES, TENSORS
 

@@ -15,7 +15,7 @@ from brevact.quantizers import (
     WeibullQuantizer,
     decode_affine,
     decode_through,
-    normalizing_plans,
+    normalizing,
     point_functions,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
@@ -52,7 +52,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def is_looked_up(packed, scale: Tensor | None) -> bool:
-    place = None if scale is None else normalizing_plans.groups_of(packed.layout, None, scale)[2]
+    place = None if scale is None else normalizing.groups_of(packed.layout, None, scale)[2]
     return point_functions._long_segments(plan_of(packed.spec), place) is not None
 
 

@@ -10,12 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from brevact.quantizers import (
-    DualPrecisionQuantizer,
-    Layout,
-    UniformQuantizer,
-    quantize,
-)
+from brevact.quantizers import DualPrecisionQuantizer, Layout, UniformQuantizer, quantize
 from brevact.quantizers.formats.dual_precision.quantizer import map_blocks
 from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
 

@@ -16,7 +16,7 @@ from brevact.quantizers import (
     quantize_normalized,
 )
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing_plans import place_of
+from brevact.quantizers.normalizing import place_of
 from tests.crosses import taking_turns
 
 #: Shape and memory order (dimensions, slowest first) of a tensor, and the dimensions along which groups differ.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brevact.quantizers import draw_seed
-from brevact.quantizers.philox import ROUNDS, column_bits, philox4x32
+from brevact.quantizers.reference import ROUNDS, column_bits, philox4x32
 from tests.cpu_kernels.example_kernels import draw_words
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 import brevact
-from brevact.quantizers import (
-    SampleQuantizer,
-    SampleWeights,
-    widths_of_least_noise,
-)
+from brevact.quantizers import SampleQuantizer, SampleWeights, widths_of_least_noise
 from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST
 
 

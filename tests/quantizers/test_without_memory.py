@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from brevact.quantizers import (
-    Layout,
-    UniformQuantizer,
-    mask_multiply,
-    pack_codes,
-    pack_mask,
-    unpack_codes,
-    unpack_mask,
-)
+from brevact.quantizers import Layout, UniformQuantizer, mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 
 QUANTIZER = UniformQuantizer(bit_width=4)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import brevact
-from brevact.reports.chains import Chain, chains_of
+from brevact.reports.memory_table import Chain, chains_of
 
 
 class Residual(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.reports.isolation import Isolation
+from brevact.reports.gradients import Isolation
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit
 from brevact.injectors.proxies import names_of
-from brevact.reports.chains import chains_of
+from brevact.reports.memory_table import chains_of
 from tests.autograd.measuring import kept_bytes
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import brevact
 from brevact.autograd import regions_disabled
-from brevact.reports import saved_in_file
+from brevact.reports import peak
 from brevact.reports.gradient_noise import plain_gradients
 from brevact.reports.gradient_passes import gradients
 from brevact.reports.in_place import in_place
@@ -98,7 +98,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_held_and_all_is_the_same(name, monkeypatch):
-    monkeypatch.setattr(saved_in_file, "_LEAST", 1)
+    monkeypatch.setattr(peak, "_LEAST", 1)
     torch.manual_seed(0)
     make, x = MODELS[name]
     model = make()
@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_and_tensors_stay_in_memory(monkeypatch):
 
     model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.randn(4096, 64)
     expected = plain_gradients(model, x, square, 0)
-    monkeypatch.setattr(saved_in_file.SavedInFile, "_through", full)
+    monkeypatch.setattr(peak.SavedInFile, "_through", full)
     with pytest.warns(UserWarning, match=r"No space left.*let TMPDIR name a folder"):
         assert all(map(torch.equal, plain_gradients(model, x, square, 0), expected))
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from brevact import triton_kernels
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
-from brevact.quantizers.philox import column_bits
+from brevact.quantizers.reference import column_bits
 from brevact.triton_kernels.grids import moments_kernel
 from brevact.triton_kernels.groups import RANGES_TILE, group_of, ranges_kernel
 from brevact.triton_kernels.launch import over_groups

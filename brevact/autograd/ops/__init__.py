@@ -7,9 +7,9 @@ from brevact.autograd.ops import (
     convolution,
     dropout,
     elementwise,
-    elementwise_losses,
     lookups,
     losses,
+    norms,
     piecewise_linear,
     pooling,
     probabilities,
@@ -20,12 +20,11 @@ from brevact.autograd.ops import (
     torch_fake_quantization,
     vector_norms,
 )
-from brevact.autograd.ops.norm import calls as norms
 from brevact.autograd.ops.op import Op
 
 #: All rows, in the order of docs/stored.md.
 OPS: tuple[Op, ...] = (
     *(*convolution.OPS, *norms.OPS, *smooth.OPS, *piecewise_linear.OPS, *dropout.OPS, *selections.OPS, *pooling.OPS),
-    *(*products.OPS, *attention.OPS, *probabilities.OPS, *losses.OPS, *elementwise_losses.OPS, *vector_norms.OPS),
+    *(*products.OPS, *attention.OPS, *probabilities.OPS, *losses.OPS, *vector_norms.OPS),
     *(*lookups.OPS, *elementwise.OPS, *torch_fake_quantization.OPS, *saved_by_torch.OPS),
 )

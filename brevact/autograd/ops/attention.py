@@ -13,6 +13,7 @@ fewer bits, queries and keys use ``score_bit_width``, 8 by default. The remainin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,17 +24,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.decoders import AS_IT_IS, distinct_elements
+from brevact.autograd.call_arguments import is_plain
+from brevact.autograd.decoders import AS_IT_IS, distinct_elements, with_strides
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save, with_bits
+from brevact.autograd.ops.base import Saving, load, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
-from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
-from brevact.autograd.ops.recompute import outside_regions
+from brevact.autograd.ops.products import keep_operand, without_autocast_cache
 from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
-from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 
 _attend = F.scaled_dot_product_attention
@@ -196,26 +196,17 @@ def _remember(
     return (token,), AS_IT_IS
 
 
-def _named(options: _Options) -> dict[str, Any]:
-    return {"scale": options.scale, "enable_gqa": options.enable_gqa}
-
-
-def _by_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    if mask is not None and mask.dtype is torch.bool:  # the op would add it
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    out: Tensor = attention_by_math(query, key, value, mask, *options[:2], **_named(options))[0]
-    return out
-
-
 def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
     """Run the attention on decoded inputs; with dropout, by the same kernel, to draw the same random numbers."""
     query, key, value, mask = leaves
     if backend == SDPBackend.MATH.value:
-        return _by_math(query, key, value, mask, options)
+        if mask is not None and mask.dtype is torch.bool:  # the op would add it
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
+        return attention_by_math(query, key, value, mask, **options._asdict())[0]
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
-        return _attend(query, key, value, mask, *options[:2], **_named(options))
+        return _attend(query, key, value, mask, **options._asdict())
 
 
 @contextmanager
@@ -247,8 +238,9 @@ def _scaled_dot_product_attention(
     tensors = (query, key, value)
     if not all(region.is_activation(x) for x in tensors) or not requires_grad(*tensors, attn_mask):
         return NotImplemented
-    if attn_mask is not None and not _is_mask(region, attn_mask):
-        return NotImplemented
+    if attn_mask is not None and not region.is_activation(attn_mask):
+        if not (is_plain(attn_mask) and attn_mask.dtype is torch.bool):
+            return NotImplemented  # torch has subclasses that represent a causal mask, without values in memory
     if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(*tensors):
         return NotImplemented
     if len({x.device for x in tensors}) > 1:
@@ -256,18 +248,11 @@ def _scaled_dot_product_attention(
     options = _Options(dropout_p, is_causal, scale, enable_gqa)
     backend = None
     if dropout_p > 0:
-        backend = choose_attention(*tensors, attn_mask, *options[:2], **_named(options))
+        backend = choose_attention(*tensors, attn_mask, **options._asdict())
         if not _can_replay(query):
             return NotImplemented
-    return region.apply(
-        *(_Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options))),
-        *(*tensors, attn_mask, options, backend),
-    )
-
-
-def _is_mask(region: Keeper, x: Any) -> bool:
-    """Return whether a mask's values are in memory: torch has subclasses that represent a causal mask."""
-    return region.is_activation(x) or (is_plain(x) and x.dtype is torch.bool)
+    attend = functools.partial(func, **options._asdict())
+    return region.apply(_Attention, attend, *tensors, attn_mask, options, backend)
 
 
 def _can_replay(x: Tensor) -> bool:
@@ -287,9 +272,5 @@ STORED = Stored(
 _multi_head = run_inside(F.multi_head_attention_forward)
 OPS = (
     Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),
-    Op(
-        *((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head),
-        is_bit_exact=False,
-        is_layer=True,
-    ),
+    Op((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head, is_bit_exact=False, is_layer=True),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -13,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import PLAIN_TYPES, bound_call
-from brevact.autograd.clipped_ends import share_codes
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.call_arguments import bound_call
+from brevact.autograd.known_values import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch
 from brevact.private_names.of_torch import (
+    DisableTorchFunction,
     active_fake_mode,
+    disable_modes,
     is_batched,
     is_functorch_batched,
-    is_functorch_tensor,
     level_of,
 )
 from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
@@ -248,29 +250,6 @@ def blank(input_like: InputLike, grad: Tensor) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
 
 
-_STRIDED = torch.strided
-
-
-def is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a strided tensor and not a subclass with other semantics."""
-    return type(x) in PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
-
-
-def is_activation(x: Any) -> bool:
-    """Return whether our Functions can pack ``x``: plain, floating point, 16 bits or more."""
-    return (
-        type(x) in PLAIN_TYPES
-        and x.dtype in ACTIVATION_DTYPES
-        and x.layout is _STRIDED
-        and not (x.is_nested or is_functorch_tensor(x))
-    )
-
-
-def is_complex(x: Any) -> bool:
-    """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
-    return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
-
-
 def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     if _out_of_place_name(func) is not None:
         return True
@@ -293,8 +272,7 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _out_of_place_name(function)
     if name is None:
         return function
-    found: Callable[..., Tensor] = next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
-    return found
+    return next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
 
 
 def may_overwrite(function: Callable[..., Tensor]) -> bool:
@@ -317,8 +295,7 @@ def value_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
     if position is not None and position <= len(args):
         args = (*args[: position - 1], False, *args[position:])
     named = {key: as_number(value) for key, value in kwargs.items() if key != "inplace"}
-    found: PointFunction = bound_call(function, (Tensor, *args), named)
-    return found
+    return bound_call(function, (Tensor, *args), named)
 
 
 @functools.cache
@@ -368,3 +345,92 @@ def expanded_one(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
+
+
+@contextmanager
+def outside_regions(device: torch.device) -> Iterator[None]:
+    """Record a graph on the backward's device as if no region, hooks or autocast were active."""
+    with (
+        torch.enable_grad(),
+        DisableTorchFunction(),
+        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
+        nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def gradients_of(
+    compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
+) -> list[Tensor | None]:
+    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
+    with outside_regions(grad.device):
+        found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
+    return [next(found) if needed else None for needed in needs]
+
+
+class _OfWeight(Saving):
+    is_brevact = False  # its result is computed from weights
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        save(ctx, exact=tensors)
+        ctx.compute = compute
+        out = compute(*tensors)
+        if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
+            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradients_of(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
+
+
+class _OfQuotient(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+        quotient = x / scale
+        save(ctx, exact=(quotient, scale))
+        ctx.compute = compute
+        out = compute(quotient, scale)
+        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        quotient, scale = load(ctx)
+        needs_x, needs_scale = ctx.needs_input_grad[2:]
+        through, of_scale = gradients_of(ctx.compute, [quotient, scale], (True, needs_scale), grad)
+        assert through is not None
+        if of_scale is not None:
+            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
+        return None, None, through / scale if needs_x else None, of_scale
+
+
+def compute_from_weight(region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
+    with DisableTorchFunction():
+        return region.apply_to_weight(_OfWeight, compute, *tensors)
+
+
+def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
+    with DisableTorchFunction():
+        return region.apply(_OfQuotient, compute, x, scale)
+
+
+@functools.cache
+def clamp_passes_bounds() -> bool:
+    """Return whether ``clamp`` passes the gradient of an element equal to a bound: in torch 2.13, not in 2.15."""
+    return _gradient(lambda x: x.clamp(0.0, 1.0), 0.0) == 1.0
+
+
+@functools.cache
+def fmax_shares_ties() -> bool:
+    """Return whether equal elements share the gradient of ``fmax`` and ``fmin``: in torch 2.15, not in 2.13."""
+    return _gradient(torch.fmax, 1.0, 1.0) == 0.5
+
+
+def _gradient(function: Callable[..., Tensor], *values: float) -> float:
+    with disable_modes(), torch.inference_mode(False), outside_regions(torch.device("cpu")):
+        numbers = [torch.tensor(value, device="cpu", dtype=torch.float32).requires_grad_() for value in values]
+        return float(torch.autograd.grad(function(*numbers), numbers[0])[0])

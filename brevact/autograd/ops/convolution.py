@@ -10,6 +10,7 @@ The Function handles frozen weights (no input saved), and weights that autocast 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
-from brevact.autograd.ops.norm.formulas import sum_of_channels
+from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
@@ -164,55 +165,51 @@ def _convolve(
     return out
 
 
-def _convolution_handler(dims: int) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: int | Sequence[int] = 1,
-        padding: int | str | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-    ) -> Any:
-        if not _can_convolve(region, dims, input, weight, bias):
-            return NotImplemented
-        if isinstance(padding, str):
-            steps, gaps = as_tuples(dims, stride, dilation)
-            if padding == "same" and all(s == 1 for s in steps):
-                input, padding = _same_padding(input, weight, gaps)
-            elif padding == "valid":
-                padding = 0
-            else:
-                return NotImplemented  # torch raises the error
-        steps, pads, dilation = as_tuples(dims, stride, padding, dilation)
-        geometry = steps, pads, dilation, False, [0] * dims, groups
-        return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)
-
-    return handle
+def _convolution(
+    dims: int,
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Any:
+    if not _can_convolve(region, dims, input, weight, bias):
+        return NotImplemented
+    if isinstance(padding, str):
+        steps, gaps = as_tuples(dims, stride, dilation)
+        if padding == "same" and all(s == 1 for s in steps):
+            input, padding = _same_padding(input, weight, gaps)
+        elif padding == "valid":
+            padding = 0
+        else:
+            return NotImplemented  # torch raises the error
+    steps, pads, dilation = as_tuples(dims, stride, padding, dilation)
+    geometry = steps, pads, dilation, False, [0] * dims, groups
+    return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)
 
 
-def _transposed_handler(dims: int) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] = 0,
-        output_padding: int | Sequence[int] = 0,
-        groups: int = 1,
-        dilation: int | Sequence[int] = 1,
-    ) -> Any:
-        if not _can_convolve(region, dims, input, weight, bias):
-            return NotImplemented
-        steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
-        geometry = steps, pads, dilation, True, more, groups
-        return _convolve(region, func, input, weight, bias, (steps, pads, more, groups, dilation), geometry)
-
-    return handle
+def _transposed(
+    dims: int,
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Any:
+    if not _can_convolve(region, dims, input, weight, bias):
+        return NotImplemented
+    steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
+    geometry = steps, pads, dilation, True, more, groups
+    return _convolve(region, func, input, weight, bias, (steps, pads, more, groups, dilation), geometry)
 
 
 STORED = Stored(
@@ -272,8 +269,8 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
 
 OPS = (
     *(
-        Op(everywhere(f"{name}{dims}d"), handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
-        for name, handler in (("conv", _convolution_handler), ("conv_transpose", _transposed_handler))
+        Op(everywhere(f"{name}{dims}d"), functools.partial(handler, dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for name, handler in (("conv", _convolution), ("conv_transpose", _transposed))
         for dims in (1, 2, 3)
     ),
     Op(everywhere("conv_tbc", "convolution"), saves=Saves.FACTORS),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.decoders import lay_out
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.ops.base import Saving, load, save
@@ -23,7 +24,6 @@ from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask
-from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as in torch

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import is_activation, is_complex
+from brevact.autograd.decoders import Strides, lay_out
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
-from brevact.autograd.ops.base import Formula, Saving, is_activation, is_complex, is_inplace, load, save
-from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
+from brevact.autograd.ops.base import Formula, Saving, is_inplace, load, save
+from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
-from brevact.autograd.strides import Strides, lay_out
 
 
 class _Multiply(Saving):
@@ -126,8 +127,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 
     def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         save(ctx, keep_by_rows(region, a, dims), exact=(b,))
-        out: Tensor = func(a, b)
-        return out
+        return func(a, b)
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
         return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)

@@ -6,7 +6,7 @@ x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. So dL/ds sums g (
 over the others. The codes of y are saved exactly and shared with every op that saves ``out``
 (``brevact.autograd.known_values``). If the scale is learned, m and r are saved together, r rounded stochastically to
 fixed levels so that dL/ds is unbiased; otherwise m is saved in one bit. Until an op saves ``out``, one bit per code
-suffices (``brevact.autograd.clipped_ends``). The gradients of x and z are exact.
+suffices (``brevact.autograd.known_values``). The gradients of x and z are exact.
 
 A weight stays in memory anyway, so its fake quantization saves nothing else and recomputes from it.
 
@@ -24,15 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import clipped_ends, known_values, storage_report
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.decoders import decoder_of_mask
-from brevact.autograd.ops.base import Formula, SavedValue, Saving, load, save
+from brevact.autograd.ops.base import Formula, SavedValue, Saving, compute_from_weight, gradients_of, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
-from brevact.autograd.ops.recompute import compute_from_weight, gradients_of
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
-from brevact.integers import IntegerRounding
+from brevact.geometry import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import Layout, ResidualQuantizer, is_on_host, pack_mask
 
@@ -169,7 +168,7 @@ class _FakeQuantization(Saving):
                 rounded = integers.round(numbers[0].detach().reshape(()).to(code_decoder.layout.dtype))
                 floor = rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
             ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
-            codes = (clipped_ends.keep_ends(packed, *ends), *numbers), code_decoder
+            codes = (known_values.keep_ends(packed, *ends), *numbers), code_decoder
         elif (needs_scale or needs_pre_scale) and not again:
             codes = reported(found.codes)
         kept: list[Saved | None] = [
@@ -196,7 +195,7 @@ class _FakeQuantization(Saving):
         needs = ctx.needs_input_grad[3:]
         if ctx.keeps_ends:
             token, *numbers = codes.tensors
-            codes = codes._replace(tensors=(clipped_ends.load_ends(token), *numbers))
+            codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
             found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
             return None, None, None, *found
@@ -235,9 +234,9 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
     """Return whether one bit can replace each code until an op saves the output; not if one code is a NaN."""
     hooks = top_hooks(True)
     return (
-        codes.bit_width in clipped_ends.BIT_WIDTHS
+        codes.bit_width in known_values.BIT_WIDTHS
         and not codes.has_spare
-        and codes.layout.numel >= clipped_ends.MIN_NUMEL
+        and codes.layout.numel >= known_values.MIN_NUMEL
         and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
     )
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.ops.base import Saving, load, save
-from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.autograd.ops.base import Saving, compute_from_weight, load, save
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 
@@ -153,8 +152,7 @@ def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tens
     """Return scales of a parameter; ``threshold``: positive, 0-d; ``least``: smallest magnitude, None for none."""
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
         return value.abs() / threshold  # its gradient in C++ is the same
-    found: Tensor = _LearnedScale.record(value, threshold, least)
-    return found
+    return _LearnedScale.record(value, threshold, least)
 
 
 class _ScaleOfMagnitudes(Saving):
@@ -177,5 +175,4 @@ class _ScaleOfMagnitudes(Saving):
 
 def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
     """Return scales of nonnegative statistics, NaN for NaN; ``threshold``: positive, 0-d, of the same dtype."""
-    found: Tensor = _ScaleOfMagnitudes.record(magnitudes, threshold, least)
-    return found
+    return _ScaleOfMagnitudes.record(magnitudes, threshold, least)

@@ -27,17 +27,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.derived import Kind
 from brevact.autograd.ops.base import Formula, blank, is_inplace, requires_grad, run_inside, save
-from brevact.autograd.ops.op import (
-    EXACT,
-    MASKS,
-    NOTHING,
-    UNBIASED,
-    Op,
-    Saves,
-    Stored,
-    everywhere,
-    places_in_first,
-)
+from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere, places_in_first
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_mask, keep_places
 from brevact.private_names.of_torch import nn_pad
@@ -63,8 +53,7 @@ def _grid_sampler(
 
     def run(ctx: Any, x: Tensor, g: Tensor) -> Tensor:
         save(ctx, region.keep_activation(x) if ctx.needs_input_grad[4] else None, exact=(g,))
-        out: Tensor = func(x, g, *options)
-        return out
+        return func(x, g, *options)
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, g: Tensor) -> tuple[Any, ...]:
         x = blank(input_like, grad) if kept is None else kept.decode()

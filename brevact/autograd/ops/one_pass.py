@@ -21,8 +21,7 @@ from torch import Tensor
 from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
 from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
 from brevact.autograd.saved import Saved
-from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding, packed_bytes
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer
 from brevact.quantizers.backends import kernels_for

@@ -21,16 +21,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.call_arguments import is_complex
+from brevact.autograd.decoders import lay_out
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
-from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_complex, is_inplace, load, save
+from brevact.autograd.ops.base import (
+    Formula,
+    Saving,
+    as_number,
+    clamp_passes_bounds,
+    expanded_one,
+    is_inplace,
+    load,
+    save,
+)
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
-from brevact.autograd.ops.recompute import clamp_passes_bounds
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask, reported
-from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
 
 aten = torch.ops.aten
@@ -332,8 +341,7 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
 
     def magnitude(ctx: Any, x: Tensor) -> Tensor:
         save(ctx, region.keep(torch.sgn(x), share=False))
-        out: Tensor = func(x)
-        return out
+        return func(x)
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         above, below = keep_mask(x > 0), keep_mask(x < 0)

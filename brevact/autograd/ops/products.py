@@ -4,11 +4,9 @@ With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the
 dimensions; complex factors are conjugated. A factor is saved only if the other one needs a gradient. Unbiased: each
 gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 
-Grouped matrix products of mixture-of-experts layers: rows are saved packed, weights and offsets in full precision.
-
-Rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With the gradient g of C and the decoded A^:
-dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s, linear in A^, hence unbiased. Both are
-grouped products again, in the memory order of torch's own backward.
+In grouped products (mixtures of experts) rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With
+the gradient g of C and the decoded A^: dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s,
+linear in A^, hence unbiased. Both are grouped products again, in the memory order of torch's own backward.
 
 Torch leaves rows after the last offset uninitialized. They are 0 here: an arbitrary number in the bucket of the last
 rows would set their scale.
@@ -22,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from brevact.autograd.call_arguments import BoundCall, is_complex
+from brevact.autograd.decoders import Mapped
 from brevact.autograd.layer_recompute import Layer, remember_output
-from brevact.autograd.ops.base import Formula, Saving, is_complex, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, Saving, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
-from brevact.autograd.saved import Keeper
-from brevact.private_names.of_torch import grouped_mm
+from brevact.autograd.saved import Keeper, Saved
+from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
 
 
@@ -317,3 +316,40 @@ OPS = (
     Op(_FUNCTIONS, _grouped, STORED._replace(op="grouped matrix products (mixtures of experts)")),
     Op(_FUNCTIONS, saves=Saves.FACTORS),
 )
+
+
+def _view(x: Tensor, order: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return x.permute(order).expand(shape)
+
+
+def keep_operand(region: Keeper, x: Tensor) -> Saved:
+    """Save an operand in memory order: views (a transposed key, a projection's heads, an expansion) are packed once."""
+    if (x.is_leaf and x.requires_grad) or region.is_weight(x):
+        return region.keep_activation(x)
+    if x.is_contiguous():
+        return region.keep(x)
+    strides = x.stride()
+    apart = [i for i, size in enumerate(x.shape) if size > 1 and strides[i]]
+    order = list(range(x.dim()))
+    for i, source in zip(apart, sorted(apart, key=lambda i: -strides[i]), strict=True):
+        order[i] = source
+    base = x
+    for i, size in enumerate(x.shape):
+        if size > 1 and not strides[i]:  # expanded: one of its equal slices, with the stride of a dimension of size 1
+            base = base.select(i, 0).unsqueeze(i)
+    if base is x and order == list(range(x.dim())):
+        return region.keep(x)
+    tensors, decoder = region.keep(base.permute(order))
+    inverse = tuple(order.index(i) for i in range(x.dim()))
+    return tensors, Mapped(decoder, BoundCall(_view, (Tensor, inverse, x.shape)))
+
+
+def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch inside a Function; other ops must not get autocast's weight copies, which have no graph here."""
+    if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+        return call(*args, **kwargs)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import Kind
-from brevact.autograd.first_region import before_first_region
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.autograd.running import before_first_region
 from brevact.autograd.saved import Keeper
 from brevact.autograd.storages import end_known_values, storage_address
 from brevact.autograd.weights import is_parameter

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.base import Formula, requires_grad, save
+from brevact.autograd.ops.base import Formula, fmax_shares_ties, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.ops.recompute import fmax_shares_ties
 from brevact.autograd.saved import Keeper
 from brevact.autograd.store import keep_mask
 
@@ -57,8 +56,7 @@ def _apply_chosen(
             return (grad * mask / count,)
         return ((grad if kind is _Kind.SUM else grad / count).to(dtype) * mask,)
 
-    result: Tensor = region.apply(Formula, run, gradients, input)
-    return result
+    return region.apply(Formula, run, gradients, input)
 
 
 def _without(grad: Tensor, lost: Tensor, ties: Tensor | None) -> Tensor:
@@ -111,8 +109,7 @@ def _either(rule: _Rule) -> Callable:
                 save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
             else:
                 save(ctx, keep_mask(is_first | y.isnan()))
-            out: Tensor = func(a, b)
-            return out
+            return func(a, b)
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
             first, *second = (mask.decode() for mask in kept)

@@ -26,7 +26,7 @@ from brevact.autograd.derived import derive, function_of, keep_smooth, keep_sour
 from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_inplace, load, save, value_of
-from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
+from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.storages import is_offered
@@ -337,8 +337,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         save(ctx, keep_by_rows(region, x, (-1,)))
-        out: Tensor = func(x, *exponent)
-        return out
+        return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
 

@@ -3,20 +3,37 @@
 y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch saves a mask of clipped elements, here one bit per element. Ops
 that save y save the integers, in as many bits as their range needs (``known_values``): the gradients are torch's to the
 last bit. Source: torch.fake_quantize_per_tensor_affine.
+
+torchao's own ops compute y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s. If x is an activation, ops that save y
+save the integers, in as many bits as their range needs (``known_values``). If x is a weight, only it, the scale and the
+zero point are saved: backward runs torchao's function on them again, so the gradients of all three are torchao's to the
+last bit. Source: torchao.quantization.quant_primitives.
+
+Float8 fake quantizers are recognised for weights only: backward runs them again. For activations they run op by op:
+each value has its own exponent, and the scale, the largest absolute value, has a gradient.
+
+If torchao is imported, entering a packing region replaces its functions. Outside packing regions, in traced graphs and
+for unknown settings (per-group scales of an activation, floating-point zero points) torchao's own run.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.call_arguments import is_plain
+from brevact.autograd.ops.base import compute_from_weight
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
+from brevact.autograd.running import packing_region, when_imported
 from brevact.autograd.saved import Keeper
+from brevact.private_names.of_torchao import FAKE_QUANTIZATION, FLOAT8_FAKE_QUANTIZER
 from brevact.quantizers import Layout
 
 
@@ -76,4 +93,104 @@ OPS = (
     Op((torch.fake_quantize_per_tensor_affine,), functools.partial(_quantized, _SCALED), _STORED),
     Op((torch.fake_quantize_per_channel_affine,), functools.partial(_quantized, _OF_CHANNELS), _STORED),
     Op((torch.fused_moving_avg_obs_fake_quant,), functools.partial(_quantized, _FUSED), _STORED, saves=Saves.PLACES),
+)
+
+
+class _Codes(known_values.IntegerCodes):
+    """Decoder of (q - z) s in the activation's dtype; the product with a wider scale may have another one."""
+
+    __slots__ = ()
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return known_values.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
+
+
+def fake_quantize_affine(
+    stock: Callable[..., Any],
+    input: Any,
+    block_size: Any,
+    scale: Any,
+    zero_point: Any,
+    quant_dtype: Any,
+    quant_min: Any = None,
+    quant_max: Any = None,
+    *domain: Any,
+    **named_domain: Any,
+) -> Any:
+    def call(x: Tensor, scale: Tensor, zero_point: Tensor) -> Any:
+        return stock(x, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, *domain, **named_domain)
+
+    region = packing_region()
+    if (
+        region is None
+        or not all(map(is_plain, (input, scale, zero_point)))
+        or input.numel() < region.settings.min_numel
+    ):
+        return call(input, scale, zero_point)
+    if region.is_weight(input):
+        return _of_weight(region, call, input, scale, zero_point)
+    q, out = call(input, scale, zero_point)
+    is_small = isinstance(quant_min, int) and isinstance(quant_max, int) and 0 < quant_max - quant_min < 256
+    is_integer = [getattr(each, "name", "") for each in (*domain, *named_domain.values())] == ["INT"]
+    is_known = len(block_size) == input.dim() and all(
+        block in (1, size) for block, size in zip(block_size, input.shape, strict=True)
+    )
+    if is_small and is_integer and is_known and out.requires_grad:
+        sizes = [1 if block == size else size for block, size in zip(block_size, input.shape, strict=True)]
+        with torch.no_grad(), region.hooks.suspended:
+            s, z = scale.detach().view(sizes), zero_point.detach().view(sizes).to(out.dtype)
+            codes = q.detach().to(out.dtype)
+            decoder = _Codes(Layout.of(codes), (quant_max - quant_min).bit_length(), quant_min, 1, out.nbytes)
+            known_values.register(out, decoder.encode(codes, z, s), decoder)
+    return q, out
+
+
+def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, Tensor]:
+    integers: list[Tensor] = []
+
+    def values(*given: Tensor) -> Tensor:
+        q, out = call(*given)
+        if not integers:  # in forward; they must not live as long as the graph
+            integers.append(q.detach())
+        return out
+
+    storage_report.report_op(fake_quantize_affine)
+    out = compute_from_weight(region, values, *given)
+    q, integers[0] = integers[0], given[0].detach()
+    return q, out
+
+
+def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
+    region = packing_region()
+    if region is None or not (quantizer.enabled and is_plain(x)):
+        return stock(quantizer, x)
+    if x.numel() < region.settings.min_numel or not region.is_weight(x):
+        return stock(quantizer, x)
+    storage_report.report_op(fake_quantize_float8)
+    as_now = copy.copy(quantizer)  # backward recomputes with the settings of forward
+    as_now.config = copy.copy(quantizer.config)
+    return compute_from_weight(region, functools.partial(stock, as_now), x)
+
+
+def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return stock(*args, **kwargs)
+        return counterpart(stock, *args, **kwargs)
+
+    setattr(owner, name, ask)
+
+
+when_imported(
+    *FLOAT8_FAKE_QUANTIZER,
+    lambda: _replace(
+        getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1]), "forward", fake_quantize_float8
+    ),
+)
+when_imported(  # other releases run torchao's own ops, packed like any others
+    *FAKE_QUANTIZATION,
+    lambda: _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine),
 )

@@ -78,8 +78,7 @@ def _apply_norm(
         along = unit.decode() * grad.reshape(sizes)
         return along.sum_to_size(of_first) if needs[0] else None, -along.sum_to_size(of_second) if needs[1] else None
 
-    out: Tensor = region.apply(Formula, run, gradients, first, second)
-    return out
+    return region.apply(Formula, run, gradients, first, second)
 
 
 def _packs(region: Keeper, x: Any) -> bool:

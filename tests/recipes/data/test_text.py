@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from recipes.data.text import (
-    TextBatches,
-    different_paragraphs,
-    load_text,
-    python_reference,
-    split_paragraphs,
-)
+from recipes.data.text import TextBatches, different_paragraphs, load_text, python_reference, split_paragraphs
 from recipes.errors import RecipeError
 
 CPU = torch.device("cpu")

@@ -8,13 +8,7 @@ Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7.
 """
 
 from brevact.injectors.class_protocol import InjectorClass
-from brevact.injectors.fragments import (
-    BackwardQuantSolver,
-    NearestRounding,
-    SaveQuantized,
-    StochasticRounding,
-    leaf,
-)
+from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding, leaf
 from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
 from brevact.quantizers.formats.uniform.injectors import Buckets
 

@@ -18,13 +18,7 @@ Source: B. Graham, Low-precision batch-normalized activations, arXiv:1702.08231,
 from collections.abc import Iterator
 
 from brevact.injectors.class_protocol import Fragment, InjectorClass
-from brevact.injectors.fragments import (
-    BackwardQuantSolver,
-    NearestRounding,
-    SaveQuantized,
-    StochasticRounding,
-    leaf,
-)
+from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding, leaf
 from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
 
 

@@ -14,9 +14,9 @@ from brevact.geometry import Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import between_levels, check_bool, check_int, member_of
-from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
+from brevact.quantizers.quantizer import GridQuantizer
 from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
 from brevact.quantizers.rounding import Rounding
 

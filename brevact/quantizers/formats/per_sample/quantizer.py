@@ -20,8 +20,8 @@ from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST, Samp
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import moved_seed
 from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.reference import moved_seed
 from brevact.quantizers.rounding import Rounding
 
 _WIDTH_KEY = 0x5851F42D4C957F2D  # moves the seed, for each bit of width

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers.brief import brief
-from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.quantizer import GridQuantizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
-from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
+from brevact.quantizers.quantizer import GridQuantizer
 from brevact.quantizers.rounding import Rounding
 
 LARGEST_LEVELS = 256

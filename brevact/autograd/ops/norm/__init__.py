@@ -1,1 +1,0 @@
-"""Norms: formulas on numbers, Functions that save the normalized input, calls of torch, and norms written out."""

@@ -1,0 +1,444 @@
+"""Norms: the normalized input x^ = (x - mean) * invstd is saved packed, the inverse deviations in full precision.
+
+Backward is PyTorch's own formula on x^ / invstd, the input less its means, which suits it as well as the input. It
+reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature
+map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: the input is normalized before it is quantized, so that
+groups with different scales in one bucket do not add their noise to each other's gradients. Batch norm by batch
+statistics packs its input by a plan if it can (``BatchNorm.packing``), and a kernel computes its gradients, whatever is
+around the region. Without a plan, torch's own op runs on x^ / invstd where possible, as for convolutions.
+
+A quantizer with ``for_normalized`` saves x^ on a fixed grid. If a group has NaN or an infinity, its invstd and its
+gradients are NaN. With ``quantize_forward`` the affine step reads the saved values in place of x^, and the gradient
+passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to 1.5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brevact.autograd import storage_report
+from brevact.autograd.derived import derive_output
+from brevact.autograd.held_outputs import take
+from brevact.autograd.norm_decoders import (
+    Centred,
+    NormInput,
+    Unpacked,
+    along_channels,
+    normalized_early,
+    packed_decoder,
+)
+from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
+from brevact.autograd.ops.norm_formulas import (
+    BatchNorm,
+    Frozen,
+    Gradients,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    batch_norm,
+    batch_norm_backward,
+    packed_batch_norm_backward,
+    runs_in_float32,
+    sum_of_channels,
+)
+from brevact.autograd.ops.op import Op, Stored, everywhere
+from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.storages import is_tracked
+from brevact.autograd.weights import ModelState, is_parameter
+from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
+from brevact.quantizers import Layout, kernel_ops
+from brevact.quantizers.backends import cpu_kernels
+from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
+
+
+def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
+    if has_mean and region.settings.quantizes_forward:
+        return region.is_activation(input) and input.numel() > 0
+    return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
+
+
+def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    rounds = norm.has_mean and region.settings.quantizes_forward
+    if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
+        out: Tensor = region.apply(_Normalization, norm, input, weight, bias)
+        ModelState.mark_activation(out)
+        return out
+    x, w, b = _to_autocast(norm, input, weight, bias)
+    return _run_levels(region, norm, input, x, w, b)[0]
+
+
+class _Normalization(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
+        reads_x = ctx.needs_input_grad[3] or (ctx.needs_input_grad[2] and not is_frozen)
+        x, w, b = _to_autocast(norm, input, weight, bias)
+        kept: Saved | None
+        mark = None
+        ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
+        if norm.packing is not None and _packs_anew(region, input):
+            out, kept, given = _run_planned(region, norm, input, weight, bias)
+        elif (
+            norm.has_mean
+            and region.settings.for_normalized is not None
+            and (not is_frozen or region.settings.quantizes_forward)
+        ):
+            out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
+        else:
+            out, mean, spread = norm.forward(x, w, b)
+            given = NormInput(norm, mean, spread, x.dtype)
+            kept = region.keep(input, norm=given) if reads_x else None
+        if reads_x:
+            derive_output(region, given, kept, out, w, b)
+            save(ctx, kept, exact=(weight, None, mark))
+        else:
+            save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight, spread, mark = load(ctx)
+        norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
+        grad_input = grad_weight = None
+        packing = norm.packing
+        if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
+            buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
+            return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
+        if kept is not None:
+            dtype, weight_dtype = ctx.dtypes
+            of_kernels = packing is not None and dtype is torch.float32
+            if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+                return None, None, *_backward_of_recomputed(norm, kept, grad, weight, mask)
+            x, mean, invstd = kept.with_statistics()
+            x = x if x.dtype is dtype else x.to(dtype)
+            w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
+            wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
+            grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
+            grad_weight = grad_weight if mark is None else grad_weight + mark
+            if wanted == mask:
+                return None, None, grad_input, grad_weight, grad_bias
+        elif spread is not None and mask[0]:
+            factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
+            grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
+        return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+
+
+def _packs_anew(region: Any, input: Tensor) -> bool:
+    """Whether a batch norm with a plan just packs its input: no saved form is known, and no report is active."""
+    is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
+    return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
+
+
+def _run_planned(
+    region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Saved, NormInput]:
+    """Run a batch norm, and pack its input by the same kernel if there is one."""
+    spec, uniform, place, *_ = norm.packing
+    seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
+    buffer = spec.empty(input)
+    given: tuple[Any, ...] = input, weight, bias, *norm.running, norm.momentum, norm.eps
+    kernels = cpu_kernels() if input.is_cpu else None
+    found: Any = NotImplemented
+    if kernels is not None:
+        found = kernels.packed_batch_norm(*given, uniform, seed, place, buffer)
+    if found is NotImplemented:
+        run: Any = batch_norm.reference if kernels is None else batch_norm
+        found = run(*given, norm.cudnn_enabled)
+        kernel_ops.quantize_normalized(input, uniform, seed, found[1], found[2], place, buffer)
+    out, mean, invstd = found
+    of_norm = NormInput(norm, mean, invstd, input.dtype)
+    kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
+    region.share_normalized(input, of_norm.key, *kept)
+    return out, kept, of_norm
+
+
+def _backward_of_recomputed(
+    norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
+) -> Gradients:
+    """Gradients of a batch norm with a plan, from a recomputed input, whose memory they may reuse."""
+    source, decoder = kept.decoder.without_statistics(kept.tensors)
+    x, is_owned = take(decoder, source)
+    mean, invstd = kept.tensors[-2:]
+    return batch_norm_backward(grad, x, weight, mean, invstd, norm.eps, mask, is_owned)
+
+
+def _run_levels(
+    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Saved, NormInput, Tensor | None]:
+    """Output, saved form of the normalized input, statistics, and, if these are constant, a zero per channel.
+
+    For a non-finite group, the inverse deviation or the zero is NaN.
+    """
+    out, mean, spread = norm.forward(x, weight, bias)
+    assert mean is not None
+    is_frozen = isinstance(norm, Frozen)
+    spread = spread if is_frozen else mean * 0 + spread
+    mark = x * 0 if is_frozen else norm.alignment.align(spread - spread, x.shape)
+    given = NormInput(norm, mean, spread, x.dtype)
+    kept = region.keep_levels(input, given)
+    if region.settings.quantizes_forward:
+        _write_affine(out, norm, kept, mark, weight, bias)
+    return out, kept, given, sum_of_channels(mark) if is_frozen else None
+
+
+def _write_affine(
+    out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) is not finite."""
+    levels = normalized_early(kept) + mark
+    if weight is not None:
+        levels.mul_(norm.alignment.align_weight(weight, levels.shape))
+    if bias is not None:
+        levels.add_(norm.alignment.align_weight(bias, levels.shape))
+    out.copy_(levels)
+
+
+def _to_autocast(norm: Norm, *tensors: Any) -> tuple[Any, ...]:
+    if not runs_in_float32(norm.name, tensors[0]):
+        return tensors
+    return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)
+
+
+def _fit(shape: tuple[int, ...], *weights: Any) -> bool:
+    """Return whether weights are None, or tensors of this shape whose class does not override torch functions."""
+    for x in weights:
+        if x is not None and not (isinstance(x, Tensor) and x.shape == shape and not _has_rules(type(x))):
+            return False
+    return True
+
+
+@functools.cache
+def _has_rules(kind: type[Tensor]) -> bool:
+    """Return whether a class overrides torch functions, as weights with per-sample gradients do."""
+    rule = getattr(kind.__torch_function__, "__func__", None)  # nn.Parameter has none
+    return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def _has_channels(input: Any, weight: Any, bias: Any, least_dims: int = 2) -> bool:
+    return isinstance(input, Tensor) and input.dim() >= least_dims and _fit((input.shape[1],), weight, bias)
+
+
+def _have_last_dims(input: Any, shape: Any, *weights: Any) -> bool:
+    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
+        return False
+    return tuple(input.shape[-len(shape) :]) == tuple(shape) and _fit(tuple(shape), *weights)
+
+
+def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """Run a norm; under double backward, torch's own on its input less its means."""
+    if not reacts(region, input, weight, bias, has_mean=norm.has_mean):
+        return NotImplemented
+    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+
+
+def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    if region.settings.for_normalized is not None or not requires_grad(input, weight):
+        return NotImplemented
+    runner = region.torch_runner(input, *norm.running)
+    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
+
+
+def _of_statistics(
+    kind: type[BatchNorm],
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: Any = None,
+    momentum: Any = None,
+    eps: Any = None,
+    cudnn_enabled: Any = None,
+    use_input_stats: Any = None,
+) -> Any:
+    by_batch = training if use_input_stats is None else use_input_stats
+    if not isinstance(by_batch, bool) or cudnn_enabled is None:
+        return NotImplemented
+    if not _has_channels(input, weight, bias, 3 if kind is InstanceNorm else 2):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    running = running_mean, running_var
+    if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
+        return NotImplemented  # torch raises the error
+    rest = momentum, eps, cudnn_enabled
+    if not by_batch:
+        if region.settings.double_backward:
+            return NotImplemented
+        assert running_mean is not None and running_var is not None
+        function = torch.instance_norm if kind is InstanceNorm else torch.batch_norm
+        return apply(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
+    norm = kind(*running, *rest)
+    is_torchs = kind is BatchNorm and requires_grad(input, weight) and region.settings.for_normalized is None
+    if is_torchs and not region.settings.double_backward:
+        norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
+        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
+        if found is not NotImplemented:
+            return found
+    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+
+
+def _plan_of_call(
+    settings: BackwardSettings,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> NormalizedPlan | None:
+    """Return how batch norm by batch statistics packs its input, in any surroundings; None for unusual arguments."""
+    if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
+        return None
+    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
+        return None
+    if input._is_view() and (is_parameter(input._base) or input._base.numel() != input.numel()):  # type: ignore[union-attr]
+        return None
+    device = input.device
+    for statistic in (running_mean, running_var):
+        if statistic is not None and not (type(statistic) is Tensor and statistic.device == device):
+            return None
+    for y in (weight, bias):
+        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.device == device):
+            return None
+    if input.is_neg() or input.layout is not torch.strided or (weight is None and bias is not None):
+        return None
+    if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
+        return None  # its statistics may have its dtype, or autocast casts it
+    return _plan_of(settings.quantizer, input.shape, input.stride(), input.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
+    layout = Layout.of_sizes(shape, stride, dtype)
+    return plan_of_channels(quantizer, layout) if shape.numel() == layout.numel > shape[1] else None
+
+
+def _batch_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training and isinstance(input, Tensor) and input.dim() >= 2:
+        verify_batch_size(input.size())
+    if not isinstance(eps, float | int) or eps <= 0:
+        return NotImplemented
+    options = training, momentum, eps, torch.backends.cudnn.enabled
+    return _of_statistics(BatchNorm, region, func, input, weight, bias, running_mean, running_var, *options)
+
+
+def _instance_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
+        verify_spatial_size(input.size())
+    options = use_input_stats, momentum, eps, torch.backends.cudnn.enabled
+    return _of_statistics(InstanceNorm, region, func, input, weight, bias, running_mean, running_var, *options)
+
+
+def _layer_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not _have_last_dims(input, normalized_shape, weight, bias):
+        return NotImplemented
+    return _run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+
+
+def _group_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if func is F.group_norm and isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
+        n, c, *sizes = input.shape
+        verify_batch_size([n * c // num_groups, num_groups, *sizes])
+    if not _has_channels(input, weight, bias) or num_groups <= 0 or input.shape[1] % num_groups:
+        return NotImplemented
+    return _run(region, GroupNorm(num_groups, eps), input, weight, bias)
+
+
+def _rms_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not _have_last_dims(input, normalized_shape, weight):
+        return NotImplemented
+    return _run(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
+
+
+_STORED = Stored(
+    "batch, layer, group, instance and RMS norm",
+    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations as they are",
+    "bias Var/N of one packed copy, negligible for maps",
+)
+_WITH_MEAN: dict[Callable, Callable] = {
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: functools.partial(_of_statistics, BatchNorm),
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: functools.partial(_of_statistics, InstanceNorm),
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _group_norm,
+}
+#: Torch's own instance norm saves its input in another layout.
+_ONCE = F.instance_norm, torch.instance_norm
+OPS = (
+    *(
+        Op(
+            *((func,), handler, _STORED, None if func in _ONCE else handler),
+            is_bit_exact=False,
+            is_layer=True,
+            is_norm=True,
+            rounds_forward=True,
+        )
+        for func, handler in _WITH_MEAN.items()
+    ),
+    Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),
+    Op(everywhere("native_layer_norm", "local_response_norm"), is_layer=True),
+)

@@ -1,0 +1,241 @@
+"""Regions of this thread, the forwards that entered them, and transforms in which nothing is packed.
+
+PyTorch calls no hooks when a KeyboardInterrupt leaves a forward. Its regions stay entered, and ops in them pack
+nothing, until the thread enters its next region, which leaves them. A forward still runs if its frame is among the
+caller's.
+
+Program transforms:
+
+* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian`` allow no saved-tensor hooks: entering a region raises. If one is
+  called inside a region, the region steps aside (:func:`_step_aside`): the transformed function saves unpacked tensors.
+* ``torch.func.vmap``, ``jvp``, forward-mode AD: saved tensors have batch dimensions or tangents that codes would lose.
+  They stay unpacked: results are those of the model without backward quantization.
+* ``torch.jit.trace``: a traced program has no regions, like ``torch.export``'s; it saves torch's tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from brevact.private_names.of_torch import (
+    contexts_in_graphs,
+    frame_callback,
+    function_modes,
+    functorch_interpreter,
+    pop_function_mode,
+    pop_hooks,
+    push_function_mode,
+    push_hooks,
+    states_of_modules,
+    top_hooks,
+)
+from brevact.private_names.of_torch import is_jit_tracing as is_tracing
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[Any] = []  # outermost first
+        self.disabled = 0
+
+
+active = _Active()
+
+
+def current_region() -> Any:
+    """Return the innermost ``Region`` of this thread, or None."""
+    return active.regions[-1] if active.regions else None
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
+
+
+#: This thread's forwards in regions, outermost first: module, region, and the frame that called the module's pre-hook.
+running = _Running()
+
+
+def is_alive(frame: FrameType | None) -> bool:
+    if not running.forwards:
+        return True
+    last = running.forwards[-1][2]
+    while frame is not None:
+        if frame is last:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def packing_region() -> Any:
+    """Return the caller's region, if its Functions save packed tensors; None in a traced graph."""
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or not active.regions
+        or not torch.is_grad_enabled()
+        or frame_callback() is not None
+    ):
+        return None
+    region = active.regions[-1]
+    if not region.packs or region.settings.double_backward:
+        return None
+    if top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
+        return None
+    return region
+
+
+def leave_last() -> FrameType:
+    """Leave the region of the last forward that entered one; return the frame that called its pre-hook.
+
+    After an interrupt, hooks and modes entered since may lie above the region's; they stay. If other hooks were active
+    around the forward, leaving them popped ours instead, so theirs are popped now. A backward pass that raises pops
+    all hooks that it recomputed in.
+    """
+    _, region, frame = running.forwards.pop()
+    hooks, modes = _hooks_above(region.hooks), _modes_above(region)
+    try:
+        region.__exit__(None, None, None)
+    finally:
+        for pair in reversed(hooks):
+            push_hooks(*pair)
+        for mode in reversed(modes):
+            push_function_mode(mode)
+    return frame
+
+
+def _hooks_above(hooks: Any) -> list[Any]:
+    """Pop the saved-tensor hooks above the region's; return them innermost first."""
+    found: list[Any] = []
+    while not hooks.is_empty and not hooks.are_innermost():
+        top = top_hooks(True)
+        if top is None:  # the region's own are gone
+            for pair in reversed(found or [hooks.pair]):
+                push_hooks(*pair)
+            return []
+        found.append(top)
+        pop_hooks()
+    return found
+
+
+def _modes_above(region: Any) -> list[Any]:
+    """Pop the modes above an outermost region's mode; return them innermost first. Inner regions pop none."""
+    if region.parent is not None:
+        return []
+    modes = function_modes()  # the innermost last
+    if not modes:  # the region's own is gone
+        push_function_mode(region.mode)
+    above = modes[modes.index(region.mode) + 1 :] if region.mode in modes else []
+    return [pop_function_mode() for _ in above]
+
+
+def leave_abandoned(frame: FrameType | None) -> None:
+    while not is_alive(frame):
+        leave_last()
+
+
+def leave_forward(module: nn.Module, caller: FrameType) -> None:
+    """Leave the region of the forward of ``module`` called by ``caller``, and regions abandoned inside it."""
+    for forward in running.forwards:
+        if forward[0] is module and _runs_in(forward[2], caller):
+            while leave_last() is not forward[2]:
+                pass
+            return
+
+
+def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
+    """Whether a forward hook's caller is the frame that called the pre-hook, or its parent after an error."""
+    return caller is frame or caller is frame.f_back
+
+
+#: Functions still to run, in order.
+waiting: list[Callable[[], None]] = []
+#: Functions that wait for another library, by its module: a name in the module, and the function.
+waiting_for: dict[str, tuple[str, Callable[[], None]]] = {}
+_lock = threading.Lock()
+
+
+def before_first_region(function: Callable[[], None]) -> None:
+    """Run a function once in this process, before the next region that packs is entered."""
+    waiting.append(function)
+
+
+def prepare() -> None:
+    """Run the waiting functions; other threads that enter a region block meanwhile."""
+    with _lock:
+        while waiting:
+            waiting[0]()
+            del waiting[0]
+
+
+def when_imported(module: str, name: str, function: Callable[[], None]) -> None:
+    """Run a function once, before the first packing region after ``module`` is imported and has attribute ``name``."""
+    waiting_for[module] = name, function
+
+
+def prepare_libraries() -> None:
+    with _lock:
+        for module, (name, function) in list(waiting_for.items()):
+            if hasattr(sys.modules.get(module), name):
+                del waiting_for[module]
+                function()
+
+
+NO_TRANSFORMS = (
+    "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which a model with backward "
+    "quantization stores packed activations. Differentiate by torch.autograd.grad, put the model in eval mode "
+    "(model.eval()), where it packs nothing, or call brevact.restore_backward(model) first. "
+    "torch.autograd.graph.disable_saved_tensors_hooks forbids these hooks, too: leave it"
+)
+NO_ROUNDED_NORMS = (
+    "quantize_forward: norms go on with rounded values neither under torch.func transforms and forward-mode AD nor in "
+    "torch.jit.trace. Use torch.export.export to make a program of the model, or call brevact.restore_backward(model) "
+    "first, which changes what the model computes"
+)
+
+
+def is_distributed() -> bool:
+    """Return whether several processes train a model, each perhaps with a part of its parameters."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def may_free_weights(weight: torch.Tensor) -> bool:
+    """Return whether a weight's memory may be freed between the forward and the backward pass, as FSDP does."""
+    return is_distributed() and (type(weight) is not torch.nn.Parameter or bool(states_of_modules))
+
+
+def is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform or forward-mode AD is active."""
+    return forward_ad._current_level >= 0 or functorch_interpreter() is not None
+
+
+def check_rounding() -> None:
+    if is_transformed() or is_tracing():
+        raise NotImplementedError(NO_ROUNDED_NORMS)
+
+
+def _step_aside() -> None:
+    """Make ``disable_saved_tensors_hooks``, which transforms enter, suspend the region's hooks."""
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    @functools.wraps(disable)
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        region = current_region()
+        is_on = region is not None and not region.hooks.is_empty and region.hooks.are_innermost()
+        with region.hooks.suspended if is_on else nullcontext(), disable(error_message):
+            yield
+
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    contexts_in_graphs[disable_saved_tensors_hooks] = None
+
+
+before_first_region(_step_aside)
