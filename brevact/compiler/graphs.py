@@ -109,7 +109,9 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
                     node.meta["custom"] = {**node.meta["custom"], MARK: _mark_for(mark, _name_of(node))}
                     texts.add(mark)
             elif node.target is autograd_function_apply and last:  # which Dynamo traces beside the regions
-                node.meta["custom"] = {**node.meta.get("custom", {}), MARK: _exact(last)}
+                bodies = (getattr(each.owning_module, x.target) for x in node.all_input_nodes if x.op == "get_attr")
+                for inner in (inner for body in bodies for inner in body.graph.nodes if mark_of(inner) is None):
+                    inner.meta["custom"] = {**inner.meta.get("custom", {}), MARK: _exact(last)}
     rows: list[Row] = []
     if not texts:
         yield rows

@@ -107,9 +107,20 @@ def _is_united(mask: fx.Node, read: set[fx.Node]) -> bool:
     return bool(users) and all(map(_is_mask, users))
 
 
-def unite_clips(graph: fx.Graph, call: Any) -> None:
-    """Let gradients that are zero where one mask is set, or another, read the union of both."""
+def unite_clips(graph: fx.Graph, call: Any) -> set[fx.Node]:
+    """Let gradients of ReLU read masks, and those that are zero by two masks the union of both; return new gradients."""
+    found = set()
     for node in list(graph.nodes):
+        if packet_of(node) is aten.threshold_backward:
+            with graph.inserting_before(node):
+                mask = call(aten.le.Scalar, *node.args[1:])
+                gradient = call(aten.where.ScalarSelf, mask, 0.0, node.args[0])
+            for each in (mask, gradient):
+                each.meta.update({key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")})
+            node.replace_all_uses_with(gradient)
+            graph.erase_node(node)
+            found.add(gradient)
+            continue
         if packet_of(node) is not aten.where or packet_of(inner := node.args[2]) is not aten.where:
             continue
         (first, zero, _), (second, other, x) = node.args, inner.args
@@ -121,6 +132,7 @@ def unite_clips(graph: fx.Graph, call: Any) -> None:
         union.meta.update({key: each for key, each in last.meta.items() if key not in ("val", "tensor_meta")})
         node.args = union, zero, x
         graph.erase_node(inner)
+    return found
 
 
 def root_of(node: fx.Node, integers: Integers) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -148,7 +160,9 @@ def is_computable(node: fx.Node, available: Container[fx.Node], activations: Con
         each = waiting.pop()
         steps += 1
         is_small = isinstance(each.meta.get("val"), Tensor) and _hint(each.meta["val"]) * 8 <= size
-        if each is not node and (each in available or each.op == "placeholder" or (is_small and each not in activations)):
+        if each is not node and (
+            each in available or each.op == "placeholder" or (is_small and each not in activations)
+        ):
             continue
         is_mask = _is_mask(each) and packet_of(each) in (*_ABOVE, *_BELOW)
         if steps > _MOST_STEPS or not (is_mask or packet_of(each) in _TAIL | _ROUND | {aten.where}):

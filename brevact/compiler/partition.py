@@ -195,7 +195,7 @@ class _Packing:
 
     def save_integers(self) -> None:
         """Save integers of few bits and masks in place of what is a function of them, or what they are functions of."""
-        unite_clips(self.graph, self.call)
+        self.gradients |= unite_clips(self.graph, self.call)
         self.analyse()
         uses = {each.node: each for each in self.dependence.saved}
         for node in list(self.saved):
