@@ -2,7 +2,7 @@
 
     python -m benchmarks "GPT-2 small" --policies plain checkpoint compile DEFAULT --measure bytes,peak,time
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
-    python -m benchmarks --all                   # what the pages show, at most 25 minutes on two cores; goes on
+    python -m benchmarks --all                   # the rows of the pages, at most 25 minutes on two cores; goes on
 
 MODEL is a name or a group (small, images, domains, qat, large, trained, cifar10; see `--list`). A policy is "plain"
 or "checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it would
@@ -42,7 +42,7 @@ _ROUNDS, _DRAWS = 9, 3
 
 _EXACT = "LosslessBackward:recompute=1024"
 _WIDTHS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither") for bits in (2, 4))
-#: What the pages show: models, policies and measures.
+#: Rows of the pages: models, policies and measures.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net"), (COMPILED, _EXACT), "bytes,time"),

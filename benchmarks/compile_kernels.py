@@ -1,8 +1,8 @@
-"""Compile the Triton kernels without a GPU, and print what each needs: registers, spills, shared memory, barriers.
+"""Compile the Triton kernels without a GPU; print each one's registers, spills, shared memory and barriers.
 
     python -m benchmarks.compile_kernels --targets sm_90 --bit-widths 2 4
 
-Launches are built for tensors on the meta device, so what is compiled is what is launched. The exit status is 1 if a
+Launches are built for tensors on the meta device, so the kernels are those that a GPU runs. The exit status is 1 if a
 kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
 Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
 last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or to scratch memory (AMD). For gfx942
@@ -141,7 +141,7 @@ def _multiplies(launch: Launch) -> bool:
 
 
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Launches of a variant, and how many 128-bit loads and stores each must have at least: one a plane."""
+    """Launches of a variant, each with its least numbers of 128-bit loads and stores: one per plane."""
     if variant.operation == "masks":
         yield from _mask_launches(DTYPES[variant.dtype])
     elif variant.operation == "codes":

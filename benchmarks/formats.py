@@ -2,12 +2,12 @@
 
     python -m benchmarks.formats --csv docs/formats.csv
 
-Data: standard normal; its positive part, as after ReLU; double Weibull of shape 0.6, long-tailed; and what a trained
-EfficientNetV2 nano keeps for a training step on digits. With y the decoded x and norms over all elements:
+Data: standard normal; its positive part, as after ReLU; double Weibull of shape 0.6, long-tailed; and the saved tensors
+of a training step of a trained EfficientNetV2 nano on digits. With y the decoded x and norms over all elements:
 
 bits: measured bytes of the storage times 8, divided by the elements.
 error: |y - x| / |x|, the root of its mean square over draws.
-bias: |E y - x| / |x|; E y is estimated from the draws, and what their noise adds is taken off. 0: less than 3 standard
+bias: |E y - x| / |x|; E y is estimated from the draws, less the share of their noise. 0: less than 3 standard
 errors of the estimate, as for an unbiased quantizer.
 variance: E |y - E y|^2 / |x|^2.
 time: of quantizing and of decoding 4.2 million normal values, in medians relative to `clone()` in the same run.
@@ -65,7 +65,7 @@ def leaves() -> dict[str, type]:
 
 
 def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: int, repeats: int) -> Iterator[Row]:
-    """One row a quantizer and kind of data.
+    """One row per quantizer and kind of data.
 
     Args:
         names: leaf quantizers.
@@ -107,7 +107,7 @@ def samples() -> dict[str, list[Tensor]]:
 
 
 def kept_activations(epochs: int = 2) -> list[Tensor]:
-    """What autograd keeps for a training step of a nano EfficientNetV2 that has learnt digits for a while.
+    """Saved tensors of a training step of a nano EfficientNetV2 that has learnt digits for a while.
 
     Args:
         epochs: passes over the images before.
@@ -133,7 +133,7 @@ def kept_activations(epochs: int = 2) -> list[Tensor]:
         def collect(x: Tensor) -> Tensor:
             address = x.untyped_storage().data_ptr()
             if x.is_floating_point() and x.numel() >= DEFAULT_MIN_NUMEL and address not in own:
-                kept.setdefault(address, x.detach())  # what is held cannot be reused for another tensor
+                kept.setdefault(address, x.detach())  # a held storage is not reused for another tensor
             return x
 
         images, labels = next(batches.epoch(0))

@@ -107,7 +107,7 @@ def _kept_bytes(step: Step) -> int:
 
 
 def _captured(step: Step) -> Callable[[], None]:
-    """The step as a graph, after some on a side stream, as PyTorch asks; returns its replay."""
+    """Captures the step as a graph, after PyTorch's warm-up on a side stream; returns its replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -74,7 +74,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
 
 
 def resources(kernel: CompiledKernel, target: GPUTarget) -> dict[str, Any]:
-    """What a compiled kernel needs, from its machine code.
+    """Resources of a compiled kernel, from its machine code.
 
     Args:
         kernel: Result of `compile_launch`.

@@ -225,7 +225,7 @@ _NETS: dict[str, tuple[Callable[[Layers], nn.Module], int, int, int]] = {
     "QuantLSTM W8A8": (Recurrent, 8, 32, 32),
     "decoder W8A8": (Decoder, 8, 8, 128),
 }
-#: Nets by name: what makes them, their bits, the batch size, and sides of images or tokens.
+#: Nets by name: their factories, bits, the batch size, and sides of images or tokens.
 QAT: dict[str, Model] = {name: Model((), partial(qat_step, *net)) for name, net in _NETS.items()} | {
     f"{name}, float": Model((), partial(qat_step, make, None, batch, size))
     for name, (make, _, batch, size) in _NETS.items()

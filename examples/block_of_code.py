@@ -1,4 +1,4 @@
-"""A block of code, without a model to change: what runs in the region is packed."""
+"""A block of code, without a model to change: ops in the region are packed."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A model with checkpoints: what lies outside of them is packed; a rule packs their inputs, too."""
+"""A model with checkpoints: tensors outside of them are packed; a rule packs their inputs, too."""
 
 import torch
 from torch.utils.checkpoint import checkpoint

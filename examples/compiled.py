@@ -1,4 +1,4 @@
-"""A compiled model: the compiler chooses what its graphs save, and that is packed."""
+"""A compiled model: the compiler chooses the saved tensors, and these are packed."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Any model: measure what a training step keeps for backward, layer by layer. Nothing changes."""
+"""Any model: measure a training step's saved bytes, layer by layer. Nothing changes."""
 
 import torch
 

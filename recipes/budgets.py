@@ -5,7 +5,7 @@ from recipes.errors import RecipeError
 
 
 def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
-    """The arguments of `brevact.fit` that a budget of bytes stands for.
+    """Arguments of `brevact.fit` for a budget of bytes.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("60x time=1.2")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'ratio': 60.0, 'time': 1.2})

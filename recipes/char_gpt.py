@@ -12,8 +12,8 @@ have a weight of its own:
 
     python -m recipes.char_gpt --norm rms --mlp swiglu --head separate --act-quant StochBackward4bit
 
-What is stored is counted with the loss, whose input has a number for each character of the alphabet. An interrupted
-run or comparison goes on with `--resume DIR`, and ends in the weights of an uninterrupted one.
+Stored bytes include the loss's, whose input has a number for each character of the alphabet. An interrupted run
+or comparison goes on with `--resume DIR`, and ends in the weights of an uninterrupted one.
 """
 
 import sys

@@ -28,7 +28,7 @@ def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
 
 
 def begun(recipe: Recipe, folder: Path) -> tuple[Settings, tuple[str, ...]]:
-    """What `begin` wrote down: the settings and the quantizers."""
+    """The settings and the quantizers that `begin` wrote down."""
     path = folder / COMPARISON
     content = files.read_json(path)
     quantizers = content.get("quantizers") if isinstance(content, dict) else None
@@ -42,8 +42,8 @@ def compare(recipe: Recipe, cases: dict[str, Settings], data: Any, folder: Path,
 
     Args:
         recipe: whose runs are compared.
-        cases: settings by the name of the case's folder; the first one is what the others are compared with.
-        data: what the recipe loads, the same for all.
+        cases: settings by the name of the case's folder; the first one is the baseline.
+        data: the recipe's data, the same for all.
         folder: receives the cases' folders, comparison.csv and comparison.png.
         resume: continue each case that has a checkpoint; otherwise runs that are in these folders are replaced.
 

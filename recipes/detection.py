@@ -128,7 +128,7 @@ class DetectionTask(Task):
         checkpoint_each(chain((each for each in self.model.modules() if isinstance(each, block)), heads))
 
     def show(self, path: Path) -> None:
-        """Draws what the model finds in test pictures."""
+        """Draws the model's detections in test pictures."""
         few = Pictures(self.test_pictures.images[:6], self.test_pictures.targets[:6])
         figure = Figure(figsize=(9, 6.2), layout="constrained")
         for axes, image, found in zip(figure.subplots(2, 3).flat, few.images, self.detect(few), strict=False):

@@ -163,7 +163,7 @@ class Diffusion(Task):
         return Batches(split, normalization, self.settings.batch_size, device=self.device, train=train, **options)
 
     def _with_noise(self, batches: Iterable[tuple[Tensor, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
-        """What a step needs of images: noise of codes, or noisy images at times."""
+        """Inputs of a step from images: noise of codes, or noisy images at times."""
         generator = torch.Generator().manual_seed(seed)
         for images, labels in batches:
             images = F.avg_pool2d(images, images.shape[-1] // self.settings.image_size)

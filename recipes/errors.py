@@ -2,4 +2,4 @@
 
 
 class RecipeError(Exception):
-    """Says what is wrong and what to do; a recipe prints it without a traceback and exits with status 2."""
+    """An error and its fix; a recipe prints it without a traceback and exits with status 2."""

@@ -158,12 +158,12 @@ class FineTuning(Task):
 
     def use_checkpoints(self) -> None:
         """As `gradient_checkpointing=True` of `TrainingArguments`."""
-        is_new = hasattr(self.model, "activation_checkpointing_enable")  # of which the other is an alias by now
+        is_new = hasattr(self.model, "activation_checkpointing_enable")  # the older name is an alias by now
         enable = self.model.activation_checkpointing_enable if is_new else self.model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
 
     def show(self, path: Path) -> None:
-        """Writes what the model goes on with after "The", and the model itself with `--save`."""
+        """Writes the model's continuation of "The", and the model itself with `--save`."""
         tokenizer = self.tokens().tokenizer
         self.model.eval()
         torch.manual_seed(0)
@@ -181,7 +181,7 @@ class FineTuning(Task):
                 part.save_pretrained(path.with_suffix(""))
 
     def _batch(self, tokens_BT: Tensor) -> dict[str, Tensor]:
-        """What the model is called with; the first token has nothing to be told from."""
+        """Inputs of the model; the first token has no label, as nothing precedes it."""
         labels_BT = tokens_BT.clone()
         labels_BT[:, 0] = -100
         return {"input_ids": tokens_BT.to(self.device), "labels": labels_BT.to(self.device)}

@@ -26,7 +26,7 @@ from recipes.errors import RecipeError
 from recipes.models.schnet import SchNet
 from recipes.options import setting
 
-#: Forces have a large part of their noise from what stands for distances.
+#: Much of the forces' noise comes from the codes of distances.
 POLICY = "DitherBackward4bit+*basis=None"
 _TEST_SEED = 2**20  # of the clusters, which are those of no run's training
 

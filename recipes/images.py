@@ -1,4 +1,4 @@
-"""What the recipes that classify images share: their settings, data and batches."""
+"""Settings, data and batches of the recipes that classify images."""
 
 from dataclasses import dataclass
 from pathlib import Path

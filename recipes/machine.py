@@ -21,7 +21,7 @@ def place(device: torch.device) -> dict[str, object]:
 
 
 def processor() -> str:
-    """The name of the processor; of its architecture where the system does not tell."""
+    """The name of the processor; of its architecture if the system has none."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]

@@ -22,8 +22,8 @@ class Metric:
         of: takes it from scores.
         best: the better one of several.
         spec: of its text, for `format`.
-        axis: what a plot writes at the axis.
-        factor: from the figure to what is plotted.
+        axis: label of a plot's axis.
+        factor: from the figure to the plotted one.
     """
 
     name: str

@@ -49,7 +49,7 @@ class NamedPolicy:
 
     Args:
         name: as the command line has it.
-        source: what `brevact.quantize_backward` takes; None for full precision.
+        source: for `brevact.quantize_backward`; None for full precision.
         settings: its keyword arguments.
     """
 
@@ -87,7 +87,7 @@ def named_policy(words: str) -> NamedPolicy:
 
 
 def _source(words: str) -> tuple[Any, dict[str, Any]]:
-    """What a name stands for, and its settings."""
+    """The policy of a name, and its settings."""
     name, separator, _ = words.partition(":")
     if name == "None":
         if separator:

@@ -1,11 +1,11 @@
-"""Quantization-aware training: EfficientNetV2 with 4-bit weights and activations, by Brevitas, and what it stores.
+"""Quantization-aware training: EfficientNetV2 with 4-bit weights and activations by Brevitas.
 
     python -m recipes.qat --dataset cifar10 --compare LosslessBackward StochBackward2bit
 
 trains the same model, from the same seed, with stock Brevitas and with each backward quantizer beside it. For the same
-weights forward passes are the same. `LosslessBackward` stores integers and masks in place of what Brevitas keeps in
-floating point and computes the same gradients, so that its runs end in the same weights; `StochBackward2bit` packs
-all else too, at the price of unbiased noise in the gradients.
+weights forward passes are the same. `LosslessBackward` stores integers and masks in place of Brevitas' floating-point
+tensors and computes the same gradients, so that its runs end in the same weights; `StochBackward2bit` packs all else
+too, at the price of unbiased noise in the gradients.
 
 Weights have a scale for each output channel, taken from their largest magnitude; activations one for each tensor,
 collected from `--calibration-batches` batches before training and learned from then on. First and last layer have the

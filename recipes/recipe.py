@@ -20,7 +20,7 @@ class BatchSource(Protocol):
         """The number of batches of an epoch."""
 
     def epoch(self, number: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what the model is called with, and the targets, for one pass over the split."""
+        """Yields inputs of the model and targets, for one pass over the split."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Recipe:
         module: of the package `recipes`, for the help text.
         description: of the help text.
         settings: class of the settings.
-        metric: what runs are judged by.
+        metric: compares runs.
         folder: start of the name of a run's folder, for its settings.
         title: above pictures, for the settings of a run.
         load_data: the data that the settings name.
@@ -40,7 +40,7 @@ class Recipe:
         layers: of a model without forward quantizers.
         prepare: called with a new model, the settings and its training batches, before anything is measured; None for
             nothing.
-        quantize_loss: whether a backward quantizer also goes to what the loss stores.
+        quantize_loss: whether a backward quantizer also packs the loss's saved tensors.
         finish: called with a trained model, the settings, the data and the folder of the run; None for nothing more.
     """
 

@@ -1,13 +1,13 @@
-"""A training run in a folder of its own: what it writes after each epoch, and how it is continued.
+"""A training run in a folder of its own, which it updates after each epoch and can continue from.
 
 | file | content |
 |---|---|
-| history.csv | one row an epoch |
+| history.csv | one row per epoch |
 | summary.json | settings, versions, final and best figures, stored bytes |
 | checkpoint.pt | all that the next epoch depends on |
-| memory.csv, memory.png | what each layer stores for backward |
-| history.png | what the recipe measures, over the epochs |
-| policy.json | what was fitted to a budget |
+| memory.csv, memory.png | each layer's bytes for backward |
+| history.png | the metric over the epochs |
+| policy.json | the policy fitted to a budget |
 | sample.txt | text of a language model |
 """
 
@@ -62,8 +62,8 @@ class Result:
     """A run so far.
 
     Attributes:
-        label: what tables and plots call it.
-        metric: what it is judged by.
+        label: its name in tables and plots.
+        metric: compares it with others.
         history: one dictionary of `columns(metric)` an epoch; losses are in nats, `seconds` are those of training.
         saved_bytes: bytes that one training batch stores for backward.
         plain_bytes: the same without backward quantization.
@@ -103,7 +103,7 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
     Args:
         recipe: which kind of run it is.
         settings: of the run; those of its checkpoint when it is resumed.
-        data: what the recipe loads for them.
+        data: the recipe's data for them.
         folder: made if it is missing.
         resume: continue from the checkpoint in `folder`; otherwise a run that is in it is replaced.
 
@@ -175,7 +175,7 @@ def _fitted(
     Args:
         trainer: of a model without a policy.
         settings: of the run.
-        batches: for training; the first ones are what it is fitted on.
+        batches: for training; the policy is fitted on the first ones.
         path: of the policy of a run to resume.
         resume: whether there is one.
 
@@ -205,7 +205,7 @@ def saved_settings(recipe: Recipe, folder: Path) -> Settings:
 
 
 def holds_results(folder: Path) -> bool:
-    """Whether `folder` holds what a run or a comparison has found, were it only a part."""
+    """Whether `folder` holds results of a run or a comparison, complete or not."""
     return any((folder / name).exists() for name in (CHECKPOINT, HISTORY, SUMMARY, COMPARISON))
 
 
@@ -221,7 +221,7 @@ def _measure_memory(
     inputs, targets = next(batches.epoch())
     with trainer.autocast():
         model, batch = (trainer.objective, (inputs, targets)) if with_loss else (trainer.model, inputs)
-        if is_reference:  # measured as it is, not as the default policy would let it store
+        if is_reference:  # in full precision, without the default policy
             model = brevact.quantize_backward(copy.deepcopy(model), {"*": None})
         return brevact.memory_report(model, batch)
 

@@ -1,7 +1,7 @@
 """The settings of a run, and the command line that gives them.
 
-`Settings` holds every default; the parser leaves out what was not given, so that a resumed run can take all settings
-from its checkpoint and object to a contradiction.
+`Settings` holds every default; the parser leaves out options that were not given, so that a resumed run can take all
+settings from its checkpoint and object to a contradiction.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SAVE_MODES = ("save_quantized", "quantize_on_backward")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run. Every field is a command-line option of the same name.
+    """Settings that decide the result of a run. Every field is a command-line option of the same name.
 
     A recipe adds fields of its own, and limits of them, in a subclass.
     """
@@ -121,7 +121,7 @@ class Settings:
 
     @property
     def quantizer_changes(self) -> tuple[str, ...]:
-        """What differs from the backward quantizer as its name stands for it."""
+        """Differences from the backward quantizer of that name."""
         mode = (self.save_mode,) if self.save_mode != Settings.save_mode else ()
         adapted = () if self.adapt_every is None else (f"adapt_every={self.adapt_every}",)
         return (*self.act_override, *mode, *adapted)
@@ -146,7 +146,7 @@ class Settings:
         return torch_device(self.device)
 
     def resumed(self, given: dict[str, object]) -> "Settings":
-        """These settings of a checkpoint, with what the command line may change."""
+        """These settings of a checkpoint, with the changes that a resumed run allows."""
         own = asdict(self)
         changed = {name: value for name, value in given.items() if own[name] != value}
         if wrong := sorted(changed.keys() - self.MAY_CHANGE_ON_RESUME):
@@ -157,7 +157,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Command:
-    """What the command line asks for.
+    """The request of a command line.
 
     Attributes:
         given: the settings named on it, by field of `Settings`.

@@ -1,4 +1,4 @@
-"""What Brevitas' activation quantizers have collected so far, which their `state_dict` does not tell in full.
+"""Statistics that Brevitas' activation quantizers collect, which their `state_dict` does not hold in full.
 
 An activation quantizer such as `Int8ActPerTensorFloat` averages statistics over its first 300 batches and then starts
 to learn its scale. A `state_dict` taken before that holds the average as if it were the learned scale: loading it ends
@@ -21,7 +21,7 @@ def collected_statistics(model: nn.Module) -> dict[str, dict[str, object]]:
 
 
 def restore_statistics(model: nn.Module, statistics: dict[str, dict[str, object]]) -> None:
-    """Puts back what `collected_statistics` returned, after `load_state_dict`."""
+    """Restores the result of `collected_statistics`, after `load_state_dict`."""
     for name, module in _collecting(model):
         saved = statistics[name]
         module.counter = saved["counter"]

@@ -1,10 +1,10 @@
-"""Whole trainings in pairs: what a policy does to the training loss and the accuracy, against full precision.
+"""Whole trainings in pairs: a policy's training loss and accuracy against those of full precision.
 
     python -m recipes.study --policies None DEFAULT --csv docs/studies.csv --dataset cifar10 --data-dir DIR
     python -m recipes.study --csv docs/studies.csv                                           # the table alone
 
-The runs of a pair start from the same weights, see the same batches and differ in what they store. A run that the CSV
-has is not trained again. Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
+The runs of a pair start from the same weights, see the same batches and differ in their saved tensors. Runs in the CSV
+are not trained again. Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: What torchvision describes to the compiler when it is imported.
+#: Ops that torchvision describes to the compiler at its import.
 _POOLING = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
 OPS = (
     "nms",

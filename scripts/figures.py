@@ -61,7 +61,7 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A row a model and policy: a group of models, or their names, policies (None: all that have rows) and columns."""
+    """A row per model and policy: a group of models, or their names, policies (None: all with rows) and columns."""
 
     models: str | tuple[str, ...]
     policies: tuple[str, ...] | None

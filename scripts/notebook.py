@@ -1,4 +1,4 @@
-"""Run a page of the documentation that is one program, cell by cell, and write what each cell prints below it.
+"""Run a page of the documentation that is one program, cell by cell, and write each cell's output below it.
 
     python -m scripts.notebook docs/tutorial.md --folder docs/tutorial
     python -m scripts.notebook docs/first_steps.md --folder docs/first_steps
@@ -36,10 +36,10 @@ def run_cells(text: str, folder: Path, changes: Mapping[str, str] | None = None)
     Args:
         text: of the page.
         folder: where they run; made if it is missing.
-        changes: what to put in place of parts of the code, for a small run; each must occur.
+        changes: replacements of parts of the code, for a small run; each part must occur.
 
     Returns:
-        What each of them printed.
+        The output of each.
 
     Raises:
         ValueError: a part to be changed does not occur.

@@ -1,4 +1,4 @@
-"""Write the table of what is stored, which follows from the rows of ``brevact.autograd.ops``.
+"""Write the table of stored tensors from the rows of ``brevact.autograd.ops``.
 
 Run it in a checkout: ``python -m scripts.stored_table``.
 """
@@ -13,12 +13,20 @@ from brevact.autograd.ops.op import EXACT, Stored
 
 PAGE = Path(__file__).parents[1] / "docs/stored.md"
 HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
-#: What no op decides by itself.
+#: Rows that hold for all ops.
 OF_ALL_OPS = (
     Stored(
         "weights made of weights (weight standardization, weight and spectral norm, parametrizations, LoRA products)",
         "the parameter, from which they are recomputed: change it, even by `.data`, only after the backward pass",
         EXACT,
+    ),
+    Stored(
+        "Functions of Liger, Unsloth, flash-attn, xformers, fla, mamba-ssm, causal-conv1d, Transformer Engine, apex, "
+        "torchao's float8 and spconv",
+        "by a table (`brevact/autograd/library_functions.py`) of tensors and library versions: activations packed, query "
+        "and key of attention kernels and gradients at 8 bits, statistics, logarithms of sums and compared tensors as "
+        "in PyTorch; results of norms and gates derive from what these save. Other versions: as the next row",
+        "as of the op that the kernel computes",
     ),
     Stored(
         "other people's `autograd.Function`s, scripted code, operators of other libraries",
@@ -35,7 +43,7 @@ OF_ALL_OPS = (
 
 
 def stored_table() -> str:
-    """Return the table; ops of which the same is said share a row."""
+    """Return the table; ops with equal texts share a row."""
     names: dict[tuple[str, str], list[str]] = {}
     for stored in (*(op.stored for op in OPS if op.stored is not None), *OF_ALL_OPS):
         ops = names.setdefault((stored.kept, stored.gradient), [])

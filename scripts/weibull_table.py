@@ -97,7 +97,7 @@ def stationarity(s: Array, k: Array, end: Array, zero: bool) -> Array:
 
 
 def jacobian(s: Array, k: Array, end: Array, zero: bool) -> Array:
-    """Derivatives of `stationarity`, (..., m, m), of which three diagonals are set."""
+    """Derivatives of `stationarity`, (..., m, m), with three diagonals set."""
     m = s.shape[-1]
     before = np.concatenate([np.zeros_like(end), s[..., :-1]], -1)
     after = np.concatenate([s[..., 1:], end], -1)

@@ -1,4 +1,4 @@
-"""What holds for the whole suite."""
+"""Fixtures and options of the whole suite."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
     # the seed cannot be set later on; in a test, behind pytest's functions, that takes longer than most tests do.
     device.traceback = SimpleNamespace(format_stack=list)
 
-gc.disable()  # until all is collected: nearly all of what imports and collecting allocate stays
+gc.disable()  # until all is collected: nearly all allocations of imports and collecting stay
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes what is imported and collected out of the passes of the garbage collector, which would visit all of it."""
+    """Excludes imported and collected objects from the garbage collector's passes."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -65,7 +65,7 @@ class _Passes:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Takes what a module's tests have left, imported libraries above all, out of the passes once these take long."""
+    """Excludes objects that a module's tests have left, mostly imported libraries, once passes take long."""
     if _Passes.are_long and nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Crosses of cases, of which `make test` runs a part."""
+"""Crosses of cases; `make test` runs a part of them."""
 
 from __future__ import annotations
 

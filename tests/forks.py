@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-#: Runs what is imported, then a fork for each line, whose files tell what it writes.
+#: Runs the imports, then a fork for each line, whose output goes to files.
 _CODE = """
 import json, os, sys, tempfile
 exec(sys.argv[1])
@@ -30,21 +30,16 @@ os._exit(0)
 
 
 class Done(NamedTuple):
-    """How a fork has ended, and what it has written."""
-
     returncode: int
     stdout: str
     stderr: str
 
 
 class Forks:
-    """What runs code in forks of a process."""
-
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
 
     def run(self, code: str) -> Done:
-        """Run code as a program of its own, which finds imported what the process has imported."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(code), file=self._process.stdin, flush=True)
         return Done(*json.loads(self._process.stdout.readline()))

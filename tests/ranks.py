@@ -1,4 +1,4 @@
-"""Two processes of a distributed run: a module is run once a rank, and leaves in a folder what it measures."""
+"""Two processes of a distributed run: a module runs once per rank and writes its measurements to a folder."""
 
 from __future__ import annotations
 
@@ -58,5 +58,4 @@ def join(rank: int, folder: Path) -> None:
 
 
 def load_ranks(folder: Path) -> list[dict[str, object]]:
-    """What each process has saved as ``RANK.pt``."""
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]

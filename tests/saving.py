@@ -1,5 +1,3 @@
-"""What is saved and loaded again."""
-
 from __future__ import annotations
 
 import io
@@ -11,7 +9,6 @@ T = TypeVar("T")
 
 
 def by_torch_save(value: T) -> T:
-    """Return a value as `torch.load` gives it back after `torch.save`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of a new op and a new format works as it stands, in a copy of the tree."""
+"""CONTRIBUTING.md's steps for a new op and a new format work unchanged in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _write(tree: Path, title: str) -> list[str]:
 
 
 def _follow(tree: Path, title: str) -> tuple[list[str], str]:
-    """Do what a section says, and return the files that it changes, and what its last command prints."""
+    """Follow a section; return the files that it changes and the output of its last command."""
     files = _write(tree, title)
     (commands,) = re.findall(r"^```sh\n(.*?)^```", _section(title), re.M | re.S)
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}

@@ -58,8 +58,8 @@ def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: st
     assert run(**environment) == [is_on_heap] * 3
 
 
-#: What the codes below call: MiB of the process that are resident and of no file, and a heap with gaps of 4 MiB
-#: between small tensors.
+#: Functions for the codes below: resident anonymous MiB of the process, and a heap with gaps of 4 MiB between small
+#: tensors.
 PROBE = """
 import torch
 import brevact
@@ -176,7 +176,7 @@ print(freed, resident() - start)
 def test_free_memory_inside_of_the_heap_is_returned(probe):
     kept = float(probe(GAPS.replace("TUNED", "True"))[1])
     left = float(probe(GAPS.replace("TUNED", "False"))[1])
-    # Of 400 MiB in the gaps. The small blocks stay, a step's tensors, and what may be free.
+    # Of 400 MiB in the gaps. The small blocks stay, a step's tensors, and free memory.
     assert kept < 100 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 400 / 2 < left
 
 
@@ -211,7 +211,7 @@ def test_free_blocks_are_returned_beyond_the_bound(probe, bound: str):
 
 @glibc
 def test_no_more_is_returned_than_leaves_some_room_below_the_bound(probe):
-    """Of 110 MiB that are free 40 are too many; 16 more are returned, and the rest of the last block of 4."""
+    """40 of 110 free MiB are too many; 16 more are returned, and the rest of the last block of 4."""
     code = RETURNED.replace("BOUND", "70").replace("BELOW", "16")
     assert 40 + 16 - 4 < float(probe(code)[0]) < 40 + 16 + 4 + 4
 

@@ -34,7 +34,7 @@ def subject(request: pytest.FixtureRequest) -> tuple[str, Step]:
 
 
 def is_quadratic(name: str, module: nn.Module) -> bool:
-    """Norms, and what computes attention: their gradients are not linear in each tensor that they store."""
+    """Norms and attention: their gradients are not linear in each saved tensor."""
     kind = type(module).__name__
     return "Norm" in kind or "Attention" in kind
 

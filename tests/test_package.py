@@ -1,4 +1,4 @@
-"""The package as pip builds it: what is in the wheel and the sdist, and the wheel outside of the checkout."""
+"""The package as pip builds it: contents of the wheel and the sdist, and the wheel outside of the checkout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _run(*args: object, cwd: Path, **environment: str) -> str:
 
 
 def _beside_the_package(folder: str, names: list[str]) -> set[str]:
-    """What a copy of the checkout leaves out: caches, results, and folders that a build makes."""
+    """Names that a copy of the checkout leaves out: caches, results, and a build's folders."""
     kept = {"brevact", "recipes", *(name for name in names if Path(folder, name).is_file())}
     return set(names) - kept if Path(folder) == ROOT else {"__pycache__"} & set(names)
 

@@ -62,7 +62,7 @@ def _own_names() -> set[str]:
 
 
 def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """What a module takes from the insides of a library."""
+    """Private names of a library that a module uses."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

@@ -1,4 +1,4 @@
-"""What importing the package changes in a process, and what waits for the first packed one: `docs/process.md`."""
+"""Changes of a process by the import, and those that wait for the first packed tensor: `docs/process.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
-#: Prints what changes at the import, in a region that packs nothing, and in one that packs.
+#: Prints the changes at the import, in a region that packs nothing, and in one that packs.
 CODE = """
 import atexit, copyreg, gc, json, logging, os, signal, sys, threading, warnings
 import brevitas, brevitas.nn, brevitas.quant, brevitas.core.quant, brevitas.core.stats, brevitas.proxy
@@ -87,7 +87,7 @@ def _run(code: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def changed() -> list[list[str]]:
-    """Names of what has changed: by the import, in a region that packs nothing, in the first one that packs."""
+    """Names changed by the import, in a region that packs nothing, and in the first one that packs."""
     return json.loads(_run(CODE))
 
 

@@ -1,4 +1,4 @@
-"""Where the backward quantizers live, and what `brevact` lists of them and of its other names."""
+"""Modules of the backward quantizers, and the names that `brevact` lists."""
 
 from __future__ import annotations
 

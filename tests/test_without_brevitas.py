@@ -1,4 +1,4 @@
-"""Where Brevitas is not installed, models in floating point train, and what needs Brevitas says so."""
+"""Without Brevitas, models in floating point train, and errors name the calls that need it."""
 
 from __future__ import annotations
 

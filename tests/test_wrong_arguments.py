@@ -75,7 +75,7 @@ TWO = [torch.ones(4, 8), 2 * torch.ones(4, 8)]
 FIT = {"model": MODEL, "batches": TWO, "loss": mean_loss}
 PACKED = UniformQuantizer().quantize(X, seed=0)
 HOOK, SPEC = brevact.distributed.quantized_hook, brevact.parse_policy("2x")
-#: Function, the other arguments of its call, and what of `WRONG` each argument takes.
+#: Function, the other arguments of its call, and the values of `WRONG` that each argument takes.
 TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (quantize_backward, {"model": MODEL, "policy": Q}, {"model": "module", "policy": "quantizer"}),
     (restore_backward, {}, {"model": "module"}),
@@ -134,7 +134,7 @@ CASES = [
     for label, value in WRONG.items()
     if label not in takes.split()
 ]
-#: Calls of one argument that the message calls otherwise, and what that takes.
+#: Calls of one argument that the message calls otherwise, and its accepted values.
 OTHERS: list[tuple[Callable[[Any], Any], str, str]] = [
     (brevact.parse_policy, "policy", ""),
     (lambda x: quantize_backward(MODEL, {x: Q}), "policy rule", "string type list"),  # a list has no hash

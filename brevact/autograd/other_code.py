@@ -2,29 +2,37 @@
 
 Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare the tensors that
 they save, or divide by them; we have not checked. Regions save these in full precision, unless a rule
-(``{MyFunction: StochBackward4bit}``) or :data:`LIBRARY_FUNCTIONS` names them. So do inputs of checkpoints: decoded
-values may change a function's branches. A rule with the key ``torch.utils.checkpoint.checkpoint`` packs them.
+(``{MyFunction: StochBackward4bit}``) names them, or a Function is in the table of ``library_functions``. So do inputs
+of checkpoints: decoded values may change a function's branches. A rule with the key
+``torch.utils.checkpoint.checkpoint`` packs them.
 
 A region's mode sees operators, but not a Function; saved-tensor hooks find that by the frame of its ``apply`` (from
-torch 2.14 on, where ``apply`` is no Python function, by its watched forward). Scripted code stays exact.
+torch 2.14 on, where ``apply`` is no Python function, by its watched forward), and the place of a tensor among those
+that it saves by its watched forward. Scripted code stays exact.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from brevact.autograd import library_functions
+from brevact.autograd.first_region import when_imported
+from brevact.autograd.library_functions import UNKNOWN
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
+
+if TYPE_CHECKING:
+    from brevact.autograd.saved import Saved
 
 #: Classes of operators in ``torch.ops``: all overloads of one, and a single overload.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
@@ -35,13 +43,12 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Saver(NamedTuple):
-    """Code that saves a tensor: the name by which rules know it, or "", and a short one for reports."""
+    """Code that saves a tensor: its name in rules, or "", its label in reports, and its letter in the table."""
 
     name: str
     label: str
-
-
-_UNKNOWN = Saver("", "")
+    letter: str = UNKNOWN
+    call: _Call | None = None
 
 
 def operator_name(func: Any) -> str | None:
@@ -106,22 +113,48 @@ def _path_of(function: type) -> str:
 
 
 def saver_of(x: Tensor, frame: FrameType) -> Saver:
+    call, path = _of_thread.call, ""
     if frame.f_code is function_apply_code:
-        function = frame.f_locals["cls"]
-        return Saver(_path_of(function), function.__name__)
-    if _of_thread.ran is not None:
-        name, *place, saved = _of_thread.ran
-        if place == [id(frame), frame.f_lasti] and storage_address(x) in saved:
-            saved.remove(storage_address(x))  # a call may save a tensor twice, and another call may save it later
-            return Saver(name, name.rpartition(".")[2])
-    return _UNKNOWN
+        path = _path_of(frame.f_locals["cls"])
+    if call is not None and call.place == (id(frame), frame.f_lasti) and (key := _key_of(x)) in call.saved:
+        place = call.saved.index(key)
+        call.saved[place] = None  # a call may save a tensor twice, and another call may save it later
+        path, letter = path or call.path, UNKNOWN if call.letters is None else call.letters[place]
+        return Saver(path, path.rpartition(".")[2], letter, call)
+    return Saver(path, path.rpartition(".")[2])
+
+
+def _key_of(x: Tensor) -> tuple[int, torch.Size]:
+    return storage_address(x), x.shape
+
+
+class _Call:
+    """A call of a watched Function: the frame and instruction, and the storages and shapes that it saves."""
+
+    def __init__(self, path: str, frame: FrameType, result: Any, ctx: Any, *args: Any) -> None:
+        self.path, self.place = path, (id(frame), frame.f_lasti)
+        self.saved = [None if x is None else _key_of(x) for x in ctx.to_save or ()]
+        self.letters, self._formula = library_functions.letters_of(path, ctx), None
+        if self.letters is not None and type(result) is Tensor and (make := library_functions.FORMULAS.get(path)):
+            self._formula = make(result.shape, *args)
+        self._result = None if self._formula is None else weakref.ref(result)
+        self._operands: list[tuple[Tensor, Saved]] = []
+
+    def result_with(self, x: Tensor, kept: Saved) -> tuple[Any, ...] | None:
+        """Return the result, its formula and saved operands, once the last of these is saved."""
+        if self._result is None:
+            return None
+        self._operands.append((x, kept))
+        if any(self.saved):
+            return None
+        operands, self._operands = self._operands, []
+        result = self._result()
+        is_exact = all(decoder.quality.is_exact for _, (_, decoder) in operands)  # a kernel has other last bits
+        return None if result is None or is_exact else (result, self._formula, operands)
 
 
 class _OfThread(threading.local):
-    """The watched Function that ran last: its name, frame and instruction of the call, and storages that it saves."""
-
-    def __init__(self) -> None:
-        self.ran: tuple[str, int, int, list[int]] | None = None
+    call: _Call | None = None  # the last one
 
 
 _of_thread = _OfThread()
@@ -136,12 +169,10 @@ def watch_forward(function: type[torch.autograd.Function]) -> None:
     path = _path_of(function)
 
     @functools.wraps(inner)
-    def told(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        result = inner(ctx, *args, **kwargs)
-        if not _is_compiling():
-            caller = sys._getframe(1)
-            saved = [storage_address(x) for x in ctx.to_save or () if x is not None]
-            _of_thread.ran = path, id(caller), caller.f_lasti, saved
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        if args and not (kwargs or _is_compiling()):  # called by autograd
+            _of_thread.call = _Call(path, sys._getframe(1), result, *args)
         return result
 
     told.brevact_inner = inner  # type: ignore[attr-defined]
@@ -183,23 +214,5 @@ def saves_input(frame: FrameType) -> bool:
     return bool(frame.f_globals.get("__name__") == checkpoint.__module__)
 
 
-class Gradient(enum.Enum):
-    """How the gradient of a Function depends on its saved tensors."""
-
-    LINEAR = "linear in each tensor that is saved, or as the norm's that a region packs, with its bias of Var/N"
-    BOUNDED = "quadratic in a result between 0 and 1: a bias of one copy's variance, as softmax has"
-    SMOOTH = "a smooth curve of the input, which is saved: the bias Var f'' / 2 of what derives from a packed tensor"
-
-    def may_pack(self, settings: Any) -> bool:
-        # a smooth function's input from ``derive_min_bits`` on
-        return self is not Gradient.SMOOTH or settings.derives_curved or settings.is_lossless
-
-
-#: By the Function's path; ``tests/autograd/test_other_code.py`` tests each one.
-LIBRARY_FUNCTIONS: dict[str, Gradient] = {
-    "torch.nn.modules._functions.SyncBatchNorm": Gradient.LINEAR,
-    "timm.layers.activations_me.SwishAutoFn": Gradient.SMOOTH,
-    "timm.layers.activations_me.MishAutoFn": Gradient.SMOOTH,
-    "transformers.models.bloom.modeling_bloom.GeLUFunction": Gradient.SMOOTH,
-    "transformers.models.sew_d.modeling_sew_d.XSoftmax": Gradient.BOUNDED,
-}
+for _module, _names in library_functions.BY_MODULE.items():
+    when_imported(_module, _names[0], functools.partial(watch_forwards, [f"{_module}.{name}" for name in _names]))

@@ -23,7 +23,7 @@ from brevact.autograd.call_arguments import operands_beside
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.op import Op
-from brevact.autograd.other_code import LIBRARY_FUNCTIONS, is_in_algorithm, watch_forwards
+from brevact.autograd.other_code import is_in_algorithm, watch_forwards
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -101,8 +101,8 @@ class Region(Store):
         if self.attachment is not None:
             self.attachment.has_run = True
             self.recompute = max(self.recompute, self.attachment.recompute)
-        if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):
-            watch_forwards((*LIBRARY_FUNCTIONS, *self.by_op))
+        if function_apply_code is None and self.has_rules_for_other_code:
+            watch_forwards(self.by_op)
         self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)

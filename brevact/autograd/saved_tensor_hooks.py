@@ -31,15 +31,17 @@ from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, tensors_of_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
-from brevact.autograd.derived import derive_output
+from brevact.autograd.derived import derive, derive_output
 from brevact.autograd.distinct import keep_distinct
+from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes
-from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, LIBRARY_FUNCTIONS, saver_of, saves_input
+from brevact.autograd.ops.base import is_activation, is_complex, is_plain, keep_sizes, with_bits
+from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
 from brevact.autograd.saved import Decoder, Keeper, Saved
-from brevact.autograd.storages import find_shared, is_tracked, share_packed, storage_address
+from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weight_recompute import remember
@@ -312,7 +314,7 @@ class SavedTensorHooks:
         kept = self._keep(x, self._region, sys._getframe(1))
         stored = self._hand_on(kept)
         if kept[1] is not AS_IT_IS and is_tracked(x) and not kept[1].quality.is_exact:
-            offer(x, stored)  # type: ignore[arg-type]  # of what is not kept as it is
+            offer(x, stored)  # type: ignore[arg-type]  # the packed form stands in for x
         return stored
 
     def _pack_exactly(self, x: Tensor) -> _Packed:
@@ -392,8 +394,10 @@ class SavedTensorHooks:
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
         """Pack a tensor of other code, whose backward kernels may overwrite the decoded tensor."""
         with DisableTorchFunction():
-            region, unknown = self._keeper_for(x, saver)
-            tensors, decoder = self._keep(x, region, saver, unknown)
+            region, unknown, call = self._keeper_for(x, saver)
+            tensors, decoder = kept = self._keep(x, region, saver, unknown)
+            if call is not None and region.packs and (made := call.result_with(x, kept)) is not None:
+                derive(region, *made, is_curved=made[1].is_curved, is_pointwise=False)
             return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
 
     def _hand_on(self, kept: Saved) -> _Packed:
@@ -473,23 +477,25 @@ class SavedTensorHooks:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str]:
-        """Return the region that packs a tensor of other code, by a rule or for known Functions, and why not, or ""."""
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
+        """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
         region = self._region
         if not region.packs and not region.has_rules_for_other_code:
-            return region, ""
-        saver = saver_of(x, frame)
-        has_rule = saver.name in region.by_op
+            return region, "", None
+        name, label, letter, call = saver_of(x, frame)
+        has_rule = name in region.by_op
         if storage_report.recorders and (region.packs or has_rule):
-            storage_report.report_code(saver.label)
+            storage_report.report_code(label)
         if has_rule:
-            return region.keeper_of(saver.name), ""
-        gradient = LIBRARY_FUNCTIONS.get(saver.name)
-        if not region.packs or (gradient is not None and gradient.may_pack(region.settings)):
-            return region, ""
-        if not storage_report.recorders:
-            return region, storage_report.OTHER_CODE
-        return region, storage_report.other_code(saver.label)
+            region = region.keeper_of(name)
+        elif letter == UNKNOWN or (letter == SMOOTH and not _derives_curved(region.settings)):
+            why = storage_report.other_code(label) if storage_report.recorders else storage_report.OTHER_CODE
+            return region, why if region.packs else "", None
+        if letter == GRADIENT:
+            end_known_values(x)  # it may overwrite the tensor whose gradient it is
+        if region.packs and (letter == SCORES or (letter == GRADIENT and not has_rule)):
+            region = with_bits(region, 8)
+        return region, storage_report.NEEDED if letter == EXACT else "", call
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Save a tensor that is too small to pack; a weight's whole storage is in memory anyway."""
@@ -498,6 +504,10 @@ class SavedTensorHooks:
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
             return keep_as_it_is(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
+
+
+def _derives_curved(settings: BackwardSettings | None) -> bool:
+    return settings is None or settings.derives_curved or settings.is_lossless
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What is known of a storage: its record, which it carries, and weak references to it.
+"""The record of a storage, which the storage carries, and weak references to it.
 
 A tensor that several ops save (residual branches, q/k/v projections) is packed once for all of them. The record of its
 storage finds packed forms by version counter, offset, shape and strides, and holds the packed tensors by weak

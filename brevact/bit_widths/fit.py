@@ -225,7 +225,7 @@ class _Fit:
         self._least_bytes, self._least_peak = self._groups.saved_bytes(least), self._peak(least)
         #: Most bytes to save; below those of the budget where a peak is to fit.
         self._limit = self._budget.bytes_of(self._groups.plain_bytes)
-        if self._budget.peak_bytes is not None:  # what else is alive at the peak stays
+        if self._budget.peak_bytes is not None:  # other tensors alive at the peak stay
             self._limit = min(self._limit, self._budget.peak_bytes - self._least_peak + self._least_bytes)
 
     def policy(self, time: float) -> Policy:

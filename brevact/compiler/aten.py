@@ -1,9 +1,9 @@
 """How the results of ATen ops depend on their arguments: the table by which saved tensors may be rounded.
 
-A graph's gradients are linear in a saved tensor if each op on the way is; then unbiased rounding of it leaves their
-mean as it is. *Smooth* functions of it bias them by the order of the variance. *Exact* arguments are compared, divided
-by, or go into functions that are steep somewhere. Ops that are not in the table are exact in all arguments. It has the
-ops that Inductor's decompositions leave.
+A graph's gradients are linear in a saved tensor if each op on the way is; then unbiased rounding of it keeps their
+mean. *Smooth* functions of it bias them by the order of the variance. *Exact* arguments are compared, divided by, or go
+into functions that are steep somewhere. Ops outside the table are exact in all arguments. It has the ops that
+Inductor's decompositions leave.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Use(enum.IntEnum):
 
 
 def packet_of(node: Any) -> Any:
-    """The op of a node, whatever its overload; None for what calls none."""
+    """The op of a node without its overload; None for a node that calls none."""
     return getattr(getattr(node, "target", None), "overloadpacket", None)
 
 

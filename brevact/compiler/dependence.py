@@ -52,7 +52,7 @@ class Dependence:
     """How the nodes that backward computes, in order, depend on each of the saved tensors given.
 
     Args:
-        nodes: what backward computes, in an order in which it can.
+        nodes: nodes of backward, in topological order.
         saved: float tensors that forward saves.
         gradients: nodes that depend on the gradients that backward is given.
     """

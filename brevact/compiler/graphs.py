@@ -37,7 +37,7 @@ from brevact.private_names.of_compiler import (
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
 
-#: Parts of what the compiler would save, and bits, among which a budget of bytes chooses.
+#: Parts of the compiler's own saved bytes, and bit widths; a budget chooses among them.
 _PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
 _BITS = (8, 7, 6, 5, 4, 3, 2)
 
@@ -96,7 +96,7 @@ class Partitioner(CustomPartitionerFn):
 
 @contextmanager
 def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]:
-    """Pack what backward reads of a graph of Dynamo that is compiled in this block, if its nodes are marked.
+    """Pack the saved tensors of a Dynamo graph that is compiled in this block, if its nodes are marked.
 
     The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
     """
@@ -208,7 +208,7 @@ class _Marks:
 
 
 def _is_exact() -> bool:
-    """Whether settings of the graph pack only what is exact: all else is then as the compiler would do it."""
+    """Whether all settings of the graph pack exactly: the compiler's other choices then stay its own."""
     return all(from_text(text).is_exact for text in _current.texts)
 
 
@@ -248,7 +248,7 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
 
 
 def _chosen(graph: fx.Graph, node_info: Any, part: float, bits: int | None) -> tuple[list[fx.Node], _Marks]:
-    """Nodes that PyTorch saves if it may save a part of what it would, and recomputes layers that settings name."""
+    """Nodes that PyTorch saves in ``part`` of its default bytes, with the layers that settings name recomputed."""
     marks = _Marks(graph, bits)
     again = recomputed_layers(graph, marks.settings_of)
     for node in again:

@@ -1,6 +1,6 @@
 """Choose which tensors a graph saves for backward, and pack them.
 
-PyTorch's partitioner asks `choose_saved_values_set` which nodes of the joint graph forward hands to backward, and
+PyTorch's partitioner calls `choose_saved_values_set` for the nodes that forward hands to backward, and
 extracts both graphs from the answer. :func:`pack_saved` answers with packed tensors: it lets PyTorch choose, replaces
 tensors that may not be rounded by smaller ones where it can, and adds nodes that pack and decode the others.
 """
@@ -46,7 +46,7 @@ _LEAST_MASK = 4096
 _BLOCK = 512
 #: Bytes per element of minima and scales.
 _METADATA = 6 / 512
-#: Noise of what layers are computed again from, as a multiple of that of other tensors.
+#: Noise of sources of recomputed layers, as a multiple of other tensors'.
 _DEEP_NOISE = 4.0
 
 #: Settings of a tensor that some ops of backward read.
@@ -90,7 +90,7 @@ def pack_saved(
     Args:
         graph: joint graph, which is changed.
         saved: nodes that PyTorch chose to save.
-        sizes: which results and inputs are of which kind.
+        sizes: kinds of results and inputs.
         settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
 
     Returns:
@@ -237,7 +237,7 @@ class _Packing:
         return codes if codes.width <= bits or reads & table.PRODUCTS - {aten.mul} else None
 
     def avoid_exact(self) -> None:
-        """Save results of what reads a tensor exactly, such as comparisons, in place of that tensor."""
+        """Save the results of ops that read a tensor exactly, such as comparisons, in place of that tensor."""
         for _ in range(_MOST_ROUNDS):
             self.analyse()
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
@@ -253,7 +253,7 @@ class _Packing:
                 self.saved[node if mask is None else mask] = None
 
     def analyse(self) -> None:
-        """Find how backward depends on what is saved, and save nothing that it does not read."""
+        """Find how backward depends on the saved tensors, and drop those that it does not read."""
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
         needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
@@ -374,7 +374,7 @@ class _Packing:
         return self.graph.inserting_before((self.last_input if node.op == "placeholder" else node).next)
 
     def drop_computable(self) -> None:
-        """Save nothing that backward can compute, element by element, from what it reads anyway."""
+        """Drop saved tensors that backward can compute elementwise from tensors that it reads anyway."""
         available = {*self.nodes, *self.saved}
         for node in sorted(self.saved):
             is_mask = node.op == "call_function" and getattr(node.meta["val"], "dtype", None) is torch.bool
@@ -618,7 +618,7 @@ class _Packing:
         return made
 
     def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
-        """Let backward read other nodes; it computes from them by nodes of its own what forward computes, too."""
+        """Let backward read the decoded nodes; it recomputes values that forward computes, too, by nodes of its own."""
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:

@@ -1,4 +1,4 @@
-"""Wrap the compiler of Dynamo's graphs: a marked graph packs what it saves, unseen by the regions around it."""
+"""Wrap the compiler of Dynamo's graphs: a marked graph packs its saved tensors, unseen by the regions around it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from brevact.geometry import Place, UniformPlan
 
 @inlined
 def is_plain(m, s, top, limit):
-    """Whether no value of a group comes near the limit of the result's type, and no code stands for NaN."""
+    """Whether no value of a group comes near the limit of the result's type, and no code decodes to NaN."""
     return not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit
 
 

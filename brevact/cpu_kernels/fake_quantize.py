@@ -48,7 +48,7 @@ NUMEL, BIT_WIDTH, LOWEST, HIGHEST, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, INNER,
 """Fields of the words of a call: those of `IntegerPlan`."""
 
 SCALE, SCALES, ZERO_POINT, ZERO_POINTS = range(12, 16)
-"""Addresses of float32 scales and zero points, and how many there are: one, or one a group."""
+"""Addresses and numbers of float32 scales and zero points: one, or one per group."""
 
 X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = range(16, 27)
 """Addresses of arrays, 0 for none; bits of a residual; the key of random bits."""

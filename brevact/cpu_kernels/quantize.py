@@ -76,7 +76,7 @@ def _to_steps(x, count, m, inverse, levels, steps):
 
 @inlined
 def _to_flagged_steps(x, count, m, inverse, levels, steps):
-    """The same in a flagged group: finite elements below the last level, which stands for the others."""
+    """The same in a flagged group: finite elements below the last level, which encodes the others."""
     below = levels - np.float32(1.0)
     for e in range(count):
         v = load(x, e)

@@ -1,6 +1,6 @@
 """Classes and functions of Brevitas' inner modules, which move between its releases.
 
-Without Brevitas, each is an empty class, of which nothing is an instance.
+Without Brevitas, each is an empty class without instances.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from brevact.private_names.lookup import find
 
-#: Whether Brevitas imports, and what errors say of names that need it.
+#: Whether Brevitas imports, and the reason that errors give for names that need it.
 IS_INSTALLED, MISSING = True, ""
 try:
     import_module("brevitas")

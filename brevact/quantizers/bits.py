@@ -58,7 +58,7 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
 def pack_mask(mask: Tensor) -> Tensor:
     """Pack a mask at one bit per element, in memory order: ceil(n / 8) bytes for n distinct elements.
 
-    A bool mask has any shape and strides; a floating-point tensor stands for `~(mask <= 0)`: where a ReLU of it passes
+    A bool mask has any shape and strides; a floating-point tensor is read as `~(mask <= 0)`: where a ReLU of it passes
     the gradient (NaN included, as in torch).
 
     Raises: TypeError: If mask is neither bool nor floating point.

@@ -29,7 +29,7 @@ class GridQuantizer(Quantizer):
         """Blocks and groups of a tensor."""
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """What is stored beside the codes: nothing where levels are fixed."""
+        """Metadata beside the codes; none where levels are fixed."""
         return ()
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ class GridQuantizer(Quantizer):
 
     @abstractmethod
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The levels that stored metadata stand for."""
+        """The levels that stored metadata encode."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         geometry = self.geometry(layout)

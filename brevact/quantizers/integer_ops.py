@@ -1,7 +1,7 @@
 """Fake quantization to integers and its gradient, one pass over the elements each: the definitions in plain torch.
 
-Every element is computed by the ops of ``brevitas.core.quant.IntQuant`` in their order, each of which rounds once, and
-sums are those of `torch.sum`: results are those of Brevitas bit for bit. Kernels of these names write the same bytes.
+The ops of ``brevitas.core.quant.IntQuant``, in their order, compute each element and round once each; sums are those of
+`torch.sum`: results equal Brevitas' bit for bit. Kernels of these names write the same bytes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each calls the function of its name. Quantizers travel as text (`text_form`), layouts as sizes and strides.
 
 Codes follow the memory order, in which they are decoded: that of the graph. A tensor that comes with other strides than
-it was traced with is copied: PyTorch foretells those of some ops wrongly (bfloat16 `silu_backward` in channels_last).
+it was traced with is copied: PyTorch predicts those of some ops wrongly (bfloat16 `silu_backward` in channels_last).
 """
 
 from __future__ import annotations

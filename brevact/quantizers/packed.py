@@ -15,7 +15,7 @@ from brevact.quantizers.layout import Layout
 
 
 class ActivationQuantizer(Protocol):
-    """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
+    """Interface of quantizers of any format to a region; `UniformQuantizer` is one.
 
     It is immutable and hashable, a frozen dataclass for example: equal quantizers share packed tensors, and specs
     are cached by quantizer and layout. Norms let it quantize their normalized input, unless it has a true
@@ -33,10 +33,10 @@ class ActivationQuantizer(Protocol):
 
 
 class Decoder(Hashable, Protocol):
-    """What a `PackedActivation` asks of the quantizer that made it."""
+    """Interface of a quantizer to the `PackedActivation` that it made."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor of this layout, codes first."""
+        """Stored parts of a tensor of this layout, codes first."""
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
         """Decode into `target`, whose memory holds the elements densely in memory order."""

@@ -32,7 +32,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor of this layout, known before quantizing: codes first."""
+        """Stored parts of a tensor of this layout, known before quantizing: codes first."""
 
     @abstractmethod
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:

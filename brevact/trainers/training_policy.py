@@ -60,7 +60,7 @@ class TrainingPolicy:
     ...     policy.step()  # beside optimizer.step()
     >>> sorted(policy.figures())
     ['brevact/bit_width', 'brevact/plain_mib', 'brevact/saved_mib']
-    >>> policy.end()  # the model stores what it stored before
+    >>> policy.end()  # detaches the policy
 
     Args:
         policy: text for :func:`brevact.parse_policy`, or a policy for :func:`brevact.quantize_backward`; None for the
@@ -108,7 +108,7 @@ class TrainingPolicy:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the run: its model, batches and loss, and what it has measured."""
+        """Forget the run: its model, batches, loss and measurements."""
         self._model: nn.Module | None = None
         self._batches: list[Any] = []
         self._loss: Loss | None = None

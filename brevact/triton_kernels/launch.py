@@ -13,7 +13,7 @@ from brevact.geometry import Geometry, UniformPlan
 from brevact.private_names.of_triton import CompiledKernel, driver, hooks
 
 THREADS = 128
-"""Threads of a program, unless its tile asks for another number."""
+"""Threads of a program, unless its tile sets another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
 LARGEST_TILE = 16384
@@ -51,7 +51,7 @@ def parts_of(plan: UniformPlan) -> dict[str, Any]:
 class Program:
     """A kernel with its grid, numbers and constants, shared by launches for tensors of the same sizes.
 
-    Triton finds the compiled kernel by looking at each argument, in Python, and asks the driver about each pointer:
+    Triton finds the compiled kernel by inspecting each argument, in Python, and queries the driver about each pointer:
     many times the work of the launch. A program finds it by the types of its tensors and by their alignment.
 
     Args:

@@ -1,4 +1,4 @@
-"""What every loader returns, and how a part of a data set is chosen."""
+"""The result of every loader, and the choice of a part of a data set."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Clusters of two kinds of particles that attract and repel each other, with their energies and forces.
 
 E = sum over pairs i < j of 4 eps (s^12 - s^6) with s = sigma / r, sigma and eps by the kinds of the two: the mixture
-of W. Kob and H. C. Andersen, Phys. Rev. E 51, 4626 (1995), of which no crystal grows. Lengths are in units of kind 0's
+of W. Kob and H. C. Andersen, Phys. Rev. E 51, 4626 (1995), which does not crystallize. Lengths are in units of kind 0's
 sigma, energies of its eps. Differs: no cutoff and no box.
 """
 

@@ -1,7 +1,7 @@
 """Text, taken character by character: a tenth is held out, and no paragraph is in both parts.
 
 The text that needs no download is the reference of the Python language that comes with every Python, as the module
-`pydoc_data.topics` of its standard library: what `help("for")` prints. Its licence is the Python Software Foundation
+`pydoc_data.topics` of its standard library: the text of `help("for")`. Its licence is the Python Software Foundation
 License Version 2. It differs a little from one release of Python to the next. Of Python 3.11.7's, with no paragraph
 twice, 337,255 characters are trained on and 35,844 held out; 1.6 % of the latter's stretches of 40 characters, the
 rules of tables for the most part, occur in the former too.
@@ -109,7 +109,7 @@ class TextBatches:
 
     In training the windows of an epoch start at a place that, like their order, depends on `seed` and the epoch's
     number alone, and windows that do not fill a last batch are left out. In testing they start at the first character.
-    A model sees nothing of what comes before a window.
+    A model sees no character before its window.
 
     Args:
         numbers: int64 tensor, the text.

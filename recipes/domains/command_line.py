@@ -31,7 +31,7 @@ def run_command_line(domain: Domain, arguments: Sequence[str] | None = None) -> 
 
 
 def run(domain: Domain, options: argparse.Namespace) -> None:
-    """Trains, prints the table and says where the files are; a RecipeError is for what the user can put right."""
+    """Trains, prints the table and the folder of the files; raises RecipeError for errors that the user can fix."""
     check_libraries(domain.libraries)
     settings = domain.settings(**{item.name: getattr(options, item.name) for item in fields(domain.settings)})
     device, folder = torch_device(options.device), options.out_dir

@@ -18,7 +18,7 @@ from recipes.errors import RecipeError
 from recipes.options import Limit, check_limits, setting
 from recipes.torchvision_ops import declare_missing_ops
 
-#: How libraries are installed whose import name is not what pip knows, or whose dependencies ask for another torch.
+#: Commands for libraries whose import name is not pip's, or whose dependencies need another torch.
 _INSTALL = {
     "segmentation_models_pytorch": "pip install --no-deps segmentation-models-pytorch timm torchvision",
     "torchvision": "pip install --no-deps torchvision",
@@ -30,7 +30,7 @@ Region = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class DomainSettings:
-    """What decides the result of a run, but for its variant and its seed. Every field is an option of the same name.
+    """Settings of a run, without its variant and its seed. Every field is an option of the same name.
 
     A recipe adds fields of its own, and limits of them, in a subclass.
     """
@@ -58,7 +58,7 @@ class Task:
         device: of the model and the batches.
     """
 
-    #: In training mode; what a policy is for.
+    #: In training mode; gets the policy.
     model: nn.Module
     optimizer: torch.optim.Optimizer
     #: Stepped after the optimizer, if there is one.
@@ -120,14 +120,14 @@ class Task:
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next epoch depends on beside model, optimizer, scheduler and torch's generators: nothing."""
+        """State of the next epoch beside model, optimizer, scheduler and torch's generators: none by default."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
 
     def show(self, path: Path) -> None:
-        """Draws what the trained model does to a PNG file; called for the first seed of each variant. Draws nothing."""
+        """Draws results of the trained model to a PNG file, for each variant's first seed; by default, nothing."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Domain:
         description: of the help text.
         settings: class of the settings.
         task: from settings, a seed and a device to a training.
-        metric: what runs are judged by.
+        metric: compares runs.
         libraries: that the task imports, by the names that Python has for them.
         variants: that are trained by default; all but "plain" and "checkpoint" are names of policies.
     """

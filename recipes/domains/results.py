@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 def table_rows(domain: Domain, variants: Sequence[str], runs: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row a variant: bytes kept for backward, and the metric over the seeds.
+    """A row per variant: bytes kept for backward, and the metric over the seeds.
 
     `difference` is from plain training of the same seed, `_se` a standard error of a mean.
     """

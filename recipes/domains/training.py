@@ -78,10 +78,10 @@ def train(
     Args:
         domain: whose task is trained.
         settings: of all runs.
-        variants: what the runs keep.
+        variants: "plain", "checkpoint" and names of policies.
         seeds: of the runs.
         device: to train on.
-        folder: receives a row a run, a row an epoch, pictures of the first seed, and the checkpoint of the current run.
+        folder: receives a row per run, a row per epoch, pictures of the first seed, and the run's checkpoint.
 
     Returns:
         Rows of all runs of these variants and seeds, with the keys `COLUMNS`; and those of their epochs.

@@ -7,7 +7,7 @@ from recipes.domains.domain import Region, Task
 from recipes.policy_names import named_policy
 
 PLAIN, CHECKPOINT = "plain", "checkpoint"
-#: In front of a policy: checkpoints, and the policy for what lies outside of them.
+#: In front of a policy: checkpoints, with the policy outside of them.
 _BOTH = "checkpoint+"
 
 
@@ -19,7 +19,7 @@ def prepare(task: Task, variant: str) -> Region:
         variant: `PLAIN`, `CHECKPOINT`, words of `recipes.policy_names`, or those behind `checkpoint+`.
 
     Returns:
-        What makes the context of a forward pass and its loss.
+        The function that makes the context of a forward pass and its loss.
     """
     if variant == PLAIN:
         return nullcontext

@@ -12,10 +12,9 @@ class Layers:
     """Makes convolution, normalization, activation and linear layers of `brevact.nn`.
 
     The two fields are Brevitas' own forward quantizers and go to every convolution and linear layer; None keeps the
-    forward pass in full precision. What the layers store for backward is not decided here:
-    `brevact.quantize_backward(model, ...)` does that for the finished model, so that also what happens between layers
-    (the multiplication in a squeeze-and-excitation, stochastic depth) is covered, and the same model, with the same
-    `state_dict`, serves as the full-precision reference.
+    forward pass in full precision. `brevact.quantize_backward(model, ...)` later decides the stored tensors of the
+    finished model, ops between layers included (the product in a squeeze-and-excitation, stochastic depth): the same
+    model, with the same `state_dict`, is the full-precision reference.
 
     Attributes:
         weight_quant: injector of a weight quantizer, such as `brevitas.quant.Int8WeightPerTensorFloat`.

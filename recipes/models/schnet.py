@@ -56,8 +56,8 @@ class SchNet(nn.Module):
         kinds: number of kinds of particles.
         width: features of a particle.
         interactions: number of blocks.
-        basis: numbers that stand for a distance.
-        reach: the largest distance that they tell apart.
+        basis: numbers that encode a distance.
+        reach: the largest distance that they distinguish.
         energy: mean energy of a particle, which is added.
         scale: of forces, by which energies are multiplied.
     """

@@ -25,7 +25,7 @@ class ViT(nn.Module):
         image_size: height and width of the images.
         patch_size: height and width of a patch, a divisor of `image_size`.
         channels_in: channels of the images.
-        pool: what is classified: a token of its own ("class") or the mean of all patches ("mean").
+        pool: input of the classifier: a token of its own ("class") or the mean of all patches ("mean").
         dropout: as for `transformer.Block`.
         stochastic_depth: as for `transformer.Blocks`.
         layers: makes the linear layers; None for those of torch.nn.

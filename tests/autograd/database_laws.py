@@ -1,4 +1,4 @@
-"""What is compared of a call in torch's databases: the laws of a region, and a call's results and gradients."""
+"""Comparisons of a call in torch's databases: the laws of a region, and the call's results and gradients."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ OTHER = torch.randn(MAP, generator=torch.Generator().manual_seed(0))
 
 
 def run_exactly(function: Callable[..., Tensor], inputs: list[Tensor], bit_width: int | None, weights=()):
-    """Output, gradients of a weighted sum, and what was stored."""
+    """Output, gradients of a weighted sum, and saved tensors."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     chosen = None if bit_width is None else settings(bit_width=bit_width)
     activations = [x.clone() for x in leaves]
@@ -29,7 +29,7 @@ def run_exactly(function: Callable[..., Tensor], inputs: list[Tensor], bit_width
 
 
 def assert_exact(function: Callable[..., Tensor], *inputs: Tensor):
-    """Run at one bit an element, against torch; return what was stored."""
+    """Compare a run at one bit per element with torch; return the saved tensors."""
     expected_out, expected, _ = run_exactly(function, list(inputs), None)
     out, grads, saved = run_exactly(function, list(inputs), 1)
     assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()

@@ -59,7 +59,7 @@ class Mirrored:
 
 
 class Saved:
-    """What autograd stored while it was watched: distinct storages, and the tensors themselves."""
+    """Tensors that autograd saved while watched, and their distinct storages."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

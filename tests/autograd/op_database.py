@@ -38,7 +38,7 @@ else:
 _LARGER = ({"S": 17, "M": 18, "L": 20}, {"S": 66, "M": 67, "L": 68}, {"S": 4100, "M": 4100, "L": 4100})
 #: A sample with more elements, or with more in its result, is no use: the ops of linear algebra take seconds for it.
 _MOST_NUMEL, _MOST_RESULTS = 2**15, 2**22
-#: What goes in beside the first tensor, and the first one: variables, activations, weights.
+#: Kinds of the first tensor and of the others: variables, activations, weights.
 KINDS = ("leaf", "activation", "parameter", "parameters beside an activation")
 
 

@@ -23,7 +23,7 @@ class Op(NamedTuple):
 
     @property
     def is_quadratic(self) -> bool:
-        """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
+        """Whether its gradient is quadratic in a saved tensor, and so biased by the order of the variance."""
         return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith(
             ("softm", "normalize", "dice", "tversky")
         )
@@ -60,7 +60,7 @@ class WeightProduct(nn.Module):
 
 
 class Experts(nn.Module):
-    """Matrices of experts, each of which meets a group of rows, one of them none."""
+    """Matrices of experts, one per group of rows; one group is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ToTarget(nn.Module):
 
 
 def dice(x: Tensor, target: Tensor, falsely: float = 0.5) -> Tensor:
-    """The soft Dice loss; that of Tversky for other weights than a half of what is falsely found and missed."""
+    """The soft Dice loss; Tversky's where `falsely`, the weight of false positives, is not a half."""
     p, dims = x.softmax(1), tuple(range(2, x.dim()))
     found = (p * target).sum(dims)
     false = falsely * (p * (1 - target)).sum(dims) + (1 - falsely) * ((1 - p) * target).sum(dims)
@@ -127,7 +127,6 @@ def zero_one(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Of each row of a matrix, to which of seven it belongs."""
     return (torch.arange(len(x)) % 7).view(-1, 1).expand_as(x)
 
 

@@ -1,4 +1,4 @@
-"""A Function that saves what torch's `SyncBatchNorm`, which needs a GPU, saves, under its name."""
+"""A Function with the name and the saved tensors of torch's `SyncBatchNorm`, which needs a GPU."""
 
 from __future__ import annotations
 

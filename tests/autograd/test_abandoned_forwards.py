@@ -119,7 +119,7 @@ def hooks_around():
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_contexts_around_an_interrupted_forward_end(around, count, checkpointed):
-    """Their end takes away what is innermost: the hooks, or the mode, of the region that the interrupt has left."""
+    """Leaving them pops the innermost hooks or mode, which are those of the interrupted region."""
     interrupted, other = quantized_layers()
     x = torch.randn(64, 64, requires_grad=True)
     with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Programs of ATen's operators store what the torch functions store, and give their gradients."""
+"""Programs of ATen's operators have the saved tensors and gradients of the torch functions."""
 
 import copy
 

@@ -371,5 +371,5 @@ def test_attention_compiles_whole_and_stores_packed_tensors(make):
     attach_region(module, settings(bit_width=4, rounding=Rounding.NEAREST, bucket_size=512))
     _, grads, saved = train_module(compiled(module), [x], None)
     assert all(grad.isfinite().all() for grad in grads if grad is not None)
-    mask = x.shape[1] ** 2 * x.element_size()  # a graph keeps it as it is added, or the mask of dropout
+    mask = x.shape[1] ** 2 * x.element_size()  # a graph keeps the float mask, or that of dropout
     assert saved.nbytes <= plain.nbytes / 3 + mask  # query and key have 8 bits

@@ -83,7 +83,7 @@ def test_functions_that_save_statistics_keep_them_and_pack_their_input():
 
 @pytest.mark.usefixtures("sums_of_aten")
 def test_statistics_of_many_channels_are_not_packed():
-    """Of 5000 channels each statistic is large enough, by the settings that users have."""
+    """At 5000 channels each statistic is large enough to pack by the default settings."""
     x, grad_out = torch.randn(4, 5000, 8), torch.randn(4, 5000, 8)
     norm = nn.BatchNorm1d(5000)
     nn.init.normal_(norm.weight)

@@ -1,4 +1,4 @@
-"""Regions under `torch.compile`: nothing breaks the graph, what it keeps is packed, gradients are those without it."""
+"""Regions under `torch.compile`: whole graphs, packed saved tensors, and the gradients of eager regions."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ class Sine(nn.Module):
 
 @pytest.mark.exhaustive
 def test_compiled_autograd_reads_what_a_region_stored():
-    """By a Function, by hooks of torch's own layers, and by hooks of an op that has neither."""
+    """Stored by a Function, by hooks of torch's own layers, and by hooks of an op that has neither."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), Sine(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     model = quantized(make=lambda: nn.Sequential(*layers))
@@ -510,7 +510,7 @@ def test_results_of_a_graph_are_activations_around_it():
 
 
 def test_code_of_an_op_in_a_graph_may_enter_a_region():
-    """As in a graph that no region is around: there its norm goes on with rounded values."""
+    """Its norm goes on with rounded values there, as in a graph without a region around it."""
     policy = brevact.L4Backward.let(quantize_forward=True, min_numel=0)
 
     def rounded_norm(x: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def test_what_is_made_of_weights_is_recomputed():
 
 
 def test_a_product_of_complex_data_and_a_weight_is_an_activation():
-    """Data of no gradient, as the spectrum of an image is: what follows is packed."""
+    """Data without gradients, such as the spectrum of an image."""
     weight = nn.Parameter(torch.randn(6, 33, dtype=torch.complex64))
     with watch_saved() as saved, region(settings()):
         y = torch.fft.rfft(torch.randn(8, 6, 64)) * weight

@@ -1,4 +1,4 @@
-"""Convolutions: formulas on what is stored, and what is kept of weights."""
+"""Convolutions: formulas on decoded tensors, and saved weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_generators_that_begin_with_a_transposed_convolution_pack():
     brevact.quantize_backward(model, StochBackward2bit)
     report = {row.layer: row for row in brevact.memory_report(model, torch.randn(4, 64, 1, 1)).rows}
     assert report["1"].plain_bytes > 8 * report["1"].saved_bytes
-    assert "3" not in report  # its input derives from what the norm stores, and its plain bytes count with ReLU's
+    assert "3" not in report  # its input derives from the norm's codes, and its plain bytes count with ReLU's
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -76,7 +76,7 @@ def test_weights_of_the_sizes_of_the_input_are_not_packed(computed):
 
 
 def test_weights_that_are_activations_are_not_packed():
-    """As in the correlation of two feature maps."""
+    """Such as in the correlation of two feature maps."""
     x, y = (torch.randn(4, 4, 3, 3, requires_grad=True) for _ in range(2))
     grad_out = torch.randn(4, 4, 3, 3)
     with region(settings()):

@@ -105,7 +105,7 @@ def _chain(width: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.SiLU(), nn.Conv2d(width, width, 1))
 
 
-@pytest.mark.parametrize("size", [8, 96])  # held, and larger than what is held
+@pytest.mark.parametrize("size", [8, 96])  # held, and too large to be held
 @pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, nn.GELU(approximate="tanh"), F.softplus])
 def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, function) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, funct
 
     y = F.batch_norm(x, None, None, weight=weight, bias=bias, training=True)
     grad = torch.randn_like(x)
-    # With 8 bits, y differs from what is decoded by a step of each bucket at most.
+    # With 8 bits, y differs from its decoded values by a step of each bucket at most.
     leaf = x.clone().requires_grad_()
     with brevact.backward_quant(brevact.StochBackward8bit):
         norm = F.batch_norm(leaf, None, None, weight=scale * weight, bias=bias, training=True)
@@ -190,7 +190,7 @@ def test_a_cache_holds_no_more_elements_than_its_budget(owner) -> None:  # type:
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_readers_of_what_a_forward_quantizer_returned_decode_it_once(per_row, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """As the gates of a recurrent cell do; also as views, the time steps of a sequence."""
+    """Readers are gates of a recurrent cell, and views: the time steps of a sequence."""
     torch.manual_seed(0)
     quantizer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1)
     with torch.no_grad():

@@ -1,5 +1,3 @@
-"""Decoders: one base class declares what others read of them."""
-
 from __future__ import annotations
 
 import ast
@@ -13,7 +11,7 @@ from brevact.autograd.expressions import Derived
 from brevact.autograd.saved import Decoder
 
 FOLDER = Path(autograd.__file__).parent
-#: Of the protocol: of its own, a decoder of a format may have what that format's readers ask.
+#: Of the protocol; a format's decoder may have more attributes, for readers of that format.
 ATTRIBUTES = {name for name in vars(Decoder) if not name.startswith("_")}
 
 

@@ -68,7 +68,7 @@ def images(requires_grad: bool = True) -> Tensor:
 
 
 def normalized(chosen=FOUR, norm: str = "batch") -> tuple[Tensor, Tensor]:
-    """Return the output of a norm in the region that is active, and what it is decoded to."""
+    """Return the output of a norm in the active region, and the decoded output."""
     y = NORMS[norm](images() * 1)
     known = known_values.find(y, chosen)
     assert known is not None
@@ -91,7 +91,7 @@ def test_the_output_of_a_norm_decodes_within_a_step(norm):
     with region(chosen):
         y, decoded = normalized(chosen, norm)
     assert decoded.shape == y.shape and decoded.stride() == y.stride() and decoded.dtype == y.dtype
-    # x^ has a range below 2 sqrt(N) for the N = 1024 elements of a group, of which a step is 1/255; weights are below 2
+    # x^ has a range below 2 sqrt(N) for the N = 1024 elements of a group, a step 1/255 of it; weights are below 2
     assert (decoded - y).abs().max() < 2 * 2 * 32 / 255
     assert not torch.equal(decoded, y)
 
@@ -189,7 +189,7 @@ _SUMS = {
 def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
     dtype, memory_format, bucket_size, add, act, monkeypatch
 ):
-    """The same bits as one after the other; what other readers share is not written to."""
+    """Bits equal those of separate passes; tensors that other readers share are not written to."""
     torch.manual_seed(0)
     tensors = [torch.randn(4, 8, 9, 15).to(dtype, memory_format=memory_format).requires_grad_() for _ in range(3)]
     weights = [torch.randn(4, 8, 3, 3, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -574,7 +574,7 @@ def test_values_that_are_not_finite_stay_so():
 
 
 def relative_errors(function: Callable[[Tensor], Tensor], chosen, make=lambda: torch.randn(4, 8, 16, 16)) -> float:
-    """Error of the weight gradient of what reads ``function(x)``, relative to its norm."""
+    """Relative error of the gradient of a weight that multiplies ``function(x)``."""
     torch.manual_seed(0)
     x, grads = make(), []
     weight = torch.randn(3, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Gradients that are differentiated again: the setting, the laws of second derivatives, what stands behind a step."""
+"""Gradients that are differentiated again: the setting, laws of second derivatives, penalties, MAML."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings_of(quantizer: Any, **others: Any) -> BackwardSettings:
 
 
 def first_sample(op: Any) -> tuple[Sample, str]:
-    """The largest one of a few samples, and a kind of inputs, of which torch takes the second derivative."""
+    """The largest of a few samples, and a kind of inputs, for which torch has a second derivative."""
     largest_first = sorted(samples(op, most=6), key=lambda sample: -sum(x.numel() for x in sample.tensors))
     for kind, sample in itertools.product(("activation", *KINDS), largest_first):
         try:
@@ -220,7 +220,7 @@ def test_masks_stand_for_what_rectifiers_save(name):
     ids=["grad", "backward"],
 )
 def test_second_graph_keeps_the_codes_of_what_was_decoded(call, count):
-    """Inside a region, what the first backward pass has decoded is saved as the same codes, gradients as others."""
+    """Inside a region, the second graph saves decoded tensors as the same codes, gradients as others."""
 
     def step(inside: bool) -> tuple[set[int], list[Tensor]]:
         weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)

@@ -23,7 +23,7 @@ def test_dropout_in_torch_draws_torchs_numbers(name, suffix, p, train):
 
 @pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout1d])
 def test_lossless_dropout_gives_what_is_not_a_number_where_torch_does(drop):
-    """Of a gradient that is infinite or NaN, dropped elements included, and the signs of zeros."""
+    """For infinite and NaN gradients, of dropped elements, too; and the signs of zeros."""
     x, grad = torch.randn(64, 32, 2, requires_grad=True), torch.randn(64, 32, 2)
     grad[::3], grad[1::3] = float("inf"), float("nan")
     found = []

@@ -1,4 +1,4 @@
-"""Laws of every op in a region: the forward is untouched, the backward is the formula on what was stored."""
+"""Laws of every op in a region: the forward is untouched, the backward is the formula on decoded tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_forward_is_bit_equal(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("op", ops.ALL, **by_name)
 def test_gradients_at_full_precision_are_torchs_own(op, dtype):
-    # 32 bits store each tensor as it is: what remains is the formula of the backward pass.
+    # 32 bits store each tensor exactly and leave the formula of the backward pass.
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(dtype)

@@ -79,7 +79,7 @@ def test_seeds_fix_the_gradients_on_a_device():
 
 
 def captured(run, warm_up: int = 3) -> torch.cuda.CUDAGraph:
-    """Capture a call in a CUDA graph, after warming up on a side stream as PyTorch asks."""
+    """Capture a call in a CUDA graph, after PyTorch's warm-up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Graphs that run twice, several graphs at once, and save modes: none changes what another one keeps."""
+"""Graphs that run twice, several graphs at once, and save modes: none changes another one's saved tensors."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_frozen_weight_keeps_no_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_behind_the_last_offset_leave_the_others_scales_as_they_are(dtype):
-    """Torch leaves what the allocator gives; here it is a bucket of huge numbers beside small ones."""
+    """Torch leaves these rows uninitialized; here they hold huge numbers beside small ones."""
     torch.full((400, 48), 1e30, dtype=dtype)  # memory that is used again
     x, weight = torch.randn(400, 32).to(dtype), experts(dtype)
     leaf = x.requires_grad_()

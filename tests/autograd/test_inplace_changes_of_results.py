@@ -1,4 +1,4 @@
-"""What a counterpart returns may be changed in place, as what torch returns."""
+"""Results of counterparts may be changed in place, as those of torch."""
 
 from __future__ import annotations
 

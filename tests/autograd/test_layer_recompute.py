@@ -19,7 +19,7 @@ from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
 
-#: Stores doubles of what it is given, so that gradients are exact, and has the bits from which curved functions derive.
+#: Stores tensors as doubles, so that gradients are exact, and has the bits from which curved functions derive.
 EXACTLY = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0, recompute=10_000)
 WITHOUT = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0)
 #: The same by a quantizer of users: elements in their own type.
@@ -207,7 +207,7 @@ def test_layers_run_again_in_the_type_in_which_they_ran(name):
     exact = gradients(copy.deepcopy(net), x, None)
     for grad, other, half, full in zip(found, without, plain, exact, strict=True):
         assert grad.dtype is other.dtype
-        # What autocast rounds differs from full precision by as much as what is recomputed may from the forward's.
+        # Recomputed values may differ from the forward's as much as autocast's do from full precision.
         allowed = 2 * ((half - full).norm() + (other - half).norm()) + 1e-5 * full.norm() + 1e-5
         assert (grad - half).norm() <= allowed
 
@@ -268,7 +268,7 @@ def test_a_weight_that_changes_before_backward_is_refused():
 
 
 def test_a_reader_that_is_detached_does_not_depend_on_the_weight():
-    """As a discriminator, whose backward pass may follow the generator's step."""
+    """Such as a discriminator, whose backward pass may follow the generator's step."""
     generator = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU())
     critic, x = nn.Linear(32, 1), torch.randn(8, 7, 16)
     with region(EXACTLY):
@@ -394,7 +394,7 @@ def _codes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> list[int]
 
 
 def test_chains_go_on_through_narrow_layers_where_bytes_count_most():
-    """Three blocks are computed from one packed sum; gates, and what they are computed from, are not stored."""
+    """Three blocks are recomputed from one packed sum; gates and their inputs are not saved."""
     net, x = Inverted(9), torch.randn(4, 4, 16, 16)
     deep, shallow = (_codes(net, x, settings(8, recompute=each)) for each in (DEEP, DEEP - 1))
     assert len(deep) == 9 // 3 and len(shallow) > 9
@@ -644,7 +644,7 @@ def test_gradients_of_weights_in_16_bits_are_summed_in_float32():
         (weight_gradient(used, torch.bfloat16) - exact).norm() / exact.norm()
         for used in (None, settings(8, recompute=1024))
     )
-    # bfloat16 rounds the sum once (2^-9), and what is summed; 8 bits add a 255th of half a range to each element
+    # bfloat16 rounds the sum once (2^-9), and its terms; 8 bits add a 255th of half a range to each element
     assert found <= plain + 2**-9 + 1 / 255
 
 

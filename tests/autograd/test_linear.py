@@ -1,5 +1,3 @@
-"""Linear layers: what the laws over all ops do not ask."""
-
 from __future__ import annotations
 
 import torch

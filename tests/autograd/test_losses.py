@@ -145,7 +145,7 @@ def test_no_more_than_logits_and_their_gradient_is_there_at_once(policy):
     logits = 4096 * 4096 * 4
     report = brevact.memory_report(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
     packed = 0.2 * logits  # of probabilities, at 6 bits and less
-    chunks = 4 * logits / 4  # probabilities, their products and what a copy of them needs
+    chunks = 4 * logits / 4  # probabilities, their products and their copies
     assert report.packed_peak < 2 * logits + packed + chunks
     assert report.plain_peak > 2.9 * logits  # log-probabilities, too
 

@@ -1,4 +1,4 @@
-"""Lossless settings keep no more than torch: what a mask takes, it saves elsewhere."""
+"""Lossless settings keep no more bytes than torch, masks included."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_output_that_a_layer_keeps_may_not_change_before_backward():
 
 @pytest.mark.parametrize("change", [lambda y: y.add_(1), lambda y: y.mul_(2), lambda y: y[:4].zero_()])
 def test_a_mask_outlives_a_change_of_the_output_that_a_layer_keeps(change):
-    """Plain PyTorch refuses, as it keeps the output for the rectifier; a mask knows what it was."""
+    """Plain PyTorch refuses, as it keeps the output for the rectifier; a mask has the signs before the change."""
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64)
     with brevact.backward_quant(LosslessBackward.let(min_numel=0)):
         y = (x * 1).relu()

@@ -1,4 +1,4 @@
-"""Multi-head attention and layers of transformers store what their ops store."""
+"""Multi-head attention and layers of transformers save the tensors of their ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms in a region: gradients are the formula on what was stored, of their inputs or of what they normalized."""
+"""Norms in a region: gradients are the formula on decoded inputs or normalized values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def run(function: nn.Module, x: Tensor, chosen: BackwardSettings | None) -> tupl
 
 
 def levels_in(case: Case, saved: Saved, x: Tensor, chosen: BackwardSettings) -> Tensor:
-    """The normalized values that stored codes stand for, with the shape and memory order of x."""
+    """The decoded normalized values, with the shape and memory order of x."""
     (codes,) = (t for t in saved.tensors if t.dtype is torch.uint8)
     dtype = torch.promote_types(x.dtype, torch.float32)
     settings = chosen if case is RMS else chosen.for_normalized or chosen
@@ -286,7 +286,7 @@ def test_groups_with_nan_have_nan_gradients_as_in_torch(case, value, forwards):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
 def test_groups_beside_one_that_is_not_finite_have_their_gradients(case, value):
-    """Of the group itself all is NaN, of the others nothing is, though they share buckets."""
+    """All of that group's gradients are NaN, none of the others', though they share buckets."""
     module, x, chosen = case.module(), torch.randn(case.shape), settings(bit_width=8, bucket_size=512)
     x[(0,) * x.dim()] = value
     _, expected, _ = run(copy.deepcopy(module), x, None)

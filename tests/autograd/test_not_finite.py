@@ -1,4 +1,4 @@
-"""What is not finite in a saved tensor stays where it is: gradients are NaN where plain ones are, and nowhere else."""
+"""Non-finite values of a saved tensor stay in place: gradients are NaN exactly where plain ones are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _attention(scores: Tensor) -> Tensor:
 
 
 def _masked(function: Callable[[Tensor], Tensor], value: float) -> Callable[[Tensor], Tensor]:
-    """The function of scores of which the masked ones have a value that the result drops."""
+    """The function of scores with a value at masked places, where its result is set to 0."""
     return lambda scores: function(scores.masked_fill(~KEEP, value)).masked_fill(~KEEP, 0.0)
 
 

@@ -76,7 +76,7 @@ LIMITS: dict[str, tuple[set[str], str]] = {
 MAY_ROUND = {func for op in FAMILIES if op.saves is not None for func in op.functions}
 MUST_NOT_ROUND = {func for op in FAMILIES if op.must_not_round for func in op.functions}
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
-#: Ops whose gradient is curved in a packed tensor, or multiplies it by what grows with its values.
+#: Ops whose gradient is curved in a packed tensor, or multiplies it by a function that grows with it.
 CURVED = {
     *(
         "sigmoid",
@@ -102,7 +102,7 @@ by_name = {"ids": name_of}
 
 
 class Watch(TorchFunctionMode):
-    """Lists the torch functions that a call asks for, as a region sees them."""
+    """Lists the torch functions that a region sees in a call."""
 
     def __init__(self) -> None:
         super().__init__()

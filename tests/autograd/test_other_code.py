@@ -1,10 +1,8 @@
-"""What code saves that is not torch's: kept as it is, packed where a rule names it or somebody has looked at it."""
+"""Tensors saved by other code than torch's: in full precision, packed if a rule or the table names the code."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import brevitas.nn as qnn
@@ -16,10 +14,9 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import DEFAULT, LosslessBackward, NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
-from brevact.autograd import BackwardSettings, region, storage_report
-from brevact.autograd.other_code import LIBRARY_FUNCTIONS, Gradient, find, label_of, name_of, watch_forward
-from tests.autograd.measuring import Mirrored, watch_saved
-from tests.autograd.sync_batch_norm import SavesStatistics
+from brevact.autograd import storage_report
+from brevact.autograd.other_code import label_of, name_of, watch_forward
+from tests.autograd.measuring import watch_saved
 
 
 class BinarySign(torch.autograd.Function):
@@ -35,7 +32,7 @@ class BinarySign(torch.autograd.Function):
 
 
 class LearnedStep(torch.autograd.Function):
-    """Fake quantization as in LSQ: the gradient of the step asks which elements were clipped."""
+    """Fake quantization as in LSQ: the gradient of the step depends on the clipped elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
@@ -246,7 +243,7 @@ def test_rules_take_a_functions_apply_and_tuples_for_it():
 
 
 def test_a_function_without_a_frame_of_its_own_is_known_by_its_forward():
-    """As from torch 2.14 on, where ``Function.apply`` is compiled."""
+    """From torch 2.14 on ``Function.apply`` is compiled."""
 
     class Squared(torch.autograd.Function):
         @staticmethod
@@ -303,68 +300,6 @@ def test_masks_and_codes_that_other_code_saves_are_stored_without_a_loss():
         found.append(torch.autograd.grad(out.sum(), x)[0])
     assert torch.equal(*found)
     assert saved.nbytes < x.numel()  # codes of 4 bits and two masks
-
-
-WEIGHTS = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-MASK = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) > 0.1
-#: The Functions of libraries that are packed without a rule, as functions of one tensor.
-LOOKED_AT: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "torch.nn.modules._functions.SyncBatchNorm": lambda function, x: SavesStatistics.apply(
-        x, torch.ones(x.shape[1], dtype=x.dtype)
-    ),
-    "timm.layers.activations_me.SwishAutoFn": lambda function, x: function.apply(x),
-    "timm.layers.activations_me.MishAutoFn": lambda function, x: function.apply(x),
-    "transformers.models.bloom.modeling_bloom.GeLUFunction": lambda function, x: function.apply(x),
-    "transformers.models.sew_d.modeling_sew_d.XSoftmax": lambda function, x: function.apply(x, MASK, -1),
-}
-
-
-def function_of(path: str) -> Any:
-    pytest.importorskip(path.partition(".")[0])
-    importlib.import_module(path.rpartition(".")[0])
-    return find(path)
-
-
-def mean_error(call: Callable[[Tensor], Tensor], bit_width: int, rules: Any = ()) -> float:
-    """Norm of what the mean gradient over errors of both signs is off by: 0 where it is affine in what is saved."""
-    x = activation().double().detach().requires_grad_()
-    (expected,) = torch.autograd.grad((call(x * 1.0) * WEIGHTS).sum(), x)
-    mean = torch.zeros_like(expected)
-    for sign in (1, -1):
-        settings = BackwardSettings(Mirrored(sign, bit_width))
-        torch.manual_seed(0)
-        with region(replace(settings, of_functions=tuple((name, settings) for name in rules))):
-            out = call(x * 1.0)
-        (grad,) = torch.autograd.grad((out * WEIGHTS).sum(), x)
-        assert not torch.equal(grad, expected)  # it is packed
-        mean += grad / 2
-    return float((mean - expected).norm())
-
-
-#: What the mean error at 8 bits is, less than one of first order in the error at 4: 4 times that of second order.
-SECOND_ORDER = 4 * (15 / 255) ** 2
-
-
-@pytest.mark.parametrize("path", LIBRARY_FUNCTIONS)
-def test_functions_of_libraries_are_packed_where_their_bias_is_of_second_order(path):
-    function = function_of(path)
-    assert name_of(function) == path
-
-    def call(x: Tensor) -> Tensor:
-        return LOOKED_AT[path](function, x)
-
-    assert mean_error(call, 8) <= SECOND_ORDER * mean_error(call, 4)
-    if LIBRARY_FUNCTIONS[path] is Gradient.SMOOTH:  # of few bits, a curve of its input is not packed
-        x = activation()
-        with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
-            call(x * 1.0)
-        assert [t.dtype for t in saved.tensors] == [torch.float32]
-
-
-def test_what_is_compared_has_a_bias_of_first_order():
-    """The law of the functions of libraries tells one of these from them."""
-    rules = (name_of(BinarySign),)
-    assert mean_error(BinarySign.apply, 8, rules) > 2 * SECOND_ORDER * mean_error(BinarySign.apply, 4, rules)
 
 
 def test_rules_for_scripted_functions_are_refused():

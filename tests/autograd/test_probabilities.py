@@ -70,7 +70,7 @@ def test_softmax_over_few_classes_is_unbiased_in_no_more_bytes(classes, function
 
 
 def _logits(classes, bit_width):
-    """Logits (C, 2) whose probabilities have a range of which 16-bit metadata store minimum and scale exactly."""
+    """Logits (C, 2); 16-bit metadata store the minimum and the scale of their probabilities exactly."""
     levels, least = 2**bit_width - 1, 2.0**-10
     most = least + levels * 2.0 ** -(bit_width + (bit_width > 1))
     rest, flat = 1 + 0.3 * torch.rand(classes - 2), 1 + 0.5 * torch.rand(classes)

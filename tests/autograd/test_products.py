@@ -1,4 +1,4 @@
-"""Laws of matrix products in a region: torch's own result, factors packed once, gradients linear in what was stored."""
+"""Laws of matrix products in a region: torch's own result, factors packed once, gradients linear in decoded factors."""
 
 from __future__ import annotations
 

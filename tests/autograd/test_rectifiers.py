@@ -1,4 +1,4 @@
-"""ReLU, leaky and randomized ones, and PReLU: what the laws over all ops do not ask."""
+"""ReLU, leaky and randomized ones, and PReLU, beyond the laws of all ops."""
 
 from __future__ import annotations
 

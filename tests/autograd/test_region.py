@@ -1,4 +1,4 @@
-"""What regions do to whole pieces of code: nesting, sharing, freeing, and living with the rest of PyTorch."""
+"""Regions around whole pieces of code: nesting, sharing, freeing, and the rest of PyTorch."""
 
 from __future__ import annotations
 

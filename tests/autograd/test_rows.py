@@ -21,7 +21,7 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "quotient": lambda x: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     "div": lambda x: torch.div(x, (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
 }
-#: Norms that subtract the mean, or divide by what is no mean of squares: the denominator packs its own tensor.
+#: Norms that subtract the mean, or do not divide by the mean of squares: the denominator packs its own tensor.
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "variance": lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-6).sqrt(),
     "deviation": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6),

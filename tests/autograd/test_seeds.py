@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], object]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_other_random_numbers_are_those_without_brevact(name):
-    """Outputs of three steps, the order of a data set between them, and what comes after."""
+    """Outputs of three steps, the order of a data set between them, and later draws."""
     make, policy = MODELS[name]
     runs = []
     for quantized in (False, True):
@@ -79,7 +79,7 @@ def test_all_other_random_numbers_are_those_without_brevact(name):
             found += sum(t.dtype is torch.uint8 for t in saved.tensors)
             drawn += [x, out, torch.randperm(100), torch.randn(1)]
         drawn.append(torch.rand(2000))
-        assert bool(found) == quantized or "checkpoint" in name  # what those store is inside
+        assert bool(found) == quantized or "checkpoint" in name  # a checkpoint's saved tensors are inside
         runs.append(drawn)
     assert all(map(torch.equal, *runs))
 
@@ -166,7 +166,7 @@ def test_regions_share_no_noise_where_the_state_is_put_back_around_them(around, 
 
 
 def test_the_mean_of_steps_whose_state_is_restored_tends_to_the_exact_gradient():
-    """As cached losses run their forwards: at 16 draws the mean is off by a quarter of what one is off by."""
+    """As cached losses rerun forwards: the mean of 16 draws has a quarter of one draw's error."""
     torch.manual_seed(0)
     model, x = nn.Linear(64, 64), torch.randn(256, 64)
     target = torch.randn(256, 64)
@@ -299,7 +299,7 @@ def test_selective_checkpoints_train(name, rules):
 
 
 def test_selective_checkpoints_do_not_count_the_ops_of_packing():
-    """Views, of which packing makes some: more of them when the block is recomputed than in the forward pass."""
+    """Packing makes views: more of them when the block is recomputed than in the forward pass."""
     torch.manual_seed(0)
     model = Selective(BODIES["perceptron"](), [torch.ops.aten.view.default])
     brevact.quantize_backward(model, StochBackward2bit4bitMix.let(min_numel=0))
@@ -310,7 +310,7 @@ def test_selective_checkpoints_do_not_count_the_ops_of_packing():
 
 @pytest.mark.parametrize("name", BODIES)
 def test_selective_checkpoints_have_the_gradients_of_full_ones(name):
-    """At 24 bits, whose error is below that of sums: what is taken from the cache fits what is recomputed."""
+    """At 24 bits, whose error is below that of sums, cached results fit recomputed ones."""
     torch.manual_seed(0)
     plain, x = Selective(BODIES[name](), None), torch.randn(8, 32, 64)
     selective = Selective(plain.body, SAVED)
@@ -329,7 +329,7 @@ def test_selective_checkpoints_have_the_gradients_of_full_ones(name):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_recomputed_layers_draw_what_they_drew_before(nested):
-    """Of three forwards that wait for backward, also twice, with no random number between them."""
+    """Three forwards wait for backward, also twice, with no random number between them."""
     quant = {"weight_quant": None, "act_quant": LEAF, "bias": True}
     layers = nn.Sequential(*(bnn.QuantLinear(64, 64, **quant) for _ in range(3)))
     again = functools.partial(checkpoint, use_reentrant=False)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.autograd.exactness import INDEX, MAP, MASK, OTHER, assert_exact, run_exactly
 
-#: What is compared with saved elements, and has no counterpart.
+#: Ops without a counterpart that need exact saved elements.
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=1)),
     "median": torch.median,

@@ -1,4 +1,4 @@
-"""The weak table that lets a tensor be packed once: what it finds, and that it keeps nothing alive."""
+"""The weak table that lets a tensor be packed once: its lookups, and that it keeps nothing alive."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_small_views_keep_no_more_than_torch(function, shape):
 
 
 class Shortcut(nn.Module):
-    """A sum of what one layer reads and what another one makes of it, which a third one reads."""
+    """``last`` reads the sum of the input of ``read`` and the norm of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Shortcut(nn.Module):
 
 @pytest.mark.parametrize(("width", "derives"), [(2, True), (4, True), (1, False)])
 def test_a_sum_derives_from_what_is_packed_at_another_width(width: int, derives: bool):
-    """As long as that is no coarser than what its reader, of 2 bits, would pack."""
+    """As long as that width is no coarser than the reader's 2 bits."""
     model, x = Shortcut(), torch.randn(128, 64)
     bits = {"read": brevact.StochBackward2bit.let(bit_width=width), "*": brevact.StochBackward2bit}
     brevact.quantize_backward(model, bits)
@@ -251,7 +251,6 @@ def test_conjugate_views_are_not_taken_for_each_other():
 
 
 def batch_codes(layer: nn.Module, x: Tensor) -> Tensor:
-    """Codes of a batch, which a linear layer keeps."""
     with watch_saved() as saved:
         layer(x)
     (codes,) = (kept for kept in saved.tensors if kept.dtype is torch.uint8)

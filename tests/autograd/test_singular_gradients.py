@@ -1,4 +1,4 @@
-"""Gradients that are singular in what is stored are torch's: it stays in full precision."""
+"""Gradients that are singular in a saved tensor are torch's: it stays in full precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smooth activation functions: what the laws over all ops do not ask."""
+"""Smooth activation functions, beyond the laws of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lossless gradients have the strides that torch gives them: what reads them next adds in the same order."""
+"""Lossless gradients have torch's strides, so that the next op adds in the same order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _reversed(x: Tensor) -> Tensor:
     return x.permute(dims).contiguous().permute(dims)
 
 
-#: Tensors of the same sizes in other strides; what has less than two dimensions stays.
+#: Tensors of the same sizes in other strides, if they have two dimensions or more.
 ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": Tensor.contiguous,
     "transposed": lambda x: x.mT.contiguous().mT,
@@ -42,7 +42,7 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 #: As well, of the gradient that `sum` hands on: one number.
 OF_GRADIENTS = {**ORDERS, "of a sum": lambda x: x.reshape(-1)[:1].view([1] * x.dim()).expand(x.shape)}
 ALL_PAIRS = list(itertools.product(ORDERS, OF_GRADIENTS))
-#: Two of them show most of what can go wrong.
+#: Two of them show most faults.
 SOME_PAIRS = [
     *(("contiguous", "transposed"), ("transposed", "contiguous"), ("reversed", "of a sum")),
     *(("channels_last", "reversed"), ("expanded", "reversed"), ("with gaps", "channels_last")),
@@ -214,7 +214,7 @@ def test_small_views_are_kept_in_their_strides(function, part):
     "op", [op for op in ops.ALL if len(op.shape) == 4 and "unbatched" not in op.name], ids=lambda op: op.name
 )
 def test_strides_of_gradients_without_elements_are_torchs(op, settings):
-    """Of a batch of no images, channels last, with gradients in either order."""
+    """A batch of no images, channels last, with gradients in either order."""
     function = op.make()
     last = torch.channels_last
     for order in (torch.contiguous_format, last):

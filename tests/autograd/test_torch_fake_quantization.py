@@ -114,7 +114,7 @@ def test_infinite_values_and_large_ranges():
 @pytest.mark.parametrize("scale", [0.0, 1e-45, 0.1, 1e37, 3e38])
 @pytest.mark.parametrize("zero_point", [torch.int32, torch.float32])
 def test_scales_and_zero_points_of_every_size(scale, zero_point):
-    """Of channels; products of integers with the largest scales are infinite, and zero points may be no integers."""
+    """Per channel; products of integers with the largest scales are infinite, and zero points may be no integers."""
     x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(64, 8, requires_grad=True)
     scales = torch.full((64,), scale) * torch.linspace(0, 1, 64)
     zeros = torch.full((64,), 3.3 if zero_point is torch.float32 else 3).to(zero_point)

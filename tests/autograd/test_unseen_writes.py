@@ -107,7 +107,7 @@ def weights() -> list[Tensor]:
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_functions_that_write_in_place_have_exact_gradients(write):
-    """What is known of a layer's output, that it can be computed again, ends when a Function overwrites it."""
+    """The record that a layer's output can be recomputed ends when a Function overwrites it."""
     found = []
     try:
         for leaf in (None, LosslessBackward.let(recompute=1024)):
@@ -124,7 +124,7 @@ def test_functions_that_write_in_place_have_exact_gradients(write):
 @pytest.mark.parametrize("take", MEMORY.values(), ids=MEMORY)
 def test_nothing_is_known_of_memory_that_somebody_holds(take):
     """Neither is one copy packed for a layer that reads a tensor, and another that reads it once it was overwritten."""
-    x, (first, second) = torch.ones(64, 64), weights()  # of which codes stand for all
+    x, (first, second) = torch.ones(64, 64), weights()  # codes are exact
     with brevact.backward_quant(StochBackward2bit):
         memory = take(x)
         out = F.linear(x, first).sum()
@@ -161,10 +161,13 @@ def test_addresses_that_torch_and_this_package_take_end_nothing():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-def test_kernels_of_liger_have_the_gradients_of_plain_models():
+@pytest.mark.parametrize(
+    "checks", [["check_rotation", "check_loss"], pytest.param(["check_model"], marks=pytest.mark.exhaustive)]
+)
+def test_kernels_of_liger_have_the_gradients_of_plain_models(checks):
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.autograd.interpreted_liger"],
+        [sys.executable, "-m", "tests.autograd.interpreted_liger", *checks],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

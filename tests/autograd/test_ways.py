@@ -30,7 +30,7 @@ QUANTIZERS = {each.__name__: each for each in (StochBackward2bit, NearestBackwar
 
 
 class Way(NamedTuple):
-    """What is around a region and inside of it, its save mode, and whether a checkpoint runs it."""
+    """Contexts around a region and inside of it, its save mode, and whether a checkpoint runs it."""
 
     around: Callable[[], AbstractContextManager] = nullcontext
     inside: Callable[[], AbstractContextManager] = nullcontext
@@ -156,7 +156,7 @@ def _block(activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two norms read one tensor, which is added to what comes after."""
+    """Two norms read one tensor, which is added to a later result."""
 
     def __init__(self) -> None:
         super().__init__()

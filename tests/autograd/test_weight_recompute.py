@@ -204,7 +204,7 @@ def test_gradients_of_the_parameters_are_unbiased(name):
 
 @pytest.mark.parametrize("name", ["weight standardization", "weight_norm", "straight-through", "parametrized"])
 def test_a_parameter_that_changes_before_backward_raises(name):
-    """As in torch, which keeps some parameter on the way, too, or copies of what is made of it."""
+    """As in torch, which also saves a parameter on the way, or copies of tensors derived from it."""
     plain, quantized = twins(name)
     for layer in (quantized,) if name in ("straight-through", "parametrized") else (plain, quantized):
         out = layer(input_of(layer).clone().requires_grad_() * 1)
@@ -215,7 +215,7 @@ def test_a_parameter_that_changes_before_backward_raises(name):
 
 
 class Shifted(nn.Linear):
-    """A weight and buffers, of which torch stores none."""
+    """A function of a weight and buffers; torch saves none of them."""
 
     def __init__(self) -> None:
         super().__init__(IN, OUT)
@@ -318,7 +318,7 @@ def test_second_derivatives_of_weights_are_those_of_torch():
 
 
 class Propagated(nn.Module):
-    """Embeddings that a sparse adjacency matrix, a buffer, propagates: a weight of weights, one of which is sparse."""
+    """Embeddings propagated by a sparse adjacency matrix, a buffer: a weight that depends on a sparse one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,3 @@
-"""What is a weight, which is never packed, and what is an activation."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -86,7 +84,7 @@ def test_weights_that_a_module_makes_as_it_runs_are_weights():
     net = nn.Sequential(nn.Linear(64, 64), nn.LazyBatchNorm1d(), nn.LazyLinear(64))
     with brevact.backward_quant(StochBackward2bit):
         state = current_region().state
-        assert storage_address(torch.empty(64)) not in state  # what has run so far is looked up
+        assert storage_address(torch.empty(64)) not in state  # the look-up collects weights so far
         net(torch.randn(32, 64, requires_grad=True)).sum().backward()
         assert all(storage_address(x) in state for x in (*net.parameters(), *net.buffers()))
 

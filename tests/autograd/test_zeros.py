@@ -1,4 +1,4 @@
-"""Exact zeros in what is saved: a gradient of zero stays zero, whatever the factor beside it."""
+"""Exact zeros in saved tensors: a gradient of zero stays zero, whatever its factor."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "tril": torch.tril,
     "norm of zeros": lambda x: F.normalize(x.masked_fill(torch.arange(len(x))[:, None] % 4 == 0, 0.0), dim=-1),
 }
-#: What comes before: the input as it is, or that of a chain, from which functions derive.
+#: Sources of the function's input: a plain tensor, or an op from whose result functions derive.
 BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x * 1.0,
     "batch norm": lambda x: F.batch_norm(x, None, None, torch.ones(256), torch.zeros(256), training=True),
@@ -114,7 +114,7 @@ BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("source", [None, DitherBackward8bit, StochBackward4bit, StochBackward2bit])
 def test_a_factor_of_zero_leaves_no_gradient(before: str, source: type | None):
-    """Of a product, whose other factor has the gradient zero times a huge number."""
+    """The other factor of the product has the gradient zero times a huge number."""
     for name, function in ENDS.items():
         torch.manual_seed(3)
         x = torch.randn(64, 256).requires_grad_()
@@ -130,7 +130,7 @@ def test_a_factor_of_zero_leaves_no_gradient(before: str, source: type | None):
 
 @pytest.mark.parametrize("source", [DitherBackward8bit, StochBackward4bit, StochBackward2bit])
 def test_a_slope_of_zero_leaves_no_gradient(source: type):
-    """Of functions of elements whose slope reaches 0 in float32, by what they store."""
+    """Elementwise functions whose slope reaches 0 in float32, by saved tensor."""
     for name in ("exp", "expm1", "exp2", "relu", "hardsigmoid", "hardtanh", "relu6", "masked", "where", "softshrink"):
         torch.manual_seed(3)
         x = torch.randn(64, 256).masked_fill(torch.rand(64, 256) < 0.01, 0.0)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: one row a model and policy, with what it measures."""
+"""`python -m benchmarks`: one row per model and policy, with its measurements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""`python -m benchmarks.formats`: what it measures, and the picture that it makes."""
-
 import pytest
 import torch
 

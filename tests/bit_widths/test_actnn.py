@@ -1,4 +1,4 @@
-"""ActNN's levels: what each stores, and where."""
+"""ActNN's levels: the bytes of each, and their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Widths that follow sensitivities: the budget, what they are good for, and what a checkpoint holds."""
+"""Widths that follow sensitivities: the budget, less noise, and checkpoints."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_adaptive_widths_have_less_noise_than_a_uniform_width():
 
 
 def test_sensitivities_are_the_noise_of_each_layer():
-    """The difference of two draws has twice the variance of one: all layers' shares add up to what all draws give."""
+    """The difference of two draws has twice the variance of one; the layers' shares add up to the total noise."""
     batch = images(64)
     model = brevact.quantize_backward(net(), StochBackward4bit, min_numel=0)
     adaptive = Adaptive(model, batch, loss_of, bit_width=4)
@@ -337,7 +337,7 @@ def test_a_checkpoint_of_a_larger_budget_does_not_exceed_that_of_the_object():
 
 def test_samples_are_remembered_where_some_layers_have_no_gradient():
     model = net()
-    nn.init.zeros_(model[-1].weight)  # what comes before gets gradients of 0
+    nn.init.zeros_(model[-1].weight)  # earlier layers get gradients of 0
     adaptive = Adaptive(brevact.quantize_backward(model, StochBackward4bit), images(), loss_of, bit_width=4, samples=16)
     with adaptive.batch(range(16)):
         value = loss_of(model, images())

@@ -78,7 +78,7 @@ def test_bytes_are_those_of_a_step_with_its_loss():
     policy = brevact.fit(model, batches, loss, ratio=8)
     step = brevact.memory_report(brevact.quantize_backward(model, policy), batches[0], loss)
     assert policy.report.saved_bytes == step.saved_bytes and policy.report.plain_bytes == step.plain_bytes
-    assert step.ratio >= 8  # of the probabilities of the loss, too, which are most of what is stored
+    assert step.ratio >= 8  # of the loss's probabilities, too, which are most of the bytes
     assert any(group.source == "" for group in policy.report.groups)
     with watch_saved() as saved, brevact.backward_quant(model):
         value = loss(model, batches[0])

@@ -20,7 +20,7 @@ IDS = "tests.command_line.models:embedded"
 
 @pytest.fixture(autouse=True)
 def quiet_again():
-    """Takes back what `--verbose` sets for a process."""
+    """Restores the level that `--verbose` sets for a process."""
     yield
     logging.getLogger("brevact").setLevel(logging.NOTSET)
 

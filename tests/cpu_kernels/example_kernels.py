@@ -17,7 +17,6 @@ def count(target, amount, start, stop):
 
 @kernel
 def draw_words(columns, k0, k1, out, start, stop):
-    """Write the four rows of random words of `columns` columns from `start` on."""
     w0, w1, w2, w3 = u32_at(out), u32_at(out + 4 * columns), u32_at(out + 8 * columns), u32_at(out + 12 * columns)
     column_words(start, columns, np.uint64(k0), np.uint64(k1), w0, w1, w2, w3)
 

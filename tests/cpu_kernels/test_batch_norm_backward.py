@@ -58,7 +58,7 @@ class Given:
         )
 
     def check(self, found: tuple[Tensor | None, ...]) -> None:
-        """A sum of n products in any order is off by n + 1 roundings at most; 14 more are for what becomes of it."""
+        """Allow n + 1 roundings for a sum of n products in any order, and 14 for the ops after it."""
         x = self.x.double()
         parts = x, self.grad.double(), None if self.weight is None else self.weight.double(), self.invstd.double()
         n = x.numel() // x.shape[1]
@@ -185,7 +185,7 @@ def test_dispatch_modes_see_the_gradient():
 
 @pytest.mark.parametrize("shape", [(50000, 2, 1, 2), (4, 2, 512, 512)])
 def test_many_terms_are_added_as_exactly_as_few(shape: tuple[int, ...]):
-    """Of 32 terms in float32, and of as many sums as there are in float64: 33 roundings, and that of the result."""
+    """Float32 sums of 32 terms, added in float64: 33 roundings, and that of the result."""
     given = Given(shape)
     given.grad.fill_(0.1)
     total = given.grad.double().sum((0, 2, 3))
@@ -229,11 +229,11 @@ def test_gradients_from_an_input_are_those_of_the_formula(shape: tuple[int, ...]
 
 
 def test_the_means_of_an_input_are_subtracted_first():
-    """Of an input with small deviations from a large mean, whose products with the gradient would cancel."""
+    """For small deviations from a large mean the products with the gradient would cancel."""
     given = Given((8, 40, 6, 4))
     given.mean = torch.randn(40)
     offset = 1000.0 * given.mean.view(-1, 1, 1)
-    rounded = (given.x + offset) - offset  # each exact: what is left of the deviations
+    rounded = (given.x + offset) - offset  # each exact: the rounded deviations
     wanted = torch.ops.aten.native_batch_norm_backward(
         *(given.grad.double(), rounded.double(), given.weight.double(), None, None),
         *(torch.zeros(40, dtype=torch.float64), given.invstd.double(), True, 1e-5, MASK),

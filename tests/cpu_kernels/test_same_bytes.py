@@ -1,4 +1,4 @@
-"""Kernels on the CPU: the laws of all backends, and what is particular to threads, float64 and roundings."""
+"""Kernels on the CPU: the laws of all backends; threads, float64 and roundings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens without Numba."""
+"""The CPU kernels without Numba."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ assert "numba" not in sys.modules
 print(packed.codes.numpy().tobytes().hex(), flush=True)
 os._exit(0)  # the end of an interpreter that has imported torch takes a second
 """
-#: What is executed before the import, where Numba does not work.
+#: Code before the import that makes Numba fail.
 WITHOUT_NUMBA = """
 version = importlib.metadata.version
 def version_but_of_numba(name):

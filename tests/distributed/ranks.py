@@ -23,7 +23,6 @@ def given(rank: int, step: int = 0) -> list[Tensor]:
 
 
 def accumulated(rank: int) -> list[Tensor]:
-    """Gradients of two passes, of which the first does not communicate."""
     model = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
     with model.no_sync():
         model(given(rank)).backward()
@@ -59,7 +58,7 @@ def raised(call: Callable[[], object]) -> str:
 
 
 def disagreeing(rank: int) -> dict[str, str]:
-    """What is raised where ranks pack in different ways, that take the same bytes and that do not."""
+    """Errors of ranks that pack in different ways, with equal and with different bytes."""
     hooks = {
         "rounding": quantized_hook(brevact.NearestBackward4bit if rank else brevact.StochBackward4bit),
         "bit_width": quantized_hook(brevact.StochBackward2bit, bit_width=2 + rank),
@@ -137,7 +136,7 @@ def measure(rank: int) -> dict[str, object]:
 
 
 def left_alone() -> str:
-    """What rank 0 raises when rank 1 is gone."""
+    """The error of rank 0 when rank 1 is gone."""
     model = parallel(quantized_hook(brevact.NearestBackward4bit))
     averaged(model, given(0))
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""One process: what is sent, what is owed, what is checkpointed, and which errors there are."""
+"""One process: sent bytes, error feedback, checkpoints and errors."""
 
 from __future__ import annotations
 

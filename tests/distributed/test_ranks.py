@@ -1,4 +1,4 @@
-"""Two processes: the same averages on both, of what each has sent."""
+"""Two processes: equal averages of both ranks' decoded gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gradients_accumulate_before_they_are_sent(ranks):
 
 
 def test_each_rank_has_noise_of_its_own(ranks):
-    """Of equal gradients of equal seeds, some elements round apart: their average lies between two levels."""
+    """Equal gradients with equal seeds round apart in some elements: their average lies between two levels."""
     average = ranks[0]["same gradients"][0]
     levels = len(torch.cat([row.unique() for row in average.view(12, 512)]))  # a row is a bucket of 4 levels
     assert levels > 12 * 4

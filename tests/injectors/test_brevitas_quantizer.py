@@ -65,7 +65,6 @@ def activations(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fake_quantized(injector: type, overrides: dict, x: Tensor) -> Tensor:
-    """What a new layer of Brevitas computes of a tensor in its forward."""
     injector = injector.let(**overrides)
     with torch.no_grad():
         result = injector.proxy_class(nn.Identity(), injector)(x.to(torch.promote_types(x.dtype, torch.float32)))

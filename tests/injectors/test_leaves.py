@@ -1,4 +1,4 @@
-"""The docstring of every leaf says how it rounds, and what it stores: as much as is measured."""
+"""The docstring of every leaf states its rounding and its measured bytes."""
 
 from __future__ import annotations
 

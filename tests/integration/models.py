@@ -1,5 +1,3 @@
-"""Small models and what is measured of them."""
-
 from __future__ import annotations
 
 import copy

@@ -100,7 +100,7 @@ def noise(wrap: Callable[[nn.Module], Callable]) -> Tensor:
 
 
 def adapted(part: Tensor, rank: int) -> dict[str, object]:
-    """Widths and gradients of a model whose widths follow what the ranks measure on their parts."""
+    """Widths and gradients of a model whose widths follow both ranks' measurements."""
     model = DistributedDataParallel(brevact.quantize_backward(net(), StochBackward2bit, min_numel=0))
 
     def loss(run: nn.Module, batch: Tensor) -> Tensor:

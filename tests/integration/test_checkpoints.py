@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` inside and around regions: what it recomputes starts from what the forward pass had."""
+"""`torch.utils.checkpoint` inside and around regions: it recomputes from the inputs of the forward pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.stem(x))
-        side = self.side(x)  # packs what crosses into the first checkpoint
+        side = self.side(x)  # packs the input of the first checkpoint
         return self.run(self.blocks, x) + side
 
 
@@ -168,7 +168,7 @@ def test_checkpoints_recompute_in_a_block_of_code(run, block, backward):
 
 @pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_checkpoints_in_a_block_of_code_recompute_at_full_precision(use_reentrant):
-    """The region has ended by then: gradients of what is checkpointed are plain ones, but for what they get."""
+    """The region has ended by then: gradients of checkpointed blocks are exact for the gradient that they get."""
     model, x = Net(each(use_reentrant)), batch()
     expected = with_gradients(model, x)
     model.zero_grad()

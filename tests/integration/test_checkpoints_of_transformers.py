@@ -35,7 +35,7 @@ def ids() -> Tensor:
 
 
 def inputs_of_layers(model: nn.Module) -> list[list[Tensor]]:
-    """Return lists, one a layer, that get the input of each run of its body."""
+    """Return one list per layer, which gets the input of each run of its body."""
     seen: list[list[Tensor]] = []
     for layer in model.model.layers:
         own: list[Tensor] = []

@@ -20,7 +20,7 @@ def _fresh_dynamo():
 @pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, F.relu, F.leaky_relu])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_strides_that_the_compiler_foretells_wrongly_do_no_harm(function, dtype):
-    leaf = NearestBackward8bit.let(min_numel=0, derive_min_bits=0)  # in a closure, of which Dynamo asks for `__code__`
+    leaf = NearestBackward8bit.let(min_numel=0, derive_min_bits=0)  # in a closure, whose `__code__` Dynamo reads
 
     def run(x: Tensor) -> Tensor:
         with brevact.backward_quant(leaf):

@@ -48,7 +48,7 @@ def test_gathered_parameters_are_not_packed(name, ranks):
 def test_sharded_models_train_in_bfloat16(ranks, expected):
     top = max(grad.norm() for grad in expected)
     for grad, reference in zip(ranks[0]["fsdp, bfloat16"]["grads"], expected, strict=True):
-        # beside the error of 8 bits, of which `assert_near` speaks: five products of factors rounded by 2^-8 each
+        # beside the error of 8 bits in `assert_near`: five products of factors rounded by 2^-8 each
         assert (grad - reference).norm() <= (4 * 8 / 255 / 2 + 5 * 2**-7) * top
 
 
@@ -82,7 +82,7 @@ def test_the_first_rank_draws_what_one_process_does(ranks):
 
 
 def test_ranks_agree_on_widths_and_on_what_they_know_of_samples(ranks):
-    """Each measures its own part; what they go on with is the mean of both."""
+    """Each measures its own part; both go on with the mean."""
     first, second = (rank["adaptive"]["states"] for rank in ranks)
     for a, b in zip(first, second, strict=True):
         assert a["sensitivities"] == b["sensitivities"] and a["bit_widths"] == b["bit_widths"]

@@ -25,7 +25,7 @@ LEAVES = (
 
 
 def scaled_step(model: nn.Module, dtype: torch.dtype, scale: float, x: Tensor = X) -> tuple[bool, float]:
-    """Run a step; return whether the weights changed, and by what the next loss is scaled."""
+    """Run a step; return whether the weights changed, and the factor from its scale to the next."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""`torch.func`, forward-mode AD, `torch.jit`, `torch.export`, `torch.fx`: what runs as it does without a policy."""
+"""`torch.func`, forward-mode AD, `torch.jit`, `torch.export`, `torch.fx`: calls that run as without a policy."""
 
 from __future__ import annotations
 

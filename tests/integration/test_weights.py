@@ -1,4 +1,4 @@
-"""However a weight comes about, it is stored as it is; what else is stored, is packed."""
+"""A weight, however computed, is saved in full precision; other saved tensors are packed."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ every_layer = pytest.mark.parametrize("make, shape", LAYERS.values(), ids=LAYERS
 
 
 def train(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Output, gradients of parameters, and what is kept for backward apart from the parameters and buffers."""
+    """Output, gradients of parameters, and saved tensors other than parameters and buffers."""
     torch.manual_seed(1)
     with watch_saved() as saved:
         out = model.train()(x)
@@ -114,7 +114,7 @@ def test_brevitas_layers_keep_their_forward_and_store_less(make, shape):
         assert model.state_dict().keys() == plain.state_dict().keys()
         for key, value in plain.state_dict().items():
             assert torch.equal(model.state_dict()[key], value), key
-        # noise of one part in 2 sqrt(255) of a range, of which some six deviations wide; formulas alone at 32 bits
+        # noise of one part in 2 sqrt(255) of a range of some six deviations; formulas alone at 32 bits
         allowed = {2: float("inf"), 8: 0.1, 32: 1e-4}[bits]
         size = torch.cat([grad.flatten() for grad in expected_grads]).norm()
         assert len(grads) == len(expected_grads)

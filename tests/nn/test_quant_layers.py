@@ -137,7 +137,7 @@ def test_gradients_without_rounding_are_those_of_the_brevitas_layer(name):
     plain, packed = build(qnn, name), build(bnn, name, act_quant=StochBackward2bit, act_bit_width=32)
     x = torch.randn(CASES[name][2])
     (_, expected), (_, result) = step(plain, x), step(packed, x)
-    for a, b in zip(result, expected, strict=True):  # what is left is float32 rounding in another order
+    for a, b in zip(result, expected, strict=True):  # up to float32 rounding in another order
         assert torch.linalg.vector_norm(a - b) <= 100 * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(b)
 
 

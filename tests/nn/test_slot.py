@@ -133,7 +133,7 @@ def test_act_prefix_leaves_named_arguments_of_the_base_alone():
 
 
 class OwnQuantizer:
-    """As little as a region asks of a quantizer: nearest codes of an inner one."""
+    """The minimal quantizer for a region: nearest codes of an inner one."""
 
     is_stochastic = False
 

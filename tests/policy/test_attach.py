@@ -154,7 +154,7 @@ def test_rules_of_ones_own_stand_before_those_of_a_policy(policy):
     x = torch.randn(128, 64)
     with watch_saved() as saved, brevact.backward_quant(model):
         F.cross_entropy(Doubled.apply(model.last(model.body(x))), x)
-    assert saved.holds(x)  # what the body reads
+    assert saved.holds(x)  # read by the body
     ops = {each.rule: each.source for row in brevact.backward_policy(model).rows for each in row.ops}
     assert ops["Doubled"] == "StochBackward8bit" and ops["cross_entropy"] == "StochBackward2bit"
 
@@ -188,7 +188,7 @@ def op_batch() -> tuple[Tensor, Tensor]:
 
 
 def bits_of(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[tuple[str, str], int | None]:
-    """Whole bits an element of what each op of each module packs; None for one that packs nothing."""
+    """Whole bits per element that each op of each module packs; None if it packs nothing."""
     found: dict[tuple[str, str], int | None] = {}
     for row in brevact.memory_report(model, batch).ops:
         if row.how == "packed" and row.saved_bytes:
@@ -203,7 +203,7 @@ def test_rules_name_torch_functions_wherever_they_are_called():
         (F.cross_entropy, F.scaled_dot_product_attention): None,
         "head": brevact.StochBackward3bit,
         torch.bmm: StochBackward4bit,
-        Tensor.exp: StochBackward8bit,  # which has no Function: saved-tensor hooks pack what it stores
+        Tensor.exp: StochBackward8bit,  # which has no Function: saved-tensor hooks pack
         F.silu: brevact.StochBackward5bit.let(derive_min_bits=0),  # the derivative, not its input
         "*": StochBackward2bit,
     }
@@ -325,7 +325,7 @@ def test_rules_for_ops_survive_copy_and_pickle_and_are_equal():
         assert bits_of(twin, batch) == bits_of(model, batch)
         assert hash(brevact.backward_policy(twin).rows[0].settings) == hash(settings)
     plain = brevact.backward_policy(brevact.quantize_backward(Ops(), StochBackward2bit)).rows[0].settings
-    assert plain != settings and plain.key == settings.key  # what both pack is packed once
+    assert plain != settings and plain.key == settings.key  # a tensor that both pack is packed once
     with pytest.raises(TypeError, match=r"of_functions=3; accepted is a tuple of pairs"):
         brevact.BackwardSettings(plain.quantizer, of_functions=3)
 

@@ -1,4 +1,4 @@
-"""`Policy.save`, `Policy.load` and what is printed of a policy."""
+"""`Policy.save`, `Policy.load` and the text of a policy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assigned(policy: Policy) -> list[object]:
 
 
 def same(settings: BackwardSettings, other: BackwardSettings) -> bool:
-    """Whether settings are equal where the quantizer is one of Brevitas': by what it is built of."""
+    """Whether settings with Brevitas' quantizers are equal: by decoded values and fields."""
     x = torch.linspace(-1, 2, 512).reshape(2, 4, 8, 8)
     decoded = [each.quantizer.quantize(x, seed=0).dequantize() for each in (settings, other)]
     fields = [(each.save_mode, each.min_numel, each.score_bit_width) for each in (settings, other)]
@@ -190,8 +190,6 @@ class Own(nn.Linear):
 
 
 class OwnQuantizer:
-    """A quantizer of a user's."""
-
     is_stochastic = False
 
     def quantize(self, x, seed=None):

@@ -103,7 +103,7 @@ def activation_layer(name: str, *, relu: bool = False, collected: bool = True) -
 
 
 def activation(seed: int = 0) -> Tensor:
-    """Return an activation some of which every quantizer clips."""
+    """Return an activation with elements that every quantizer clips."""
     return torch.randn(4, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 

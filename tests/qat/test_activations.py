@@ -57,7 +57,7 @@ def test_gradient_of_the_reader_is_exact_with_a_lossy_quantizer(name):
 
 @pytest.mark.parametrize("name", MINIFLOATS)
 def test_minifloats_have_exact_gradients_with_a_lossy_quantizer(name):
-    """One tensor is kept for their steps and for what reads them."""
+    """One tensor is saved for their steps and for their reader."""
     plain, packed = net(name), brevact.quantize_backward(net(name), StochBackward2bit, min_numel=0)
     x = activation(9)
     out, grad, grads = gradients(plain, x)
@@ -110,7 +110,7 @@ BITS |= {"constant": 4, "binary": 1, "binary_learned": 1 + 1, "ternary": 2, "str
 
 @pytest.mark.parametrize("name", BITS)
 def test_stored_bits_an_element(name):
-    """Codes, and where the scale learns the mask with what was rounded; the reader stores nothing of its own."""
+    """Codes; where the scale learns, also the mask and rounding residuals; the reader saves nothing of its own."""
     model = brevact.quantize_backward(net(name), StochBackward2bit, min_numel=2048)
     x = activation(9)
     report = brevact.memory_report(model, x)
@@ -138,7 +138,7 @@ def test_broken_elements_reach_the_gradients_as_they_do_in_brevitas(name, value)
 
 @pytest.mark.parametrize("name", ["int2", "narrow"])
 def test_integers_beside_nan_are_kept_bit_for_bit(name):
-    """A code for NaN costs nothing, a mask for it one bit an element where there is NaN; views and pools find it."""
+    """A code for NaN costs nothing, a mask one bit per element if there is NaN; views and pools find it."""
     plain, packed = (activation_layer(name).train() for _ in range(2))
     brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
     saved = []

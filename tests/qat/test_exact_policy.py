@@ -65,7 +65,7 @@ def test_lossless_gradients_of_strided_tensors_are_those_of_torch(name):
 
 @pytest.mark.parametrize("reader", [nn.BatchNorm2d(8), nn.GELU(), nn.SiLU()], ids=lambda reader: type(reader).__name__)
 def test_ops_keep_the_codes_of_what_they_read(reader):
-    """4 bits a code, 2 of what was rounded; per-channel statistics and the packed mask's bytes are the rest."""
+    """4 bits a code, 2 for the residual; per-channel statistics and the packed mask's bytes are the rest."""
     x = torch.randn(4, 8, 16, 16)
     model = nn.Sequential(qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, bit_width=4), reader)
     with torch.no_grad(), calibration_mode(model):

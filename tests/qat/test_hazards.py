@@ -1,4 +1,4 @@
-"""Codes of a forward quantizer's output stand for it only as long as it is what they were made of."""
+"""Codes of a forward quantizer's output replace it only until it changes."""
 
 import contextlib
 
@@ -73,7 +73,7 @@ def fused(layer):
     return layer.act_quant.fused_activation_quant_proxy
 
 
-#: Hooks inside a QuantReLU, as (module, hook) of the layer; they see or change what runs there.
+#: Hooks inside a QuantReLU, as (module, hook) of the layer; they see or change tensors there.
 HOOKS = {
     "changes_the_relu": lambda layer, seen: fused(layer).activation_impl.register_forward_hook(lambda m, a, y: 1.5 * y),
     "sees_the_relu": lambda layer, seen: fused(layer).activation_impl.register_forward_hook(

@@ -42,7 +42,6 @@ def test_gradients_of_bit_widths_are_those_of_brevitas(name, policy, collects):
 
 
 def test_gradients_of_bit_widths_of_weights_are_those_of_brevitas():
-    """For the gradient of the weight that the layer is given."""
     found = []
     for packs in (False, True):
         torch.manual_seed(0)

@@ -63,7 +63,7 @@ def gradients(model, x, grad):
 
 
 def check(name, x, grad, *, relu, policy=LosslessBackward, **options):
-    """Compare a layer with one in a region, bit for bit and stride for stride; return what the second one gives."""
+    """Compare a layer with one in a region, bit for bit and stride for stride; return the results of the second."""
     expected = gradients(layer(name, relu=relu), x, grad)
     found = gradients(brevact.quantize_backward(layer(name, relu=relu), policy, **options), x, grad)
     exact = len(expected) if policy is LosslessBackward else 2

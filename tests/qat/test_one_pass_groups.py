@@ -17,7 +17,7 @@ ROWS, FEATURES, GROUP = 24, 64, 16
 
 @pytest.fixture
 def plans(monkeypatch):
-    """What is found for each quantizer: how kernels run it, or None."""
+    """How kernels run each quantizer, or None."""
     found, ask = [], fake_quantization.one_pass_for
     monkeypatch.setattr(fake_quantization, "one_pass_for", lambda *args: found.append(ask(*args)) or found[-1])
     return found
@@ -42,7 +42,7 @@ def compare(make, shape, dtype=torch.float32, memory_format=torch.contiguous_for
 
 
 def test_groups_of_a_linear_layer(plans):
-    """Of its weight and of its input, each with scales of its own."""
+    """Groups of its weight and of its input, each with scales of its own."""
 
     def make():
         return qnn.QuantLinear(

@@ -70,7 +70,7 @@ def test_integers_of_a_subclass_are_its_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [torch.tensor(0.37), torch.full((1, CHANNELS, 1, 1), 0.37)], ids=["one", "channels"])
 def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
-    """Of a scale in float32, and where the gradient lies otherwise in memory than the factors."""
+    """For a float32 scale, and for a gradient in another memory order than the factors."""
     x = activation().to(dtype).transpose(2, 3).requires_grad_()
     scale = scale.clone().requires_grad_()
     expected = x * 1 * scale
@@ -131,7 +131,7 @@ def test_settings_that_change_between_steps_without_a_version_count(change, dtyp
         for _ in range(3):
             before = gradients(layer, activation().to(dtype))
         change(tensor_quant(layer))
-        after = gradients(layer, 2 * activation().to(dtype))  # of which some are clipped
+        after = gradients(layer, 2 * activation().to(dtype))  # some are clipped
         assert not torch.equal(before[0], after[0])
         found.append([*after[:2], *after[2].values()])
     for one, other in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""What the kernels of every backend have to do: give the reference's bytes, and write every byte of their results.
+"""Laws of the kernels of every backend: the reference's bytes, and every byte of the results written.
 
 The modules of backends import these tests, and define the fixture `backend`. Tensors are small: each program takes
 Triton's interpreter half a second.
@@ -156,7 +156,7 @@ def test_quantize_rounds_to_the_nearest_and_halves_to_even(backend, bit_width):
     ],
 )
 def test_quantize_bytes_for_every_way_to_divide_a_tensor(backend, bucket_size, length):
-    """What is not finite is in some groups, and in others not; zeros likewise."""
+    """Some groups have non-finite values, and some zeros."""
     torch.manual_seed(length)
     x = torch.randn(length)
     x[length // 3 :: 1201], x[length // 2 :: 777], x[length // 5 :: 990] = float("nan"), -float("inf"), 0.0
@@ -413,5 +413,5 @@ def test_masks_equal_torch(backend, dtype, case):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_op_equals_its_reference(backend, name):
-    """Of interpreted kernels, types, bucket sizes, runs of segments and results take turns."""
+    """For interpreted kernels, types, bucket sizes, runs of segments and results take turns."""
     check_kernel_op(name, backend.launchers, backend.device, most=16 if backend.is_interpreted else None)

@@ -40,7 +40,6 @@ class Unwritten:
 
 
 def arguments_of(name: str) -> list[tuple[Any, ...]]:
-    """Some calls of an op, by the arguments."""
     torch.manual_seed(0)
     x, other = torch.randn(_N) * 3 + 1, torch.linspace(-3, 5, _N)
     x[7], x[300], x[301] = float("nan"), float("inf"), 0.0

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Subject:
-    """A quantizer with what the laws need to know of it.
+    """A quantizer and the facts that the laws need.
 
     Args:
         quantizer: The quantizer.
@@ -42,12 +42,12 @@ class Subject:
             element to the grid, in the shape of the tensor; NaN for groups that are marked as broken. In groups that
             are flagged, because something in them is not finite, the levels that are left to the other elements count.
         largest_error: Steps by which an element may change; None for 0.5 (nearest) and 1 (others).
-        unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
+        unbiased: Whether the expectation of the decoded values is the tensor; None to read it from the rounding.
         keeps_range: Whether the step follows from the range of a group alone.
         two_signs: Whether zeros stay zero beside elements of both signs: one bit has two levels.
-        constant_dtype: What a group of equal elements is stored in exactly; None if it is not.
+        constant_dtype: Dtype that stores a group of equal elements exactly; None if none does.
         is_noisy: Whether seeds show; they do not where each element is a bucket of its own.
-        roundings: Float32 roundings between an element and what it decodes to, with one to spare.
+        roundings: Float32 roundings between an element and its decoded value, with one to spare.
     """
 
     quantizer: Any
@@ -109,7 +109,6 @@ def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The step of each element by the quantizer of its bucket."""
     quantizer = packed.quantizer
     if not isinstance(quantizer, DrawnMix):  # buckets that are all alike
         return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
@@ -122,7 +121,6 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
 
 
 def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The step of each element by the quantizer of its sample."""
     flat = torch.empty(packed.layout.numel)
     for own, rows in packed.quantizer.packs(packed):
         values = packed.layout.flatten(x).view(-1, own.quantizer.bucket_size)[rows].flatten()
@@ -146,7 +144,7 @@ def grid_step(packed: PackedActivation, x: Tensor, *, clips: bool = False) -> Te
     z = flat if offset is None else flat - offset
     z = z if scale is None else torch.where(scale > 0, z / scale, 0.0)
     levels = grid.levels.double()[group if len(grid.levels) > 1 else torch.zeros_like(group)]
-    is_nan = flagged | (levels[:, -1].isnan() & ~levels[:, 0].isnan())  # what the last code stands for
+    is_nan = flagged | (levels[:, -1].isnan() & ~levels[:, 0].isnan())  # the value of the last code
     levels[:, -1] = torch.where(is_nan, levels[:, -2], levels[:, -1])
     above = (z[:, None] >= levels).sum(1).clamp(1, levels.shape[1] - 1)[:, None] if z.numel() else group[:, None]
     neighbours = torch.cat((levels.gather(1, above - 1), levels.gather(1, above)), 1) if z.numel() else levels

@@ -173,7 +173,7 @@ def test_dequantize_multiply_equals_the_two_steps(subject: Subject, tensors: lis
 @constant_keeping_subject
 def test_dequantize_of_a_constant_is_exact(subject: Subject):
     for constant in (0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0):
-        value = torch.tensor(constant, dtype=subject.constant_dtype).item()  # what the stored minimum or scale can hold
+        value = torch.tensor(constant, dtype=subject.constant_dtype).item()  # representable as minimum or scale
         for shape in ((1300,), (2, 3, 100)):
             x = torch.full(shape, value)
             assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x), (value, shape)

@@ -27,12 +27,11 @@ AFFINE = ("both", "scale", "shift", None)
 
 
 def bend(x: Tensor) -> Tensor:
-    """A function without transcendental parts: the same bits in whatever tensor a number stands."""
+    """A function without transcendental parts: a number's result has the same bits in any tensor."""
     return x * x.clamp(-1, 2)
 
 
 def silu_derivative(x: Tensor) -> Tensor:
-    """As torch computes it."""
     return torch.ops.aten.silu_backward(torch.ones_like(x), x)
 
 
@@ -78,7 +77,7 @@ def test_values_are_those_of_the_reference(name, stored):
 @pytest.mark.parametrize("function", [F.silu, silu_derivative, F.gelu, torch.sigmoid, F.hardswish, torch.relu])
 @pytest.mark.parametrize("shape", [(2, 4, 32, 32), (4, 3, 14, 14), (7, 1023)])
 def test_table_holds_the_function_of_each_level(function, shape):
-    """Of the same code in the same segment; torch may round the same number differently elsewhere, by its place."""
+    """Up to float32 rounding, which in torch may depend on an element's place."""
     stat = (1, shape[1], 1, 1) if len(shape) == 4 else (shape[0], 1)
     packed = UniformQuantizer(bit_width=4).quantize(torch.randn(shape) * 3, 0)
     scale, shift = torch.rand(stat) + 0.5, torch.randn(stat)

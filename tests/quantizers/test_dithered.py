@@ -23,7 +23,7 @@ def shifted_buckets(count: int, bit_width: int) -> Tensor:
 
 
 def errors(x: Tensor, rounding: Rounding, bit_width: int, draws: int = DRAWS) -> Tensor:
-    """(draws, n) errors in steps, one row a seed."""
+    """(draws, n) errors in steps, one row per seed."""
     quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=BUCKET, scale_dtype=torch.float32)
     packs = [quantizer.quantize(x, seed=seed) for seed in range(draws)]
     step = packs[0].scale.double().repeat_interleave(BUCKET)[: x.numel()]

@@ -1,4 +1,4 @@
-"""What is particular to dual precision: block means, the division into maps, offsets and large values."""
+"""Dual precision: block means, the division into maps, offsets and large values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_bytes_do_not_depend_on_memory_format_and_dtype():
 
 
 def test_codes_are_those_of_the_residual():
-    """What `UniformQuantizer` stores of the residual, a map a row, with a bfloat16 minimum and scale."""
+    """The residual packed by `UniformQuantizer`, a map per row, with a bfloat16 minimum and scale."""
     x = torch.randn(4, 6, 9, 14)
     packed = DualPrecisionQuantizer(bit_width=3).quantize(x, seed=11)
     low = _low(packed).view(4, 6, 2, 2).repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :, :9, :14]

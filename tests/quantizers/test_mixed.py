@@ -1,4 +1,4 @@
-"""Mixing of two widths: how often, where, and what it costs."""
+"""Mixing of two widths: how often, where, and its cost."""
 
 from __future__ import annotations
 

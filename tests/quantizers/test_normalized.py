@@ -1,4 +1,4 @@
-"""Formats of normalized values: the formulas of the paper's table 1, its table 2, and what is stored."""
+"""Formats of normalized values: the formulas of the paper's table 1, its table 2, and bytes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_normal_values_have_the_correlation_and_deviation_of_table_2(format, cor
     y = NormalizedQuantizer(format=format).for_normalized.quantize(x).dequantize().double()
     x = x.double()
     found = (x * y).mean() / (x.square().mean() * y.square().mean()).sqrt()
-    # The paper rounds what it gives to three digits; L2's constant 1.034 itself is rounded, to half of 0.001 relative.
+    # The paper rounds its figures to three digits; L2's constant 1.034 itself is rounded, to half of 0.001 relative.
     assert abs(found - correlation) <= 0.0005 + 0.0005 * (format == "L2")
     assert abs(y.square().mean().sqrt() - 1.0) <= 0.0005 + 0.0005
 

@@ -1,5 +1,3 @@
-"""What a `PackedActivation` refuses."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Widths of samples: which are best, what they cost, which samples they go to."""
+"""Widths of samples: the best ones, their bytes, and which samples get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sign and magnitude: the formula, what it stores, and where it ends."""
+"""Sign and magnitude: the formula, its bytes and its range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def plain(levels: int = 4, **settings: object) -> SignMagnitudeQuantizer:
 
 
 def codes_of(x: Tensor, scale: Tensor, levels: int) -> Tensor:
-    """What a decoded tensor stands for on the grid of its scale."""
     return x.double() / scale.double() * levels
 
 

@@ -25,7 +25,7 @@ def _errors(quantizer, x: Tensor, draws: int) -> Tensor:
 
 
 def _with(value: float, share: int) -> tuple[Tensor, Tensor]:
-    """Eight buckets of normal values, one in `share` of which is replaced, and which is."""
+    """Eight buckets of normal values with one in `share` replaced, and the mask of the replaced ones."""
     torch.manual_seed(0)
     x = torch.randn(8, 512)
     x[:, 5::share] = value
@@ -47,7 +47,7 @@ def test_a_far_value_is_exact_and_spares_its_bucket(quantizer, value: float, sha
 
 
 def test_ordinary_buckets_are_even():
-    """Of samples of common distributions no bucket of 512 elements, of exponential ones one in fifty at most."""
+    """No bucket of 512 samples of common distributions is uneven, and at most one in fifty of exponential ones."""
     torch.manual_seed(0)
     x = torch.randn(400, 512)
     for y in (x, x.relu(), torch.nn.functional.gelu(x), torch.rand(400, 512), x + 100, torch.dropout(x, 0.9, True)):

@@ -1,4 +1,4 @@
-"""What is particular to the uniform quantizer: its arguments, formula, groups and edges."""
+"""The uniform quantizer: its arguments, formula, groups and edges."""
 
 from __future__ import annotations
 

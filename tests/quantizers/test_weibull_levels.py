@@ -1,4 +1,4 @@
-"""The table of levels: stationary, of least variance, what its script computes, and fine enough."""
+"""The table of levels: stationary, of least variance, equal to its script's, and fine enough."""
 
 from __future__ import annotations
 

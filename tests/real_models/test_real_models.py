@@ -42,7 +42,7 @@ MOST_NOISE = {"efficientnet_b0": 4.0}
 
 
 class Spy(UniformQuantizer):
-    """Keeps a digest of what it is given."""
+    """Keeps a digest of each tensor."""
 
     seen: ClassVar[list[tuple[tuple[int, ...], int]]] = []
 
@@ -78,7 +78,7 @@ def packed_weights(subject: Step) -> set[tuple[tuple[int, ...], int]]:
 
 
 def other_batch(batch: Any) -> Any:
-    """A batch of which no input is that of another one: noise on what is measured, other tokens and labels."""
+    """A batch that shares no input with ``batch``: noise for floats, other tokens and labels."""
     generator = torch.Generator().manual_seed(1)  # models draw nothing that moves torch's own since the batch was made
     return tree_map_only(
         Tensor,

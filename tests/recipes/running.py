@@ -1,4 +1,4 @@
-"""What the tests of several recipes use to interrupt runs and to compare what they wrote."""
+"""Interrupt runs of recipes, and compare their files."""
 
 import itertools
 from contextlib import contextmanager

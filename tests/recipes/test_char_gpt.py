@@ -1,4 +1,4 @@
-"""`python -m recipes.char_gpt`: text, bits per character, the loss among what is stored, and samples."""
+"""`python -m recipes.char_gpt`: text, bits per character, the loss's saved tensors, and samples."""
 
 import io
 import json

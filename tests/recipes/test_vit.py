@@ -1,4 +1,4 @@
-"""`python -m recipes.vit`: what differs from the other recipes that classify images."""
+"""`python -m recipes.vit`: its differences from the other recipes that classify images."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`gradient_report`: a row a layer, what they add up to, and a model that stays as it was."""
+"""`gradient_report`: a row per layer, their sum, and an unchanged model."""
 
 from __future__ import annotations
 

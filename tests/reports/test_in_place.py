@@ -32,7 +32,7 @@ def conv_net(change: Callable[[nn.Conv2d], Any] = lambda conv: None) -> nn.Modul
 
 
 class Routed(nn.Module):
-    """Keeps the loss of its router, with its graph, and what it has seen."""
+    """Keeps the loss of its router, with its graph, and counts of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,13 +68,12 @@ class Averaged(nn.Module):
 
 
 def collecting() -> nn.Module:
-    """Of a net that collects the statistics of its quantizers."""
     quantizers = {"input_quant": Int8ActPerTensorFloat, "weight_quant": Int8WeightPerTensorFloat}
     return nn.Sequential(qnn.QuantConv2d(3, 8, 3, **quantizers), nn.ReLU(), qnn.QuantConv2d(8, 4, 3, **quantizers))
 
 
 def scripted(make: Callable[..., nn.Module]) -> nn.Module:
-    """Of a net in which torch.jit has made a norm."""
+    """A net with a norm made by torch.jit."""
     norm = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU())
     return nn.Sequential(nn.Conv2d(3, 8, 3), make(norm), nn.Conv2d(8, 4, 3))
 
@@ -253,7 +252,7 @@ def test_wrappers_of_several_devices_are_refused():
 
 @pytest.mark.parametrize("policy", [None, FOUR, brevact.LosslessBackward])
 def test_a_graph_that_was_there_before_a_report_is_as_it_was(policy):
-    """Of a norm, whose running statistics are kept for backward; norms write theirs behind the version counter, too."""
+    """The graph of a norm keeps running statistics for backward; norms write theirs behind the version counter, too."""
     found = []
     for measures in ([], [measure_memory, measure_gradients]):
         model = trained("plain")

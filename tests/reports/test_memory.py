@@ -168,8 +168,6 @@ def test_report_prints_writes_and_draws(tmp_path):
 
 
 class Ways(nn.Module):
-    """A layer for each way of storing a tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)

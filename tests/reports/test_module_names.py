@@ -30,7 +30,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Like MONAI's DynUNet: blocks are attributes, and stand in a ModuleList and in nested skip layers, too."""
+    """Like MONAI's DynUNet: blocks are attributes, and also in a ModuleList and in nested skip layers."""
 
     def __init__(self) -> None:
         super().__init__()

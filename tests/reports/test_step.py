@@ -37,7 +37,7 @@ def test_step_report_measures_pairs_and_peaks():
 
 
 def test_peak_is_what_a_step_allocates_at_most():
-    """Both layers' outputs and derivatives are alive at once: at least what plain training keeps, all of it at most."""
+    """Both layers' outputs and derivatives are alive at once: at least the saved bytes of plain training."""
     model = brevact.quantize_backward(net(), StochBackward2bit, min_numel=0)
     kept = brevact.memory_report(model, BATCH, loss)
     report = brevact.step_report(model, BATCH, loss, rounds=2)
@@ -78,7 +78,7 @@ def test_spread_is_that_of_the_ratios_of_pairs(tmp_path):
 
 @pytest.mark.parametrize("policy", [None, brevact.DEFAULT], ids=["none", "DEFAULT"])
 def test_a_model_with_checkpoints_is_measured(policy):
-    """What a checkpoint recomputes in the plain step's backward pass is plain, too."""
+    """Checkpoints in the plain step recompute in full precision."""
     layers = net()
     layers.forward = partial(checkpoint_sequential, layers, 2, use_reentrant=False)
     model = nn.Sequential(layers)

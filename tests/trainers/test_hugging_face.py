@@ -16,7 +16,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.fixture
 def run():
-    """What runs trainers; imported when a test runs, since that takes seconds."""
+    """The module that runs trainers; imported when a test runs, since that takes seconds."""
     from tests.trainers import running
 
     return running
@@ -36,7 +36,7 @@ def test_examples_run(callback):
 
 
 def test_full_precision_trains_as_without_a_callback(run, callback, tmp_path):
-    """What is measured takes batches and random numbers, and gives both back."""
+    """Measurements restore the batches and random numbers that they take."""
     plain = run.trained(tmp_path)
     measured = run.trained(tmp_path, callback("none", noise_every=1))
     assert run.losses(measured) == run.losses(plain) and run.same_weights(measured.model, plain.model)
@@ -221,7 +221,7 @@ def test_lora_trains_in_sft_trainer(run, callback, tmp_path):
 
 
 def test_a_loss_behind_the_model_is_computed_in_its_region(run, callback, tmp_path):
-    """By label smoothing the trainer computes the loss itself, of the logits of the model."""
+    """With label smoothing the trainer computes the loss itself from the model's logits."""
     seen = []
 
     class Smoother:

@@ -130,7 +130,7 @@ def test_default_trains_with_options_of_the_trainer(run, callback, options):
 
 @pytest.mark.parametrize("kind", ["no batch_idx", "decorated", "iterator", "before transfer", "float64", "bfloat16"])
 def test_batches_are_those_of_the_loop(run, callback, kind):
-    """What is measured, and what is trained on, however `training_step` is written, and at whatever precision."""
+    """Batches of measurements and of steps, for each form of `training_step` and each precision."""
 
     class Net(run.net):
         def on_before_batch_transfer(self, batch, dataloader_idx):
@@ -188,7 +188,7 @@ def test_a_step_that_asks_for_its_trainer_is_not_measured(run, callback):
 
 
 def test_copies_of_the_module_train_themselves(run, callback):
-    """As callbacks that average weights make them while training runs."""
+    """Callbacks that average weights make such copies during training."""
 
     class Copy(run.lightning.Callback):
         def on_train_batch_end(self, trainer, module, *args):

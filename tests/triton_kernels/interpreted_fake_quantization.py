@@ -17,7 +17,7 @@ from tests.qat.test_one_pass_types import layer as layer_of_type
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """Let the kernels of GPUs run on the CPU; what they are, in order."""
+    """Run the GPU's kernels on the CPU; return their names, in order."""
     names = []
     run = Program.run
     monkeypatch.setattr(triton_kernels, "takes", launch.takes)

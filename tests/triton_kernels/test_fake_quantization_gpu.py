@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_those_of_stock_ops(name, relu, dtype, ran):
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
 @pytest.mark.parametrize("name", ["uint4", "int8", "constant"])
 def test_float32_scales_of_16_bit_activations_are_rounded_as_by_stock_ops(name, dtype, ran):
-    """As under autocast: CUDA rounds a 0-d tensor to the type of the others before it computes."""
+    """Such as under autocast: CUDA rounds a 0-d tensor to the type of the others before it computes."""
     x = activation(SHAPES["ragged"]).to("cuda", dtype)
     out = layer(name, relu=True).cuda()(x)
     compare(lambda: layer(name, relu=True).cuda(), x, activation(x.shape, 5).to("cuda", out.dtype), ran=ran)

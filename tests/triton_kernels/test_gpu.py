@@ -132,7 +132,7 @@ def test_quantize_more_than_two_to_the_31_elements():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [0, 1, 8])
 def test_launches_that_are_found_again_write_the_reference_bytes(backend: Backend, start: int, dtype: torch.dtype):
-    """Of the same sizes, at other addresses, some of them not aligned, in another stream, with another seed."""
+    """Calls have equal sizes and other addresses, some of them not aligned, another stream and another seed."""
     torch.manual_seed(0)
     quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED)
     for _ in range(3):

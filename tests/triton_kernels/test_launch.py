@@ -1,4 +1,4 @@
-"""Programs hand compiled kernels what Triton would, without Triton's look at each argument."""
+"""Programs pass Triton's arguments to compiled kernels, without Triton's inspection of each one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ fewer bits, queries and keys use ``score_bit_width``, 8 by default. The remainin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,17 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd.decoders import AS_IT_IS, distinct_elements
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save, with_settings
+from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
-from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
 from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
-from brevact.quantizers import Rounding, UniformQuantizer
 
 _attend = F.scaled_dot_product_attention
 
@@ -69,7 +66,7 @@ class _Attention(Saving):
         # Torch checks whether the mask, or autocast's copy of it, requires a gradient.
         with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             out = without_autocast_cache(attend, query, key, value, mask)
-        out, finer = out.detach(), _with_finer_scores(region)
+        out, finer = out.detach(), with_bits(region, region.settings.score_bit_width)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
         token = None
@@ -201,35 +198,6 @@ def _remember(
 
 def _named(options: _Options) -> dict[str, Any]:
     return {"scale": options.scale, "enable_gqa": options.enable_gqa}
-
-
-def _with_finer_scores(region: Keeper) -> Keeper:
-    """Return the region with a quantizer that is fine enough for scores, which are exponentiated."""
-    settings, quantizer = region.settings, region.settings.quantizer
-    if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
-        return region
-    if settings.keeps_elements:
-        return region
-    finer = _score_settings(
-        _rounding_of(quantizer),
-        *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
-        settings.recompute,
-    )
-    return with_settings(region, finer)
-
-
-def _rounding_of(quantizer: Any) -> Rounding:
-    if isinstance(quantizer, UniformQuantizer):
-        return quantizer.rounding
-    return Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
-
-
-@functools.lru_cache(maxsize=64)
-def _score_settings(
-    rounding: Rounding, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int, recompute: int
-) -> BackwardSettings:
-    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
-    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
 def _by_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:

@@ -18,7 +18,7 @@ from brevact.autograd.call_arguments import PLAIN_TYPES, bound_call
 from brevact.autograd.clipped_ends import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
-from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch
 from brevact.private_names.of_torch import (
@@ -28,7 +28,7 @@ from brevact.private_names.of_torch import (
     is_functorch_tensor,
     level_of,
 )
-from brevact.quantizers import PointFunction
+from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
 
 #: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
 _LEGACY_LEVELS = range(1, 65)
@@ -171,7 +171,7 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Formula(Saving):
-    """An op of one handler: ``run`` saves and computes, and ``gradients`` is of the gradient and what was saved.
+    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
 
     ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
     """
@@ -193,6 +193,28 @@ def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
     other = copy.copy(region)
     other.settings = settings
     return other
+
+
+def with_bits(region: Keeper, bit_width: int) -> Keeper:
+    """Return the region, or one whose quantizer has that many bits if its own has fewer, or packs in another way."""
+    settings, quantizer = region.settings, region.settings.quantizer
+    is_finer = settings.is_exact or settings.is_lossless or settings.keeps_elements
+    if is_finer or (isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= bit_width):
+        return region
+    if isinstance(quantizer, UniformQuantizer):
+        rounding = quantizer.rounding
+    else:
+        rounding = Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
+    others = settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.recompute
+    return with_settings(region, _settings_of(rounding, bit_width, *others))
+
+
+@functools.lru_cache(maxsize=64)
+def _settings_of(
+    rounding: Rounding, bit_width: int, save_mode: SaveMode, min_numel: int, derive_min_bits: int, recompute: int
+) -> BackwardSettings:
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
+    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]

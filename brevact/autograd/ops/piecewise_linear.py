@@ -206,7 +206,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
     return handle
 
 
-#: What functions do, by their parameters.
+#: Pieces of functions, from their parameters.
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     # pack_mask reads a floating-point tensor as ~(x <= 0)
     lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output"): everywhere("relu"),
@@ -327,7 +327,7 @@ def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
-    """Of complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
+    """For complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
     inplace = is_inplace(func, (input,), {})
 
     def magnitude(ctx: Any, x: Tensor) -> Tensor:

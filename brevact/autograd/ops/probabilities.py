@@ -40,7 +40,7 @@ from brevact.quantizers import Rounding, UniformQuantizer
 
 
 class _Rule(NamedTuple):
-    """What an op saves, by region, output and dimension; and its gradient, by that of the output, and what it saved."""
+    """An op's saved values, from region, output and dimension; its gradient, from the output's, dimension and them."""
 
     saves: Callable[[Keeper, Tensor, int], tuple[Saved, ...]]
     gradient: Callable[..., Tensor]

@@ -16,7 +16,7 @@ def jpeg(path, color, mode="RGB", size=(64, 64)):
 
 @pytest.fixture
 def root(tmp_path):
-    """Two images of each class in train, one in val; an image's pixels tell which one it is. Some are grey-scale."""
+    """Two images of each class in train, one in val; an image's pixels identify it. Some are grey-scale."""
     root = tmp_path / "tiny-imagenet-200"
     lines = []
     for index, wnid in enumerate(sorted(WNIDS)):

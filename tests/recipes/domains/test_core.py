@@ -1,4 +1,4 @@
-"""What the recipes of fields share, on a recipe without a library of its own."""
+"""The core of the recipes of fields, on a recipe without a library of its own."""
 
 import argparse
 import dataclasses

@@ -119,7 +119,7 @@ class NormalizedQuantizer(GridQuantizer):
     values beyond the level below it take that level.
 
     Source: B. Graham, arXiv:1702.08231, table 1. Differs: the paper quantizes the forward pass as well, which
-    `quantize_forward` asks for.
+    `quantize_forward` requires.
 
     >>> q = NormalizedQuantizer(format="L4")
     >>> q.for_normalized.quantize(torch.tensor([-20.0, -0.3, 0.0, 0.7, 0.8, 2.9])).dequantize()

@@ -1,0 +1,299 @@
+"""Table of other libraries' Functions: how their gradients depend on each tensor that they save.
+
+A letter stands for each argument of ``save_for_backward``, in order, None included; a Function may save several sets of
+tensors, of different numbers. Sets of other numbers, and Functions of versions that nobody has read, stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.user_lines import warn
+
+#: The gradient is linear in the tensor, or depends on it as a norm's on its input, or a softmax's on its result.
+LINEAR = "L"
+#: The gradient has a smooth function of the tensor, as a SiLU's.
+SMOOTH = "S"
+#: Query or key of attention: its kernel computes exp(q k - lse) again.
+SCORES = "Q"
+#: A gradient, perhaps written over another tensor.
+GRADIENT = "G"
+#: Statistics, indices, weights, and tensors that are compared, divide, or from which rows are computed again.
+EXACT = "-"
+#: The tensor's Function is not in the table.
+UNKNOWN = ""
+
+#: By package: the name of its distribution, and the first and last versions that were read.
+READ = {
+    "liger_kernel": ("liger-kernel", (0, 8), (0, 8)),
+    "unsloth": ("unsloth", (2024, 8), (2026, 10)),
+    "unsloth_zoo": ("unsloth-zoo", (2026, 10), (2026, 10)),
+    "flash_attn": ("flash-attn", (2, 3), (2, 8)),
+    "flash_attn_interface": ("flash-attn-3", (3, 0), (3, 0)),
+    "xformers": ("xformers", (0, 0), (0, 0)),
+    "fla": ("flash-linear-attention", (0, 2), (0, 6)),
+    "mamba_ssm": ("mamba-ssm", (1, 2), (2, 3)),
+    "causal_conv1d": ("causal-conv1d", (1, 0), (1, 7)),
+    "transformer_engine": ("transformer-engine", (1, 13), (2, 20)),
+    "apex": ("apex", (0, 1), (0, 1)),
+    "torchao": ("torchao", (0, 18), (0, 18)),
+    "spconv": ("spconv", (2, 3), (2, 3)),
+    "efficientnet_pytorch": ("efficientnet-pytorch", (0, 7), (0, 7)),
+    "monai": ("monai", (1, 6), (1, 6)),
+}
+_TABLE = """
+torch.nn.modules._functions SyncBatchNorm L----
+timm.layers.activations_me SwishAutoFn S
+timm.layers.activations_me MishAutoFn S
+transformers.models.bloom.modeling_bloom GeLUFunction S
+transformers.models.sew_d.modeling_sew_d XSoftmax L
+
+liger_kernel.ops.rms_norm LigerRMSNormFunction L-- L-
+liger_kernel.ops.fused_add_rms_norm LigerFusedAddRMSNormFunction L--
+liger_kernel.ops.modulated_rms_norm LigerModulatedRMSNormFunction L---- L--- L--
+liger_kernel.ops.layer_norm LigerLayerNormFunction L----
+liger_kernel.ops.group_norm LigerGroupNormFunction L----
+liger_kernel.ops.swiglu LigerSiLUMulFunction SL
+liger_kernel.ops.swiglu LigerFusedGateUpSiLUMulFunction S
+liger_kernel.ops.geglu LigerGELUMulFunction SL
+liger_kernel.ops.mlp LigerMLPFunction L---S
+liger_kernel.ops.fused_moe LigerFusedMoEFunction L--S-------
+liger_kernel.ops.cross_entropy LigerCrossEntropyFunction G
+liger_kernel.ops.fused_linear_cross_entropy LigerFusedLinearCrossEntropyFunction GGG ----
+liger_kernel.ops.fused_linear_jsd LigerFusedLinearJSDFunction GG
+liger_kernel.ops.fused_linear_kl_div LigerFusedLinearKLDivFunction GG
+liger_kernel.ops.jsd LigerJSDFunction G
+liger_kernel.ops.tvd LigerTVDLossFunction G
+liger_kernel.ops.softmax LigerSoftmaxFunction S
+liger_kernel.ops.dyt LigerDyTFunction S---
+liger_kernel.ops.kl_div LigerKLDivLossFunction -
+liger_kernel.ops.sparsemax LigerSparsemaxFunction -
+liger_kernel.ops.relu_squared LigerReLUSquaredFunction -
+liger_kernel.ops.poly_norm LigerPolyNormFunction ---
+liger_kernel.ops.rope LigerRopeFunction --
+liger_kernel.ops.qwen2vl_mrope LigerQwen2VLMRopeFunction --
+liger_kernel.ops.tiled_mlp LigerTiledMLPFunction -
+
+unsloth.kernels.fast_lora LoRA_MLP ------LSL ------LSL---
+unsloth.kernels.fast_lora LoRA_QKV L------ L---------
+unsloth.kernels.fast_lora LoRA_W --L --L-
+unsloth.kernels.rms_layernorm Fast_RMS_Layernorm L--
+unsloth.kernels.layernorm Fast_Layernorm L----
+unsloth.kernels.cross_entropy_loss Fast_CrossEntropyLoss --- ----
+unsloth.kernels.rope_embedding Slow_RoPE_Embedding --
+unsloth.kernels.moe.grouped_gemm.interface GroupedGemm L---
+unsloth_zoo.fused_losses.cross_entropy_loss UnslothFusedLoss GGG
+unsloth_zoo.rl_replacements UnslothEfficientGRPO G
+
+flash_attn.flash_attn_interface FlashAttnFunc QQLL--
+flash_attn.flash_attn_interface FlashAttnQKVPackedFunc QQLL--
+flash_attn.flash_attn_interface FlashAttnKVPackedFunc QQLL--
+flash_attn.flash_attn_interface FlashAttnVarlenFunc QQLL----
+flash_attn.flash_attn_interface FlashAttnVarlenKVPackedFunc QQLL----
+flash_attn.flash_attn_interface FlashAttnVarlenQKVPackedFunc QQLL---
+flash_attn_interface FlashAttnFunc QQLL-
+flash_attn_interface FlashAttnQKVPackedFunc QQLL-
+flash_attn_interface FlashAttnVarlenFunc QQLL----- QQLL---
+flash_attn.cute.interface FlashAttnFunc QQLL-
+flash_attn.cute.interface FlashAttnVarlenFunc QQLL-----
+flash_attn.ops.triton.layer_norm LayerNormFn L--------
+flash_attn.ops.triton.layer_norm LayerNormLinearFn L-----
+flash_attn.ops.triton.layernorm LayerNormFn L----
+flash_attn.ops.layer_norm DropoutAddLayerNormFn LL------
+flash_attn.ops.activations SwiGLUFunction SL
+flash_attn.ops.activations GeLUFunction S-
+flash_attn.ops.activations FastGeLUFunction S
+flash_attn.ops.fused_dense FusedDenseFunc L- -
+flash_attn.ops.fused_dense FusedMLPFunc L---L ----
+flash_attn.ops.triton.cross_entropy CrossEntropyLoss ---
+
+xformers.ops.fmha _fMHA QQLL-
+xformers.ops.swiglu_op _SwiGLUDecomposedFunc L------SLLL-
+xformers.ops.swiglu_op _SwiGLUFusedFunc L---SL
+
+fla.modules.norm.layernorm LayerNormFunction L----
+fla.modules.norm.layernorm LayerNormLinearFunction L-----
+fla.modules.norm.fused_norm_gate LayerNormGatedFunction LS----
+fla.modules.norm.fused_norm_gate LayerNormGatedLinearFunction LS-----
+fla.modules.norm.layernorm_gated LayerNormFn S----S
+fla.modules.norm.l2norm L2NormFunction S- -
+fla.modules.layernorm LayerNormFunction L----
+fla.modules.layernorm LayerNormLinearFunction L-----
+fla.modules.l2norm L2NormFunction S- -
+fla.modules.activations.ops SwiGLUFunction SL
+fla.modules.activations.ops SwiGLULinearFunction SL-
+fla.modules.activations.ops SwishFunction S
+fla.modules.activations.ops GeLUFunction S-
+fla.modules.activations SwiGLUFunction SL
+fla.modules.activations SwiGLULinearFunction SL-
+fla.modules.activations SwishFunction S
+fla.modules.fused_linear_cross_entropy.ops FusedLinearCrossEntropyFunction GGG
+fla.modules.fused_linear_cross_entropy FusedLinearCrossEntropyFunction GGG
+fla.modules.fused_kl_div.ops FusedKLDivLossFunction GG
+fla.modules.fused_cross_entropy.ops FusedCrossEntropyFunction ---
+fla.modules.causal_conv1d.ops CausalConv1dFunction S----
+fla.modules.convolution CausalConv1dFunction S----
+fla.ops.gla.chunk ChunkGLAFunction LLL---L- LLL---L
+fla.ops.simple_gla.chunk ChunkSimpleGLAFunction LLL---- LLL--- LLL--
+
+mamba_ssm.ops.selective_scan_interface SelectiveScanFn L--LL--- L--LL-S--L
+mamba_ssm.ops.triton.ssd_combined MambaChunkScanCombinedFn LL---LL-S---
+mamba_ssm.ops.triton.ssd_combined MambaSplitConv1dScanCombinedFn ---S---------
+mamba_ssm.ops.triton.layer_norm LayerNormFn L--------
+mamba_ssm.ops.triton.layer_norm LayerNormLinearFn L-----
+mamba_ssm.ops.triton.layernorm_gated LayerNormFn S----S
+causal_conv1d.causal_conv1d_interface CausalConv1dFn S---- S--
+
+transformer_engine.pytorch.module.linear _Linear L--- L-----
+transformer_engine.pytorch.module.layernorm_linear _LayerNormLinear L----L-- L------L-
+transformer_engine.pytorch.module.layernorm_mlp _LayerNormMLP L-L---SSL----- L---LSL-------- -------
+transformer_engine.pytorch.attention.dot_product_attention.backends FusedAttnFunc ----QQLL--------
+transformer_engine.pytorch.cross_entropy CrossEntropyFunction G --- ----
+apex.normalization.fused_layer_norm FusedLayerNormAffineFunction L----
+apex.normalization.fused_layer_norm FusedLayerNormAffineMixedDtypesFunction L----
+apex.normalization.fused_layer_norm FusedLayerNormFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormAffineFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormAffineMixedDtypesFunction L--
+apex.normalization.fused_layer_norm FusedRMSNormFunction L-
+apex.contrib.layer_norm.layer_norm FastLayerNormFN L---
+apex.contrib.xentropy.softmax_xentropy SoftmaxCrossEntropyLoss -----
+apex.fused_dense.fused_dense FusedDenseFunc L-
+apex.fused_dense.fused_dense DenseNoBiasFunc L-
+apex.fused_dense.fused_dense FusedDenseGeluDenseFunc L--SL
+
+torchao.float8.float8_linear matmul_with_hp_or_float8_args L-
+spconv.pytorch.functional SparseConvFunction --L-
+spconv.pytorch.functional SparseInverseConvFunction --L-
+spconv.pytorch.functional SubMConvFunction --L-
+spconv.pytorch.functional SparseImplicitGemmFunction L---
+spconv.pytorch.functional SparseMaxPoolFunction ----
+spconv.pytorch.functional SparseMaxPoolImplicitGemmFunction ---
+efficientnet_pytorch.utils SwishImplementation S
+monai.networks.blocks.activation SwishImplementation S
+"""
+
+
+class _Normalized(NamedTuple):
+    """Output of a norm of rows, from its input, weight, perhaps bias and mean, and inverse deviation."""
+
+    shape: torch.Size
+    offset: float = 0.0
+
+    @property
+    def is_curved(self) -> bool:
+        return False
+
+    def __call__(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        *affine, invstd = others
+        if affine:
+            bias, mean = affine
+            x = x - mean.view(-1, 1)
+        out = x.view(len(invstd), -1) * invstd.view(-1, 1) * (weight + self.offset)
+        return (out + bias if affine else out).view(self.shape)
+
+
+class _Gated(NamedTuple):
+    """Product of an activation of a gate, and a tensor."""
+
+    shape: torch.Size
+    activation: Callable[[Tensor], Tensor]
+
+    @property
+    def is_curved(self) -> bool:
+        return True
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        return (self.activation(gate) * x).view(self.shape)
+
+
+def _silu_mul(shape: torch.Size, a: Any, b: Any, *multipliers: float) -> _Gated | None:
+    return _Gated(shape, F.silu) if all(each == 1.0 for each in multipliers) else None
+
+
+def _rms_norm(
+    shape: torch.Size, x: Any, weight: Any, eps: float, offset: float = 0.0, *others: Any
+) -> _Normalized | None:
+    return None if weight is None else _Normalized(shape, offset)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+#: Formulas of results, as functions of the saved tensors, from a result's shape and the call's arguments.
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "liger_kernel.ops.rms_norm.LigerRMSNormFunction": _rms_norm,
+    "liger_kernel.ops.layer_norm.LigerLayerNormFunction": lambda shape, *args: _Normalized(shape),
+    "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm": lambda shape, x, weight, eps, gemma=False: _rms_norm(
+        shape, x, weight, eps, float(gemma)
+    ),
+    "liger_kernel.ops.swiglu.LigerSiLUMulFunction": _silu_mul,
+    "flash_attn.ops.activations.SwiGLUFunction": lambda shape, x, y: _Gated(shape, F.silu),
+    "fla.modules.activations.ops.SwiGLUFunction": lambda shape, x, y: _Gated(shape, F.silu),
+    "liger_kernel.ops.geglu.LigerGELUMulFunction": lambda shape, a, b: _Gated(shape, _gelu_tanh),
+}
+_ROWS = [line.split() for line in _TABLE.split("\n") if line]
+#: Letters of the sets of tensors that a Function saves, by its path.
+SETS = {f"{module}.{name}": sets for module, name, *sets in _ROWS}
+#: Names of Functions, by module.
+BY_MODULE: dict[str, list[str]] = {}
+for _module, _name, *_ in _ROWS:
+    BY_MODULE.setdefault(_module, []).append(_name)
+
+
+#: Attributes of a context that say that a norm saves its result, which backward divides by the weight.
+_INVERTING = ("memory_efficient", "FROM_Y")
+
+
+def letters_of(path: str, ctx: Any) -> str | None:
+    """Return a letter per tensor that a Function's call saves; None if it or its way of saving is unknown."""
+    if path not in SETS or any(getattr(ctx, name, False) for name in _INVERTING):
+        return None
+    return _letters_of(path, len(ctx.to_save or ()))
+
+
+@functools.cache
+def _letters_of(path: str, count: int) -> str | None:
+    if not _is_read(path.partition(".")[0]):
+        return None
+    sets = SETS[path]
+    found = next((letters for letters in sets if len(letters) == count), None)
+    if found is None:
+        read = " or ".join(str(len(letters)) for letters in sets)
+        warn(f"{path} saves {count} tensors, {read} where it was read: they stay as they are, unless a rule packs them")
+    return found
+
+
+def is_exact_alone(path: str | None) -> bool:
+    """Return whether a Function is in the table, and saves nothing that may be packed."""
+    return path in SETS and set().union(*SETS[path]) == {EXACT}
+
+
+def forget() -> None:
+    """Forget which libraries are installed, and which warnings were given."""
+    _letters_of.cache_clear()
+    _is_read.cache_clear()
+
+
+@functools.cache
+def _is_read(package: str) -> bool:
+    if package not in READ:
+        return True
+    name, first, last = READ[package]
+    try:
+        version = metadata.version(name)
+        number = tuple(int(part) for part in version.split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):
+        version, number = "of unknown version", (-1,)
+    if first <= number <= last:
+        return True
+    known = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in (first, last)))
+    warn(f"{name} {version}: {known} was read; what its Functions save stays as it is, unless a rule packs it")
+    return False
