@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from brevact.private_names.of_torch import TracingContext, WeakTensorKeyDictionary

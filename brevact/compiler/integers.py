@@ -65,7 +65,13 @@ class Integers:
     def codes_of(self, node: fx.Node) -> Codes | None:
         """Codes for a tensor, None if it has no range, or is small, or has no more bits than its range."""
         value, found = node.meta.get("val"), self._ranges.get(node)
-        if found is None or math.isinf(found[1] - found[0]) or value.dtype is torch.bool or _hint(value) < _LEAST_NUMEL:
+        if (
+            found is None
+            or value is None
+            or math.isinf(found[1] - found[0])
+            or value.dtype is torch.bool
+            or _hint(value) < _LEAST_NUMEL
+        ):
             return None
         count = int(found[1] - found[0]) + 1
         width = max(1, (count - 1).bit_length())
@@ -74,7 +80,7 @@ class Integers:
 
 
 def ends_of(node: fx.Node, read: set[fx.Node], gradients: Container[fx.Node], integers: Integers) -> list[fx.Node]:
-    """Masks and integers that are all that backward reads of a tensor, by nodes that it computes; none if there is more.
+    """Masks and integers that are all that backward reads of a tensor; none if it reads more.
 
     Args:
         node: the tensor.
@@ -108,7 +114,7 @@ def _is_united(mask: fx.Node, read: set[fx.Node]) -> bool:
 
 
 def unite_clips(graph: fx.Graph, call: Any) -> set[fx.Node]:
-    """Let gradients of ReLU read masks, and those that are zero by two masks the union of both; return new gradients."""
+    """Let gradients of ReLU read masks, and those that are zero by two masks their union; return new gradients."""
     found = set()
     for node in list(graph.nodes):
         if packet_of(node) is aten.threshold_backward:
@@ -198,7 +204,8 @@ def _range(node: fx.Node, of: Any) -> Range | None:
     if packet in _CONSTANTS:
         return of(node.args[_CONSTANTS[packet]])
     if packet is aten.where:
-        return _selected(*node.args, of)
+        mask, *values = node.args
+        return _selected(mask, *values, of)  # type: ignore[arg-type, call-arg]
     if packet in (aten.clamp_min, aten.clamp_max, aten.clamp, aten.minimum, aten.maximum, aten.relu):
         return _clamped(packet, x, list(node.args[1:]), of)
     if x is None:

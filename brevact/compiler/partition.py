@@ -149,6 +149,7 @@ class _Packing:
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
         self.seeds: dict[torch.device, fx.Node] = {}
         self.count = 0
+        self.dependence: Dependence
 
     # --- which tensors to save
 
@@ -208,14 +209,14 @@ class _Packing:
             if settings.is_exact and is_computable(node, available, self.activations):
                 del self.saved[node]
                 continue
-            found: Iterable[fx.Node] = ()
+            found: list[fx.Node] = []
             if value.is_floating_point() and (root := root_of(node, self.integers)) is not None:
                 found = [root[0], *(each for each in root[1] if each.op == "call_function" and each not in available)]
             elif use is None or use.use is Use.EXACT or not self.packs(use):
                 found = ends_of(node, self.read, self.gradients, self.integers)
                 bits = sum(map(self.bits_of, found))
                 if bits > self.bits_of(node) or (bits == self.bits_of(node) and value.dtype is not torch.bool):
-                    found = ()
+                    found = []
             if found and found[0] is not node:
                 del self.saved[node]
                 self.saved.update(dict.fromkeys(found))
