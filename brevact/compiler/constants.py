@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from brevact.private_names.of_torch import TracingContext, WeakTensorKeyDictionary
 
 #: Brevitas' module for them; `repr` of other modules' buffers may change in each step.
 _OWNER = "StatelessBuffer"
+#: Dynamo of PyTorch 2.11 does not check such guards.
+_HAS_GUARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _seen = WeakTensorKeyDictionary()  # versions and values of tensors on devices that reading waits for
 
 
 def constants_of(graph: fx.Graph, inputs: Sequence[Any]) -> Iterator[float | None]:
     """Values of the inputs that are constants, None for others; guards on them are added to the code that is traced."""
     for node, x in zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True):
-        if not (isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and _is_constant(node)):
+        if not (_HAS_GUARDS and isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and _is_constant(node)):
             yield None
             continue
         value = _value_of(x)
