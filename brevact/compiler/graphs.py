@@ -20,9 +20,11 @@ from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
+from brevact.compiler.constants import constants_of
 from brevact.compiler.partition import Row, Sizes, nbytes_of, pack_saved, planned, recomputed_layers
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
+    autograd_function_apply,
     backends,
     compile_fx,
     functorch_config,
@@ -34,6 +36,7 @@ from brevact.private_names.of_compiler import (
 )
 from brevact.private_names.of_torch import HigherOrderOperator
 from brevact.quantizers import from_text, to_text
+from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
 
 #: Parts of the compiler's own saved bytes, and bit widths; a budget chooses among them.
 _PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
@@ -46,10 +49,12 @@ _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 class _Input(NamedTuple):
     is_parameter: bool = False
     is_activation: bool = False  # of code before the graph, which nobody else need hold
+    constant: float | None = None
 
     @staticmethod
-    def of(x: Any) -> _Input:
-        return _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf)
+    def of(x: Any, constant: float | None = None) -> _Input:
+        is_activation = isinstance(x, Tensor) and x.requires_grad and not x.is_leaf
+        return _Input(isinstance(x, nn.Parameter), is_activation, constant)
 
 
 class _Current(threading.local):
@@ -71,7 +76,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         size = seed_of_size() if any(from_text(text).draws_size for text in _current.texts) else 0
-        key = (*sorted(_current.texts), repr(self.budget), torch.__version__, str(size))
+        constants = repr([each.constant for each in _current.inputs])
+        key = (*sorted(_current.texts), repr(self.budget), torch.__version__, str(size), constants)
         return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -81,7 +87,8 @@ class Partitioner(CustomPartitionerFn):
         static = {*(options.get("static_lifetime_input_indices") or ())}
         static |= {place for place, each in enumerate(known) if each.is_parameter}
         activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
-        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static)
+        constants = {place: each.constant for place, each in enumerate(known) if each.constant is not None}
+        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants)
         try:
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:
@@ -94,19 +101,26 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
 
     The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
     """
-    texts = set()
+    texts, last = set(), FULL_PRECISION
     _unmark_recomputed(graph)
     for each in _graphs(graph):
         for node in each.nodes:
-            if mark := mark_of(node):
-                node.meta["custom"] = {**node.meta["custom"], MARK: _mark_for(mark, _name_of(node))}
-                texts.add(mark)
+            if (mark := mark_of(node)) is not None:
+                last = mark
+                if mark:
+                    node.meta["custom"] = {**node.meta["custom"], MARK: _mark_for(mark, _name_of(node))}
+                    texts.add(mark)
+            elif node.target is autograd_function_apply and last:  # which Dynamo traces beside the regions
+                bodies = (getattr(each.owning_module, x.target) for x in node.all_input_nodes if x.op == "get_attr")
+                for inner in (inner for body in bodies for inner in body.graph.nodes if mark_of(inner) is None):
+                    inner.meta["custom"] = {**inner.meta.get("custom", {}), MARK: _exact(last)}
     rows: list[Row] = []
     if not texts:
         yield rows
         return
     before = _current.texts, _current.rows, _current.inputs
-    _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, [*map(_Input.of, inputs)]
+    known = [_Input.of(x, constant) for x, constant in zip(inputs, constants_of(graph.graph, inputs), strict=True)]
+    _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, known
     try:
         with inductor_config.patch(custom_partitioner_fn=Partitioner()):
             yield rows
@@ -142,6 +156,12 @@ def _mark_for(text: str, name: str) -> str:
     if found is None or found.quantizer is None:
         return FULL_PRECISION
     return to_text(dataclasses.replace(found, of_functions=())) if found.of_functions else str(found.text)
+
+
+@functools.cache
+def _exact(text: str) -> str:
+    """Settings that pack only exactly, and are else as the text says."""
+    return str(dataclasses.replace(from_text(text), quantizer=LosslessQuantizer(), recompute=0, of_functions=()).text)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

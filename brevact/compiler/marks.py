@@ -52,12 +52,20 @@ def is_compiled_graph(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-#: Whether `torch.export` runs: an exported program has no backward pass, so it packs nothing.
-is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
 # A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
 dynamo_config.skip_nnmodule_hook_guards = False
 _is_compiling = torch.compiler.is_dynamo_compiling
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` runs: an exported program has no backward pass, so it packs nothing."""
+    return _is_traced_for_export() if _is_compiling() else torch.compiler.is_exporting()
+
+
+@torch.compiler.assume_constant_result
+def _is_traced_for_export() -> bool:  # in Dynamo of PyTorch 2.11, `torch.compiler.is_exporting` is always true
+    return bool(current_translator().output.export)
 
 
 @skipped_by_dynamo

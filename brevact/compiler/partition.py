@@ -7,8 +7,9 @@ tensors that may not be rounded by smaller ones where it can, and adds nodes tha
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
+from brevact.compiler.integers import Codes, Integers, ends_of, is_computable, root_of, unite_clips
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.normalizing import FUSED
@@ -71,11 +73,13 @@ class Sizes(NamedTuple):
         outputs: number of results of the forward pass, the first ones.
         static: places of parameters and buffers among the inputs.
         activations: places of inputs that code before the graph computed.
+        constants: places of inputs that are constant numbers, and these.
     """
 
     outputs: int
     static: frozenset[int]
     activations: frozenset[int]
+    constants: Mapping[int, float] = {}
 
 
 def pack_saved(
@@ -101,8 +105,10 @@ def planned(graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: Se
     packing.unite_views()
     packing.read_sizes_alone()
     packing.factor_slopes()
+    packing.save_integers()
     packing.avoid_exact()
     packing.drop_computable()
+    packing.save_integers()
     packing.save_statistics()
     return packing
 
@@ -136,12 +142,14 @@ class _Packing:
         random = [node for node in graph.nodes if _is_random(node)]
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
+        self.integers = Integers(graph, {primals[place]: value for place, value in sizes.constants.items()})
         values = (node.meta.get("val") for node in graph.nodes)
         self.mode: Any = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
         self.seeds: dict[torch.device, fx.Node] = {}
         self.count = 0
+        self.dependence: Dependence
 
     # --- which tensors to save
 
@@ -184,6 +192,49 @@ class _Packing:
                     del self.saved[view]
                 self.saved[root] = None
 
+    def save_integers(self) -> None:
+        """Save integers of few bits and masks in place of what is a function of them, or what they are functions of."""
+        self.gradients |= unite_clips(self.graph, self.call)
+        self.analyse()
+        uses = {each.node: each for each in self.dependence.saved}
+        for node in list(self.saved):
+            value, use = node.meta.get("val"), uses.get(node)
+            if not (isinstance(value, Tensor) and (node.op == "call_function" or node in self.inputs)):
+                continue
+            if (settings := self.settings_of(readers_of(node, self.read))) is None:
+                continue
+            available = {*self.nodes, *self.saved} - {node}
+            if settings.is_exact and is_computable(node, available, self.activations):
+                del self.saved[node]
+                continue
+            found: list[fx.Node] = []
+            if value.is_floating_point() and (root := root_of(node, self.integers)) is not None:
+                found = [root[0], *(each for each in root[1] if each.op == "call_function" and each not in available)]
+            elif use is None or use.use is Use.EXACT or not self.packs(use):
+                found = ends_of(node, self.read, self.gradients, self.integers)
+                bits = sum(map(self.bits_of, found))
+                if bits > self.bits_of(node) or (bits == self.bits_of(node) and value.dtype is not torch.bool):
+                    found = []
+            if found and found[0] is not node:
+                del self.saved[node]
+                self.saved.update(dict.fromkeys(found))
+        self.analyse()
+
+    def bits_of(self, node: fx.Node) -> int:
+        """Bits of a tensor that is saved without rounding."""
+        value, codes = node.meta["val"], self.integers.codes_of(node)
+        width = 1 if value.dtype is torch.bool else 8 * value.itemsize if codes is None else codes.width
+        return _numel(node) * width
+
+    def codes_of(self, node: fx.Node, use: Saved | None) -> Codes | None:
+        """Codes of integers, which may be rounded to fewer bits where no product of matrices reads them."""
+        codes = self.integers.codes_of(node)
+        if codes is None or use is None or use.use is not Use.LINEAR or not self.packs(use):
+            return codes
+        reads = {packet_of(each) for each in use.readers}
+        bits = bits_of(self.quantizer_of(use))
+        return codes if codes.width <= bits or reads & table.PRODUCTS - {aten.mul} else None
+
     def avoid_exact(self) -> None:
         """Save the results of ops that read a tensor exactly, such as comparisons, in place of that tensor."""
         for _ in range(_MOST_ROUNDS):
@@ -193,10 +244,12 @@ class _Packing:
             found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
             if not found:
                 return
-            for node in found:
-                if (mask := self.split_at_kink(node)) is not None:
-                    node = mask
-                self.saved[node] = None
+            kinks = [node for node in found if packet_of(node) in table.KINKS]
+            self.saved |= {node: None for node in found if packet_of(node) not in table.KINKS}
+            self.nodes = self.backward_nodes()
+            for node in kinks:
+                mask = self.split_at_kink(node)
+                self.saved[node if mask is None else mask] = None
 
     def analyse(self) -> None:
         """Find how backward depends on the saved tensors, and drop those that it does not read."""
@@ -360,7 +413,8 @@ class _Packing:
                 continue
             if node not in self.gradients:
                 is_tensor = isinstance(node.meta["val"], Tensor)
-                yield from (node,) if is_tensor else readers_of(node, self.read)
+                ends = ends_of(node, self.read, self.gradients, self.integers)
+                yield from ends or ((node,) if is_tensor else readers_of(node, self.read))
             elif arg is not saved.node and arg not in self.gradients:
                 yield arg
 
@@ -440,8 +494,7 @@ class _Packing:
                 nbytes += _numel(node) * (bits / 8 + _METADATA)
                 noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
             else:
-                width = 1 if value.dtype is torch.bool else places_width(node) or 8 * value.itemsize
-                nbytes += _numel(node) * width / 8
+                nbytes += self.bits_of(node) / 8
         return nbytes, noise
 
     # --- packing
@@ -459,9 +512,9 @@ class _Packing:
             if isinstance(value, Tensor) and value.dtype is torch.bool and _numel(node) >= _LEAST_MASK:
                 if node.op == "call_function" and self.settings_of(readers_of(node, self.read)) is not None:
                     stored, bits = self.pack_mask(node, decoded), 1
-            elif value is not None and node.op == "call_function" and (width := places_width(node)):
+            elif isinstance(value, Tensor) and (codes := self.codes_of(node, use)) is not None:
                 if self.settings_of(readers_of(node, self.read)) is not None:
-                    stored, bits = self.pack_places(node, width, decoded), width
+                    stored, bits = self.pack_integers(node, codes, decoded), codes.width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings = self.settings_of(use.readers)
                 quantizer = self.quantizer_of(use)
@@ -485,8 +538,8 @@ class _Packing:
     def seed(self, x: fx.Node) -> fx.Node:
         device = x.meta["val"].device
         if device not in self.seeds:
-            with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
-                self.seeds[device] = self.call(ops.draw_seed.default, device)
+            with self.graph.inserting_before(self.last_input.next):
+                self.seeds[device] = self.last_input = self.call(ops.draw_seed.default, device)
         self.count += 1
         return self.call(aten.add.Tensor, self.seeds[device], self.count)
 
@@ -533,18 +586,39 @@ class _Packing:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
 
-    def pack_places(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
-        x = node.meta["val"]
-        order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim))
+    def pack_integers(self, node: fx.Node, codes: Codes, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+        """Pack integers, exactly; NaN is the spare code, or else all are NaN."""
+        x, (least, width, has_spare) = node.meta["val"], codes
+        dtype = x.dtype
+        steps = [step if isinstance(step, int) else int(step.node.hint) for step in x.stride()]
+        order = sorted(range(x.dim()), key=lambda dim: (-steps[dim], dim))
         back = [order.index(dim) for dim in range(x.dim())]
+        stored: list[fx.Node] = []
         with self.insert_after(node):
-            ordered = self.call(aten.permute.default, node, order)
-            packed = self.call(ops.pack_codes.default, self.call(aten.reshape.default, ordered, [-1]), width, _BLOCK)
-            found = self.call(ops.unpack_codes.default, packed, width, x.numel(), _BLOCK)
-            found = self.call(aten.view.default, found, [x.shape[dim] for dim in order])
-            found = self.call(prims.convert_element_type.default, found, x.dtype)
+            sizes, _ = self.sizes(node)
+            numel = math.prod(x.shape) if isinstance(x.numel(), int) else self.call(aten.sym_numel.default, node)
+            flat = self.call(aten.reshape.default, self.call(aten.permute.default, node, order), [-1])
+            if dtype.is_floating_point:
+                flat = self.call(aten.sub.Tensor, flat, least)
+                if has_spare:
+                    flat = self.call(aten.nan_to_num.default, flat, 2.0**width - 1)
+                else:
+                    poison = self.call(aten.mul.Tensor, self.call(aten.sum.default, flat), 0.0)
+                    stored.append(poison)
+                flat = self.call(prims.convert_element_type.default, flat, torch.uint8)
+            packed = self.call(ops.pack_codes.default, flat, width, _BLOCK)
+            found = unpacked = self.call(ops.unpack_codes.default, packed, width, numel, _BLOCK)
+            found = self.call(prims.convert_element_type.default, found, dtype)
+            if dtype.is_floating_point:
+                found = self.call(aten.add.Tensor, found, least)
+                if has_spare:
+                    is_nan = self.call(aten.eq.Scalar, unpacked, 2**width - 1)
+                    found = self.call(aten.where.ScalarSelf, is_nan, math.nan, found)
+                else:
+                    found = self.call(aten.add.Tensor, found, poison)
+            found = self.call(aten.view.default, found, [sizes[dim] for dim in order])
             decoded[node] = self._like(node, self.call(aten.permute.default, found, back))
-        return (packed,)
+        return packed, *stored, *_symbols(sizes, [numel])
 
     def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node | None, fx.Node] | None:
         """Means and inverse deviations of the norm that reads a tensor, if it is packed normalized."""
@@ -645,20 +719,6 @@ def _is_float(node: fx.Node) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def places_width(node: fx.Node) -> int:
-    """Bits of a tensor of places, such as the indices that pooling returns; 0 for others, and for symbolic sizes."""
-    value, source = node.meta["val"], _root(node)
-    source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype is torch.bool or value.is_complex():
-        return 0
-    count = table.PLACES.get(packet_of(source))
-    if count is None or _numel(node) < _LEAST_MASK:
-        return 0
-    most = count(source.args)
-    width = (most - 1).bit_length() if isinstance(most, int) and isinstance(value.numel(), int) else 0
-    return width if width < 8 * value.itemsize else 0
 
 
 def _casts(node: fx.Node) -> list[fx.Node]:
