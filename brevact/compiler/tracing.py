@@ -19,6 +19,7 @@ from brevact.compiler import FULL_PRECISION, MARK, marks
 from brevact.compiler.results import Marked, is_recomputed, marked_regions, watch_graph
 from brevact.private_names.of_torch import (
     DictVariable,
+    FrozenDataClassVariable,
     FunctionModeVariable,
     ModuleVariable,
     VariableTracker,
@@ -192,3 +193,15 @@ def _call_mode_of_region(mode: Any, tx: Any, fn: Any, types: Any, args: Any, kwa
 
 
 FunctionModeVariable.call_torch_function = _call_mode_of_region
+_constant_of = FrozenDataClassVariable.as_python_constant
+
+
+@functools.wraps(_constant_of)
+def _constant_of_ours(variable: Any) -> Any:
+    """Return policies and settings themselves, of which PyTorch below 2.13 makes no constant."""
+    is_ours = type(variable.value).__module__.startswith("brevact.")
+    return variable.value if is_ours else _constant_of(variable)
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    FrozenDataClassVariable.as_python_constant = _constant_of_ours

@@ -95,10 +95,14 @@ def object_of(kernel: Any) -> bytes:
 
 
 def _target_machine(kernel: Any) -> binding.TargetMachine:
-    """The processor that Numba compiles for; code that lies anywhere in memory."""
+    """The processor that Numba compiles for; code whose sections lie anywhere in memory, each for itself.
+
+    LLVM ends the process on loading code of its small model whose sections lie more than 2 GiB apart.
+    """
     triple, processor, features = kernel.targetctx.codegen().magic_tuple()
     if "+avx512vbmi2" in features:  # LLVM keeps to 256 bits for the sake of older processors, which slow down for 512
         features += ",-prefer-256-bit"
+    reloc, model = ("static", "large") if triple.startswith("x86_64") else ("pic", "default")
     return binding.Target.from_triple(triple).create_target_machine(
-        cpu=processor, features=features, opt=3, reloc="pic", codemodel="default"
+        cpu=processor, features=features, opt=3, reloc=reloc, codemodel=model
     )
