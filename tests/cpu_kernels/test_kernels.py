@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import torch
 
 from brevact.cpu_kernels import kernels
 from brevact.cpu_kernels.kernels import Kernel, prepare
+from brevact.cpu_kernels.packing import pack_mask_blocks
 from tests.cpu_kernels import example_kernels
 
 forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
@@ -137,6 +140,25 @@ def test_fork_while_another_thread_waits(folder: Path):
     child.join(120)
     waits.join()
     assert child.exitcode == 0
+
+
+def _relocations(elf: bytes) -> set[int]:
+    """Kinds of the addresses that a loader writes into an object file of ELF's 64 bits."""
+    (sections,), (size, count) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HH", elf, 58)
+    found = set()
+    for at in range(sections, sections + size * count, size):
+        (kind,), (start, length) = struct.unpack_from("<I", elf, at + 4), struct.unpack_from("<QQ", elf, at + 24)
+        if kind == 4:  # SHT_RELA
+            found |= {struct.unpack_from("<I", elf, place + 8)[0] for place in range(start, start + length, 24)}
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="of ELF on x86_64")
+def test_sections_of_a_kernel_may_lie_anywhere(folder: Path):
+    """LLVM ends the process where an address of 32 bits is further away: where a process has mapped much memory."""
+    code = kernels._machine_code(_as_in_another_process(pack_mask_blocks))
+    assert _relocations(code) == {1}  # R_X86_64_64
 
 
 @pytest.mark.exhaustive
