@@ -227,6 +227,8 @@ def _is_exact() -> bool:
     return all(from_text(text).is_exact for text in _current.texts)
 
 
+#: Ops whose decompositions compute in types that the CPU's own kernels lack.
+_NOT_ON_CPU = torch.ops.aten.eye.default, torch.ops.aten.eye.m
 _make = backends.aot_module_simplified
 
 
@@ -235,7 +237,8 @@ def _make_packed(*args: Any, **options: Any) -> Any:
     if _current.texts and options.get("partition_fn") is not compile_fx.partition_fn:
         options["partition_fn"] = Partitioner(_current.budget)
         if not _is_exact():  # the table is of ops that Inductor decomposes
-            options["decompositions"] = {**select_decomp_table(), **(options.get("decompositions") or {})}
+            table = {op: of for op, of in select_decomp_table().items() if op not in _NOT_ON_CPU}
+            options["decompositions"] = {**table, **(options.get("decompositions") or {})}
     return _make(*args, **options)
 
 

@@ -152,7 +152,7 @@ def root_of(node: fx.Node, integers: Integers) -> tuple[fx.Node, list[fx.Node]] 
         size = _hint(node.meta["val"])
         args = [each for each in node.all_input_nodes if isinstance(each.meta["val"], Tensor)]
         large = [each for each in args if _hint(each.meta["val"]) * 8 > size]
-        if len(large) != 1:
+        if len(large) != 1 or (packet_of(node) is aten.div and node.args[1] is large[0]):  # which a zero's sign decides
             return None
         others += [each for each in args if each is not large[0]]
         node = large[0]

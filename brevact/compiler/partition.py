@@ -587,7 +587,7 @@ class _Packing:
         return node, *([] if seed is None else [seed]), *symbols
 
     def pack_integers(self, node: fx.Node, codes: Codes, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
-        """Pack integers, exactly; NaN is the spare code, or else all are NaN."""
+        """Pack integers, exactly but for the sign of a zero; NaN is the spare code, or else all are NaN."""
         x, (least, width, has_spare) = node.meta["val"], codes
         dtype = x.dtype
         steps = [step if isinstance(step, int) else int(step.node.hint) for step in x.stride()]
@@ -598,19 +598,21 @@ class _Packing:
             sizes, _ = self.sizes(node)
             numel = math.prod(x.shape) if isinstance(x.numel(), int) else self.call(aten.sym_numel.default, node)
             flat = self.call(aten.reshape.default, self.call(aten.permute.default, node, order), [-1])
-            if dtype.is_floating_point:
+            if least:
                 flat = self.call(aten.sub.Tensor, flat, least)
+            if dtype.is_floating_point:
                 if has_spare:
                     flat = self.call(aten.nan_to_num.default, flat, 2.0**width - 1)
                 else:
-                    poison = self.call(aten.mul.Tensor, self.call(aten.sum.default, flat), 0.0)
+                    poison = self.call(aten.sum.default, self.call(aten.mul.Tensor, flat, 0.0))
                     stored.append(poison)
                 flat = self.call(prims.convert_element_type.default, flat, torch.uint8)
             packed = self.call(ops.pack_codes.default, flat, width, _BLOCK)
             found = unpacked = self.call(ops.unpack_codes.default, packed, width, numel, _BLOCK)
             found = self.call(prims.convert_element_type.default, found, dtype)
-            if dtype.is_floating_point:
+            if least:
                 found = self.call(aten.add.Tensor, found, least)
+            if dtype.is_floating_point:
                 if has_spare:
                     is_nan = self.call(aten.eq.Scalar, unpacked, 2**width - 1)
                     found = self.call(aten.where.ScalarSelf, is_nan, math.nan, found)

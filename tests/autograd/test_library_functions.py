@@ -193,6 +193,20 @@ def test_another_way_of_saving_stays_as_it_is(count, inverts, recwarn):
     assert inverts or any("saves 4 tensors, 3 or 2 where it was read" in each for each in told)
 
 
+def test_a_subclass_with_its_own_backward_is_not_in_the_table():
+    class Equal(STAND_INS["liger_kernel.ops.swiglu.LigerSiLUMulFunction"].function):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            a, b = ctx.saved_tensors
+            return grad * (a == b), None
+
+    with brevact.backward_quant(StochBackward4bit.let(min_numel=0)):
+        x = activation()
+        y = x * 1.0
+        out = Equal.apply(y, y.detach())
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones(64, 128))
+
+
 def test_a_rule_for_a_function_that_saves_nothing_to_pack_is_refused():
     path = next(path for path, sets in SETS.items() if sets == ["---"])
 

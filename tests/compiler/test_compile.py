@@ -161,3 +161,10 @@ def test_inductor_saves_as_other_compilers_do(budget):
     exact = kept(perceptron())[1]
     assert nbytes <= 1.1 * expected  # Inductor's own passes change which views there are
     assert float((gradient - exact).norm() / exact.norm()) < 0.5
+
+
+def test_ops_that_only_other_devices_decompose_run_on_the_cpu():
+    weight = torch.randn(256, 256, requires_grad=True)
+    step = brevact.compile(lambda x: (x @ weight @ torch.eye(256)).square().mean(), backend="aot_eager")
+    step(torch.randn(64, 256)).backward()
+    assert weight.grad is not None

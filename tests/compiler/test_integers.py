@@ -138,3 +138,28 @@ def codes(function, *args: Tensor) -> Codes | None:
 )
 def test_ranges(function, expected):
     assert codes(function, X) == expected
+
+
+@pytest.mark.parametrize("policy", [brevact.LosslessBackward, brevact.StochBackward4bit], ids=["lossless", "4 bits"])
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
+        (lambda x: x.sign().to(torch.int8), torch.float32),
+        (lambda x: (3 * x).round().clamp(-8, 7).to(torch.int16), torch.float32),
+        (lambda x: (3 * x).round().clamp(0, 7).to(torch.uint8) + 5, torch.float32),
+        (lambda x: x.sort(-1).indices - 64, torch.float32),
+        (lambda x: (3 * x).round().clamp(-8, 7), torch.float16),
+        (lambda x: (3 * x).round().clamp(-8, 7) / 8, torch.bfloat16),
+    ],
+)
+def test_integers_of_all_types_and_ranges_are_kept_exactly(integers, dtype, policy):
+    """The gradient of the factor is them; the sum of half of them exceeds float16."""
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+    for chosen in (None, policy.let(min_numel=0)):
+        torch._dynamo.reset()
+        factor = torch.ones(256, 128, dtype=dtype, requires_grad=True)
+        with brevact.backward_quant(chosen):
+            out = torch.compile(lambda x, factor: (factor * 1.0) * integers(x), backend="aot_eager")(x, factor)
+        found.append(torch.autograd.grad(out.float().sum(), factor)[0])
+    assert torch.equal(*found)
