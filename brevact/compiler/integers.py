@@ -160,7 +160,7 @@ def root_of(node: fx.Node, integers: Integers) -> tuple[fx.Node, list[fx.Node]] 
 
 
 def is_computable(node: fx.Node, available: Container[fx.Node], activations: Container[fx.Node]) -> bool:
-    """Whether backward can compute a tensor, element by element, rounding included, from what is available."""
+    """Whether backward can compute a tensor, element by element, rounding included, from available ones."""
     size, waiting, steps = _hint(node.meta["val"]), [node], 0
     while waiting:
         each = waiting.pop()

@@ -32,7 +32,7 @@ class Marked(NamedTuple):
 
 
 def marked_regions(translator: Any) -> list[Marked]:
-    """The regions around what Dynamo traces, the innermost last."""
+    """The regions around the code that Dynamo traces, the innermost last."""
     regions: list[Marked] = translator.output.__dict__.setdefault("brevact_regions", [])
     return regions
 

@@ -198,7 +198,7 @@ _constant_of = FrozenDataClassVariable.as_python_constant
 
 @functools.wraps(_constant_of)
 def _constant_of_ours(variable: Any) -> Any:
-    """Return policies and settings themselves, of which PyTorch below 2.13 makes no constant."""
+    """Return policies and settings themselves: PyTorch below 2.13 makes no constants of them."""
     is_ours = type(variable.value).__module__.startswith("brevact.")
     return variable.value if is_ours else _constant_of(variable)
 
