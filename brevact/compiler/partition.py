@@ -193,7 +193,7 @@ class _Packing:
                 self.saved[root] = None
 
     def save_integers(self) -> None:
-        """Save integers of few bits and masks in place of their functions, or of the tensors that they are functions of."""
+        """Save integers of few bits and masks in place of their functions, or of the tensors that they come from."""
         self.gradients |= unite_clips(self.graph, self.call)
         self.analyse()
         uses = {each.node: each for each in self.dependence.saved}
