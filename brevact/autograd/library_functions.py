@@ -235,8 +235,8 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         shape, x, weight, eps, float(gemma)
     ),
     "liger_kernel.ops.swiglu.LigerSiLUMulFunction": _silu_mul,
-    "flash_attn.ops.activations.SwiGLUFunction": lambda shape, x, y: _Gated(shape, F.silu),
-    "fla.modules.activations.ops.SwiGLUFunction": lambda shape, x, y: _Gated(shape, F.silu),
+    "flash_attn.ops.activations.SwiGLUFunction": _silu_mul,
+    "fla.modules.activations.ops.SwiGLUFunction": _silu_mul,
     "liger_kernel.ops.geglu.LigerGELUMulFunction": lambda shape, a, b: _Gated(shape, _gelu_tanh),
 }
 _ROWS = [line.split() for line in _TABLE.split("\n") if line]
@@ -274,12 +274,6 @@ def _letters_of(path: str, count: int) -> str | None:
 def is_exact_alone(path: str | None) -> bool:
     """Return whether a Function is in the table, and saves nothing that may be packed."""
     return path in SETS and set().union(*SETS[path]) == {EXACT}
-
-
-def forget() -> None:
-    """Forget which libraries are installed, and which warnings were given."""
-    _letters_of.cache_clear()
-    _is_read.cache_clear()
 
 
 @functools.cache

@@ -166,14 +166,13 @@ def watch_forward(function: type[torch.autograd.Function]) -> None:
     inner = getattr(function, name)
     if hasattr(inner, "brevact_inner"):
         return
-    path = _path_of(function)
 
     @functools.wraps(inner)
     def told(*args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
         if args and not (kwargs or _is_compiling()):  # called by autograd
             of = getattr(type(args[0]), "_forward_cls", function)  # a subclass has a backward pass of its own
-            _of_thread.call = _Call(path if of is function else _path_of(of), sys._getframe(1), result, *args)
+            _of_thread.call = _Call(_path_of(of), sys._getframe(1), result, *args)
         return result
 
     told.brevact_inner = inner  # type: ignore[attr-defined]

@@ -43,7 +43,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for stand_in in STAND_INS.values():
         watch_forward(stand_in.function)
     yield
-    library_functions.forget()
+    for cached in (library_functions._letters_of, library_functions._is_read):
+        cached.cache_clear()
 
 
 def activation(dtype: torch.dtype = torch.float32) -> Tensor:
