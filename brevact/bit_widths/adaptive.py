@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 
 from brevact.arguments import check_count, check_model, check_state
+from brevact.autograd.running import is_distributed
 from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, kept_on_error, plan_of
 from brevact.bit_widths.sample_norms import SampleNorms
@@ -57,11 +58,6 @@ def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, ste
 
 def expected_noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
-
-
-def is_distributed() -> bool:
-    """Return whether a process group is initialized."""
-    return distributed.is_available() and distributed.is_initialized()
 
 
 def check_groups(state: Any, own: Mapping[str, Any]) -> None:
