@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
+from brevact.compiler.budget import BITS, Plan, Recomputation
 from brevact.compiler.constants import constants_of
-from brevact.compiler.partition import Row, Sizes, nbytes_of, pack_saved, planned, recomputed_layers
+from brevact.compiler.partition import Row, SettingsOf, Sizes, nbytes_of, pack_saved, planned, recomputed_layers
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
     autograd_function_apply,
@@ -37,11 +37,6 @@ from brevact.private_names.of_compiler import (
 from brevact.private_names.of_torch import HigherOrderOperator
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
-
-#: Parts of the compiler's own saved bytes, and bit widths; a budget chooses among them.
-_PARTS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)
-_BITS = (8, 7, 6, 5, 4, 3, 2)
-
 
 _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 
@@ -188,7 +183,7 @@ def mark_of(node: fx.Node) -> str | None:
 
 @functools.cache
 def _with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
-    if not 0 < bits_of(settings.quantizer) <= max(_BITS):
+    if not 0 < bits_of(settings.quantizer) <= BITS[0]:
         return settings
     quantizer = dataclasses.replace(settings.quantizer, bit_width=bits)
     return dataclasses.replace(settings, quantizer=quantizer, score_bit_width=max(bits, settings.score_bit_width))
@@ -251,59 +246,49 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     partitioner = _current.partitioner
     if partitioner is None or not _current.texts:
         return _choose(joint_graph, node_info, memory_budget)
-    part, bits = memory_budget, None
-    kind, size = partitioner.budget or ("part", memory_budget)
-    if kind == "part":
-        part = size
-    else:
-        plain = sum(nbytes_of(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
-        part, bits = _best(partitioner, joint_graph, node_info, plain / size if kind == "ratio" else size)
-    saved, marks = _chosen(joint_graph, node_info, part, bits)
+    marks = _Marks(joint_graph)
+    with _recomputing(joint_graph, marks.settings_of):
+        saved = _saved(partitioner, joint_graph, node_info, memory_budget, marks)
     saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of)
     if _current.rows is not None:
         _current.rows += rows
     return saved
 
 
-def _chosen(graph: fx.Graph, node_info: Any, part: float, bits: int | None) -> tuple[list[fx.Node], _Marks]:
-    """Nodes that PyTorch saves in ``part`` of its default bytes, with the layers that settings name recomputed."""
-    marks = _Marks(graph, bits)
-    again = recomputed_layers(graph, marks.settings_of)
+@contextmanager
+def _recomputing(graph: fx.Graph, settings_of: SettingsOf) -> Iterator[None]:
+    """Let PyTorch compute again what settings name, and what its kernels would read once, unless all are exact."""
+    again = recomputed_layers(graph, settings_of)
     for node in again:
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    with functorch_config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
-        saved = _choose(graph, node_info, part)
-    for node in again:
-        del node.meta["recompute"]
-    return saved, marks
+    try:
+        with functorch_config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
+            yield
+    finally:
+        for node in again:
+            del node.meta["recompute"]
 
 
-def _best(partitioner: Partitioner, graph: fx.Graph, node_info: Any, limit: float) -> tuple[float, int]:
-    """The largest part to save at which the settings' bits are within a limit of bytes, and the most bits that are.
+def _saved(partitioner: Partitioner, graph: fx.Graph, node_info: Any, part: float, marks: _Marks) -> list[fx.Node]:
+    """Nodes to save within the partitioner's budget, or else PyTorch's; a budget in bytes sets the bits of marks."""
+    kind, size = partitioner.budget or ("part", part)
+    if kind == "part" and (_is_exact() or size in (0, 1)):
+        return _choose(graph, node_info, size)
 
-    Where that is none, the part and the bits of least noise.
-    """
-    least, best = math.inf, (math.inf, 0.0, 0)
-    for part in _PARTS:
-        saved, _ = _chosen(graph, node_info, part, None)
-        new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        new.output(new.graph_copy(graph, nodes))
-        marks = _Marks(new)
-        plan = planned(new, [nodes[node] for node in saved], partitioner.sizes, marks.settings_of)
-        wanted = plan.estimate()[1]
-        for marks.bits in _BITS:
-            nbytes, noise = plan.estimate()
-            least = min(least, nbytes)
-            if nbytes <= limit and noise < best[0]:
-                best = noise, part, marks.bits
-        if best[0] <= wanted:
-            break
-    if math.isinf(best[0]):
-        raise ValueError(
-            f"budget: a graph saves {least:,.0f} bytes at least, more than {limit:,.0f}; accepted is a budget of at "
-            "least that, or settings that pack more (min_numel=0)"
-        )
-    return best[1:]
+    def plan(saved: Iterable[fx.Node]) -> Plan:
+        new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        new.output(new.graph_copy(graph, copies))
+        of_copy = _Marks(new)
+        nodes = [copies[node] for node in saved]
+        return Plan(planned(new, nodes, partitioner.sizes, of_copy.settings_of), copies, of_copy)
+
+    found = Recomputation(graph, node_info, plan)
+    if kind == "part":
+        return found.within(size * found.most)
+    usual = _choose(graph, node_info, 1.0)
+    plain = sum(nbytes_of(node) for node in usual if node.op != "placeholder")
+    saved, marks.bits = found.least_noise(usual, plain / size if kind == "ratio" else size)
+    return saved
 
 
 partitioners.choose_saved_values_set = _choose_packed

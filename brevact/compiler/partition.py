@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Codes, Integers, ends_of, is_computable, root_of, unite_clips
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
+from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
 
 ops = torch.ops.brevact
@@ -39,7 +40,7 @@ _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
 _BROADCAST = 8
-#: Fewest bits of tensors from which layers are computed again.
+#: Fewest bits of tensors from which layers are computed again, which take at least two bits more than others.
 DEEP_BITS = 6
 #: Elements from which masks are packed.
 _LEAST_MASK = 4096
@@ -99,8 +100,8 @@ def pack_saved(
     return planned(graph, saved, sizes, settings_of).pack()
 
 
-def planned(graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> _Packing:
-    packing = _Packing(graph, saved, sizes, settings_of)
+def planned(graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> Packing:
+    packing = Packing(graph, saved, sizes, settings_of)
     packing.unite_masks()
     packing.unite_views()
     packing.read_sizes_alone()
@@ -123,7 +124,7 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
     return found
 
 
-class _Packing:
+class Packing:
     def __init__(self, graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> None:
         self.graph, self.settings_of, self.outputs = graph, settings_of, sizes.outputs
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -139,7 +140,7 @@ class _Packing:
         self.live = _reached(graph, (node for node, gradient in wanted if gradient is not None))
         data = [node for place, node in enumerate(primals) if place not in sizes.static]
         self.inputs = {node for place, node in enumerate(primals) if place in sizes.activations}
-        random = [node for node in graph.nodes if _is_random(node)]
+        random = [node for node in graph.nodes if is_random(node)]
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
         self.integers = Integers(graph, {primals[place]: value for place, value in sizes.constants.items()})
@@ -149,6 +150,8 @@ class _Packing:
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
         self.seeds: dict[torch.device, fx.Node] = {}
         self.count = 0
+        self.changes = 0  # of the graph
+        self.analysed: tuple[int, list[fx.Node]] | None = None
         self.dependence: Dependence
 
     # --- which tensors to save
@@ -187,7 +190,7 @@ class _Packing:
             if [each.node for each in views] == [root] or not self.may_round(root):
                 continue
             bits = {each.node: self.bits(each) for each in views}
-            if sum(_numel(view) * width for view, width in bits.items()) >= _numel(root) * max(bits.values()):
+            if sum(numel_of(view) * width for view, width in bits.items()) >= numel_of(root) * max(bits.values()):
                 for view in bits:
                     del self.saved[view]
                 self.saved[root] = None
@@ -197,15 +200,16 @@ class _Packing:
         self.gradients |= unite_clips(self.graph, self.call)
         self.analyse()
         uses = {each.node: each for each in self.dependence.saved}
+        available = {*self.nodes, *self.saved}
         for node in list(self.saved):
             value, use = node.meta.get("val"), uses.get(node)
             if not (isinstance(value, Tensor) and (node.op == "call_function" or node in self.inputs)):
                 continue
             if (settings := self.settings_of(readers_of(node, self.read))) is None:
                 continue
-            available = {*self.nodes, *self.saved} - {node}
             if settings.is_exact and is_computable(node, available, self.activations):
                 del self.saved[node]
+                available.remove(node)
                 continue
             found: list[fx.Node] = []
             if value.is_floating_point() and (root := root_of(node, self.integers)) is not None:
@@ -217,14 +221,16 @@ class _Packing:
                     found = []
             if found and found[0] is not node:
                 del self.saved[node]
+                available.remove(node)
                 self.saved.update(dict.fromkeys(found))
+                available.update(found)
         self.analyse()
 
     def bits_of(self, node: fx.Node) -> int:
         """Bits of a tensor that is saved without rounding."""
         value, codes = node.meta["val"], self.integers.codes_of(node)
         width = 1 if value.dtype is torch.bool else 8 * value.itemsize if codes is None else codes.width
-        return _numel(node) * width
+        return numel_of(node) * width
 
     def codes_of(self, node: fx.Node, use: Saved | None) -> Codes | None:
         """Codes of integers, which may be rounded to fewer bits where no product of matrices reads them."""
@@ -253,6 +259,8 @@ class _Packing:
 
     def analyse(self) -> None:
         """Find how backward depends on the saved tensors, and drop those that it does not read."""
+        if self.analysed == (self.changes, list(self.saved)):
+            return
         self.nodes = self.backward_nodes()
         self.read = set(self.nodes)
         needed = {each for node in self.nodes if node is not self.output for each in node.all_input_nodes}
@@ -264,6 +272,7 @@ class _Packing:
         self.saved.update(dict.fromkeys(sorted(inputs)))
         floats = [node for node in self.saved if self.may_round(node)]
         self.dependence = Dependence(self.nodes, floats, self.gradients)
+        self.analysed = self.changes, list(self.saved)
 
     def unite_masks(self) -> None:
         for node in list(self.graph.nodes):
@@ -381,7 +390,7 @@ class _Packing:
             if not (is_mask or is_of_weights or self.may_round(node)):
                 continue
             found = self._steps(node, available)
-            if found is not None and sum(map(_numel, found[1])) < _numel(node):
+            if found is not None and sum(map(numel_of, found[1])) < numel_of(node):
                 del self.saved[node]
                 self.saved.update(dict.fromkeys(found[1]))
                 available |= found[0] | found[1]
@@ -439,7 +448,7 @@ class _Packing:
 
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
-        if settings is None or settings.is_exact or _numel(saved.node) < settings.min_numel:
+        if settings is None or settings.is_exact or numel_of(saved.node) < settings.min_numel:
             return False
         return not self.is_spread(saved.node)
 
@@ -458,7 +467,7 @@ class _Packing:
         elif saved.use is Use.SMOOTH or (saved.use is Use.AVERAGED and not self.statistics(saved.node, settings)):
             least = settings.derive_min_bits or 4
         if saved.is_deep and not settings.recompute:
-            least = max(least, DEEP_BITS)
+            least = max(least, DEEP_BITS, next((each for each in BIT_WIDTHS if each >= bits_of(quantizer) + 2), 0))
         if not 0 < bits_of(quantizer) < least:
             return quantizer
         rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
@@ -466,36 +475,33 @@ class _Packing:
 
     def is_spread(self, node: fx.Node) -> bool:
         """Whether backward reads a tensor, and functions of its elements, only by broadcasting."""
-        size, found, waiting = _numel(node), {node}, [node]
+        size, found, waiting = numel_of(node), {node}, [node]
         is_spread = False
         while waiting:
             for user in waiting.pop().users:
                 if user not in self.read or user in found or not isinstance(user.meta.get("val"), Tensor):
                     continue
                 found.add(user)
-                if _numel(user) >= _BROADCAST * size:
+                if numel_of(user) >= _BROADCAST * size:
                     is_spread = True
-                elif _numel(user) == size and packet_of(user) not in table.PRODUCTS - {aten.mul}:
+                elif numel_of(user) == size and packet_of(user) not in table.PRODUCTS - {aten.mul}:
                     waiting.append(user)
                 else:
                     return False
         return is_spread
 
-    def estimate(self) -> tuple[float, float]:
-        """Bytes that the plan saves, and a figure for its noise: variances of rounding, in units of squared ranges."""
+    def costs(self) -> Iterator[tuple[fx.Node, float, float]]:
+        """Saved tensors, their bytes, and a figure for their noise: variances in units of squared ranges."""
         uses = {each.node: each for each in self.dependence.saved}
-        nbytes = noise = 0.0
         for node in self.saved:
             value, use = node.meta.get("val"), uses.get(node)
             if not isinstance(value, Tensor) or node.op == "placeholder":
                 continue
             if use is not None and use.use is not Use.EXACT and self.packs(use):
-                bits = bits_of(self.quantizer_of(use))
-                nbytes += _numel(node) * (bits / 8 + _METADATA)
-                noise += _numel(node) * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
+                bits, size = bits_of(self.quantizer_of(use)), numel_of(node)
+                yield node, size * (bits / 8 + _METADATA), size * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
             else:
-                nbytes += self.bits_of(node) / 8
-        return nbytes, noise
+                yield node, self.bits_of(node) / 8, 0.0
 
     # --- packing
 
@@ -509,7 +515,7 @@ class _Packing:
             value, use = node.meta.get("val"), uses.get(node)
             stored: tuple[fx.Node, ...] = (node,)
             bits = 0
-            if isinstance(value, Tensor) and value.dtype is torch.bool and _numel(node) >= _LEAST_MASK:
+            if isinstance(value, Tensor) and value.dtype is torch.bool and numel_of(node) >= _LEAST_MASK:
                 if node.op == "call_function" and self.settings_of(readers_of(node, self.read)) is not None:
                     stored, bits = self.pack_mask(node, decoded), 1
             elif isinstance(value, Tensor) and (codes := self.codes_of(node, use)) is not None:
@@ -520,7 +526,7 @@ class _Packing:
                 quantizer = self.quantizer_of(use)
                 if hasattr(quantizer, "with_drawn_size"):
                     self.count += 1
-                    quantizer = quantizer.with_drawn_size(_numel(node), seed_of_size() + self.count)
+                    quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + self.count)
                 stored, bits = self.pack_activation(node, settings, quantizer, decoded), bits_of(quantizer)
             kept.update(dict.fromkeys(stored))
             if isinstance(value, Tensor) and (node.op != "placeholder" or bits):
@@ -530,6 +536,7 @@ class _Packing:
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """Add a call at the graph's insertion point, with the fake tensor that it returns."""
+        self.changes += 1
         node = self.graph.call_function(target, args)
         with self.mode:
             node.meta["val"] = target(*(fx.map_arg(args, lambda each: each.meta["val"])))
@@ -644,6 +651,7 @@ class _Packing:
 
     def _redirect(self, nodes: list[fx.Node], decoded: dict[fx.Node, fx.Node]) -> None:
         """Let backward read the decoded nodes; it recomputes values that forward computes, too, by nodes of its own."""
+        self.changes += 1
         forward = _needed(self.of_forward, *decoded)
         for node in nodes:
             if node is self.output:
@@ -700,7 +708,7 @@ def _root(node: Any) -> fx.Node:
         node = before.args[0]
 
 
-def _numel(node: fx.Node) -> int:
+def numel_of(node: fx.Node) -> int:
     size = node.meta["val"].numel()
     return size if isinstance(size, int) else int(size.node.hint)
 
@@ -711,7 +719,7 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 
 def nbytes_of(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return _numel(node) * value.itemsize if isinstance(value, Tensor) else 0
+    return numel_of(node) * value.itemsize if isinstance(value, Tensor) else 0
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -719,7 +727,7 @@ def _is_float(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -729,7 +737,7 @@ def _casts(node: fx.Node) -> list[fx.Node]:
 
 def _is_broadcast(node: Any, user: fx.Node) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and _numel(node) * _BROADCAST <= _numel(user)
+    return isinstance(value, Tensor) and numel_of(node) * _BROADCAST <= numel_of(user)
 
 
 def _deviation(node: fx.Node, *of: fx.Node) -> fx.Node | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 else:
     CustomPartitionerFn = find("torch._inductor.custom_graph_pass.CustomPartitionerFn")
 
+OrderedSet = find("torch.utils._ordered_set.OrderedSet")
 autograd_function_apply = find("torch._functorch.autograd_function.autograd_function_apply")
 backends = find("torch._dynamo.backends.common")
 compile_fx = find("torch._inductor.compile_fx")
