@@ -51,6 +51,10 @@ class Saved:
     slopes: set[fx.Node] = field(default_factory=set)
     is_factor: bool = False
 
+    @property
+    def text(self) -> str:
+        return self.use.name.lower() + " deep" * self.is_deep
+
 
 class Dependence:
     """How the nodes that backward computes, in order, depend on each of the saved tensors given.

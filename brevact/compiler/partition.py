@@ -40,6 +40,8 @@ _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
 _BROADCAST = 8
+#: Use of outputs that backward computes again.
+RECOMPUTED = "recomputed"
 #: Fewest bits of tensors from which layers are computed again, which take at least two bits more than others.
 DEEP_BITS = 6
 #: Elements from which masks are packed.
@@ -55,7 +57,7 @@ SettingsOf = Callable[[Iterable[fx.Node]], Any]  # settings, or None
 
 
 class Row(NamedTuple):
-    """A tensor that a graph saves for backward."""
+    """A tensor that a graph saves for backward, or the output of a layer that backward computes again."""
 
     node: str
     op: str
@@ -530,7 +532,9 @@ class Packing:
                 stored, bits = self.pack_activation(node, settings, quantizer, decoded), bits_of(quantizer)
             kept.update(dict.fromkeys(stored))
             if isinstance(value, Tensor) and (node.op != "placeholder" or bits):
-                rows.append(_row(node, use, bits, stored))
+                rows.append(_row(node, "" if use is None else use.text, bits, stored))
+        again = (node for node in nodes if packet_of(node) in table.MATRIX_PRODUCTS and node not in self.gradients)
+        rows += [_row(node, RECOMPUTED, 0, ()) for node in again]
         self._redirect(nodes, decoded)
         return list(kept), rows
 
@@ -754,10 +758,9 @@ def _symbols(*sizes: list[Any]) -> list[fx.Node]:
     return [each for size in sizes for each in size if isinstance(each, fx.Node)]
 
 
-def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...]) -> Row:
+def _row(node: fx.Node, use: str, bits: int, stored: tuple[fx.Node, ...]) -> Row:
     value = node.meta["val"]
     modules = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
-    name = "" if use is None else use.use.name.lower() + (" deep" if use.is_deep else "")
     shape = tuple(value.shape)
     source: Any = node.args[0] if node.target is operator.getitem else node
     return Row(
@@ -765,7 +768,7 @@ def _row(node: fx.Node, use: Saved | None, bits: int, stored: tuple[fx.Node, ...
         str(packet_of(source) or source.target),
         modules[-1][0],
         shape,
-        name,
+        use,
         bits,
         nbytes_of(node),
         sum(map(nbytes_of, stored)),

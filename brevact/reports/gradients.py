@@ -25,8 +25,8 @@ from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
 from brevact.reports.gradient_noise import Estimate, exact_gradients, gradient_noise, in_units, noise_of_batches
 from brevact.reports.gradient_passes import Loss, check_batches, check_draws, check_loss
-from brevact.reports.in_place import in_place
-from brevact.reports.memory import BY_DEFAULT, memory_of
+from brevact.reports.in_place import in_place, is_compiled
+from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table
@@ -312,7 +312,8 @@ def gradient_report(
 
     Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. A layer's row has
     the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
-    all other tensors at 8 bits, whose noise is subtracted.
+    all other tensors at 8 bits, whose noise is subtracted. The rows of a compiled model have the tensors of its graphs,
+    without noise.
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
     batches and L rows, the total takes 1 + B + B draws passes, and the rows (L + 1) B layer_draws more. The gradients
@@ -368,15 +369,18 @@ def _report(
     layer_draws: int,
     progress: bool,
 ) -> GradientReport:
-    memory = _take_policy(model, batches[0], loss, policy)
+    memory, is_of_graphs = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
-    is_measured = layers is not None and bool(chains)
+    is_measured = layers is not None and bool(chains) and not is_of_graphs
     passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
     with progress_bar("gradient_report", passes, progress) as on_pass:
         exact = exact_gradients(model, batches, loss, on_pass)
         whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
         of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
         figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
+    if is_of_graphs:
+        notes = [_OF_GRAPHS]
+        model = getattr(model, "_orig_mod", model)
     kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
     rows = []
     for chain in chains:
@@ -422,17 +426,25 @@ def _of_chains(
     return found, [note] if left else []
 
 
-def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> MemoryReport:
-    """Attach the policy to measure, and return the bytes that the model saves under it."""
+_OF_GRAPHS = (
+    "The rows are tensors of compiled graphs, whose noise is measured in the total only; pass the model before "
+    "torch.compile for the noise of each layer."
+)
+
+
+def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple[MemoryReport, bool]:
+    """Attach the policy to measure; return the bytes that the model saves under it, and whether graphs save them."""
     if policy is not None:
         for module in model.modules():
             detach_region(module, POLICY)
         attach_policy(model, policy)
     batch = without_surroundings(batch)
+    if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
+        return found, True
     memory = memory_of(model, lambda measured: loss(measured, batch), batch)
     if memory.note == BY_DEFAULT:
         attach_policy(model)
-    return memory
+    return memory, False
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:

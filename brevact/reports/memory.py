@@ -366,9 +366,13 @@ def _running_module(model: nn.Module) -> Iterator[list[str]]:
 
 
 _NOTE = (
-    "Plain bytes are those of the same tensors unpacked. What the compiler computes again in backward, by itself or "
-    "for a budget, is in no row."
+    "Plain bytes are those of the same tensors unpacked, and of layers' outputs that backward computes again. What "
+    "else the compiler computes again is in no row."
 )
+
+
+#: How a tensor that is not packed is saved, by its use in a graph.
+_HOW = {"": FULL_PRECISION, "linear": FULL_PRECISION, "recomputed": DERIVED}
 
 
 def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
@@ -385,7 +389,7 @@ def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> Memor
         layer = _layer(row.module, kinds)
         plain[layer] += row.plain_bytes
         saved[layer] += row.nbytes
-        how = PACKED if row.bits > 1 else MASKED if row.bits else FULL_PRECISION if row.use in ("", "linear") else EXACT
+        how = PACKED if row.bits > 1 else MASKED if row.bits else _HOW.get(row.use, EXACT)
         ops.append(OpMemory(layer, row.op, how, row.use, row.plain_bytes, row.nbytes, None, row.bits))
     rows = tuple(LayerMemory(name, kind, plain[name], saved[name]) for name, kind in kinds.items() if plain[name])
     return MemoryReport(rows, tuple(ops), _NOTE)
