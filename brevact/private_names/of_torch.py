@@ -99,6 +99,8 @@ len_dispatch_stack = find("torch._C._len_torch_dispatch_stack")
 #: Context that hides ops from all dispatch modes, including others'.
 no_dispatch_modes = find("torch._C._DisableTorchDispatch")
 active_fake_mode = find("torch._guards.active_fake_mode")  #: None without fake tensors
+DispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+tree_leaves = find("torch.utils._pytree.tree_leaves")
 disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
