@@ -29,6 +29,7 @@ OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
 OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
 EXACT_POLICY = "the quantizer packs what is exact alone"
 ON_BACKWARD = "quantized when backward starts"
+ON_CONTEXT = "an attribute of the Function's context, which no hook sees"
 OTHER_CODE = "other code saves it, and may compare it"
 _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
