@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.private_names.of_torch import DispatchMode, tree_leaves
+from brevact.private_names.of_torch import DispatchMode, flash_attention, tree_leaves
 
 
 class Allocated(NamedTuple):
@@ -73,9 +73,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, scale=scale
-    )[0]
+    out: Tensor = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return out
 
 

@@ -204,6 +204,7 @@ fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default"
 fused_rms_norm = find("torch.ops.aten._fused_rms_norm")
 batch_norm_impl_index = find("torch._batch_norm_impl_index")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math")
+flash_attention = find("torch.ops.aten._scaled_dot_product_flash_attention")
 choose_attention = find("torch._fused_sdp_choice")
 grouped_mm = find("torch._grouped_mm")
 suggest_memory_format = find("torch._prims_common.suggest_memory_format")
