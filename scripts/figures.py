@@ -7,7 +7,7 @@ sees. Rows that are measured again change the page by this command, and a test f
 
 bench.MODEL.POLICY.COLUMN   of the last row: kept, less, peak, growth, step, speed, error, noise or bias
 range.GROUP.POLICY.COLUMN   the least and the largest of a group of models
-table.NAME                  a key of `TABLES`, or formats, quantizers, studies
+table.NAME                  a key of `TABLES`, or formats, plan, quantizers, studies
 study.POLICY.COLUMN         of the long study: pairs, less, loss, accuracy, accuracy-below, accuracy-below-interval
 """
 
@@ -133,7 +133,7 @@ def figures() -> dict[str, str]:
             for column in COLUMNS:
                 if values := sorted({_cell(row, column) for row in of_group} - {""}, key=_number):
                     found[f"range.{group}.{policy}.{column}"] = " to ".join(dict.fromkeys((values[0], values[-1])))
-    return found | {"table.formats": _formats(), "table.quantizers": _quantizers()} | _studies()
+    return found | {"table.formats": _formats(), "table.quantizers": _quantizers(), "table.plan": _plan()} | _studies()
 
 
 def _cell(row: Mapping[str, str], name: str) -> str:
@@ -154,6 +154,18 @@ def _formats() -> str:
         errors = (last[name, kind]["error"] for kind in kinds)
         lines.append([f"`{name}`", row["bits"], *errors, row["bias"], row["quantize"], row["decode"]])
     return markdown(["quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode"], lines)
+
+
+def _plan() -> str:
+    """Kept bytes at 4,096 tokens, and the longest sequence in each memory."""
+    rows = read("plan")
+    memories = [name for name in rows[0] if name.isdecimal()]
+    heads = ("model", "activations", "kept of 4,096 tokens, GiB", *(f"tokens in {each} GiB" for each in memories))
+    ways = {"plain": "plain", "checkpointed": "checkpointed", "DEFAULT": "`DEFAULT`", "RECOMPUTE": "`RECOMPUTE`"}
+    return markdown(
+        heads,
+        ((r["model"], ways[r["way"]], r["kept_gib"], *(f"{int(r[each]):,}" for each in memories)) for r in rows),
+    )
 
 
 def _quantizers() -> str:

@@ -1,7 +1,7 @@
 """``python -m brevact plan MODEL``: the bytes of a language model's training, without its weights and without a GPU.
 
 Steps of one and of two blocks run on the meta device: with the hooks of policies, forward and backward. Further
-blocks add what the second one added.
+blocks keep what the second one keeps.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import logging
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,8 +97,13 @@ class Training:
         found: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(self.dtype)
         return found
 
-    def sizes(self, blocks: int) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int]:
         """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
+        (weights, gradients, _), (weights_2, gradients_2, largest) = self._sizes(1), self._sizes(2)
+        others = self.config.num_hidden_layers - 1
+        return weights + others * (weights_2 - weights), gradients + others * (gradients_2 - gradients), largest
+
+    def _sizes(self, blocks: int) -> tuple[int, int, int]:
         model = self.model(blocks)
         in_quarters = set()
         if self.has_quarters:
@@ -138,11 +143,15 @@ class Training:
     def allocated(self, way: str) -> Allocated:
         """Return the bytes of a step of the whole model."""
         one, two = self.step(way, 1), self.step(way, 2)
-        if way == "plain" and self.step(way, 3) != two.plus(two).plus(one, -1):
+        of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
+        if way == "plain" and self.step(way, 3).kept != two.kept + of_block:
             raise ValueError(
                 f"MODEL: blocks of {type(self.config).__name__} differ; only models of equal blocks can be planned"
             )
-        return one.plus(two.plus(one, -1), self.config.num_hidden_layers - 1)
+        if blocks == 1:
+            return one
+        # the last block's backward pass, or the loss, is the peak: all other blocks are kept then
+        return Allocated(two.kept + (blocks - 2) * of_block, two.peak + (blocks - 2) * of_block)
 
 
 def _attention(
@@ -193,20 +202,25 @@ def plan(options: argparse.Namespace) -> str:
         dtype=torch.float32 if options.weights == "float32" else torch.bfloat16,
         **{"has_quarters": has_quarters, "rank": rank, "targets": targets, "has_liger": options.liger},
     )
+    with on_the_meta_device(training):
+        return _planned(training, memory, options)
+
+
+@contextmanager
+def on_the_meta_device(training: Training) -> Iterator[None]:
+    """Let steps run as on a GPU, without the advice of libraries on how to run models, which do not run."""
     before = logging.root.manager.disable
-    logging.disable(before if options.verbose else logging.WARNING)  # of libraries, on how to run what is not run
+    logging.disable(max(before, logging.WARNING))
     try:
-        with as_on_a_gpu(), without_launches() if options.liger else nullcontext(), warnings.catch_warnings():
+        with as_on_a_gpu(), without_launches() if training.has_liger else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            return _planned(training, memory, options)
+            yield
     finally:
         logging.disable(before)
 
 
 def _planned(training: Training, memory: int | None, options: argparse.Namespace) -> str:
-    (weights, gradients, _), (weights_2, gradients_2, largest) = training.sizes(1), training.sizes(2)
-    others = training.config.num_hidden_layers - 1
-    weights, gradients = weights + others * (weights_2 - weights), gradients + others * (gradients_2 - gradients)
+    weights, gradients, largest = training.sizes()
     fixed = weights + 3 * gradients + largest
     rows = []
     for way in WAYS:
@@ -214,7 +228,7 @@ def _planned(training: Training, memory: int | None, options: argparse.Namespace
         row = [way, _gib(found.kept), _gib(found.peak), _gib(fixed + found.peak)]
         if memory is not None:
             room = memory - fixed
-            row += [_most(training, way, "sequence", found.peak, room), _most(training, way, "batch", found.peak, room)]
+            row += [f"{most(training, way, name, found.peak, room):,}" for name in _STEPS]
         rows.append(row)
     header = ["activations", "kept", "peak", "in all"]
     if memory is not None:
@@ -237,8 +251,8 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB"
 
 
-def _most(training: Training, way: str, name: str, peak: int, room: int) -> str:
-    """Return the largest number of sequences or tokens whose peak fits; peaks are nearly proportional to it."""
+def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
+    """Return the largest batch or length of a sequence whose peak fits, 0 for none; peaks are nearly proportional."""
     step = _STEPS[name]
 
     def peak_at(number: int) -> int:
@@ -248,14 +262,14 @@ def _most(training: Training, way: str, name: str, peak: int, room: int) -> str:
     for _ in range(_TRIALS):
         number = int(number * room / peak) // step * step
         if number < step:
-            return "none"
+            return 0
         peak = peak_at(number)
     while peak > room:
         number -= step
         if number < step:
-            return "none"
+            return 0
         peak = peak_at(number)
-    return f"{number:,}"
+    return number
 
 
 def _memory(words: str | None) -> int | None:
