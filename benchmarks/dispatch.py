@@ -112,9 +112,9 @@ def costs_of(function: Callable[..., Tensor], given: list[Tensor], policy: Any, 
         for out in results:
             torch.autograd.grad(out, wanted, grad)
         times[1].append((time.process_time() - start) / _CALLS)
-        with entered(policy):
-            found: list[Tensor] = []
-            forward = calls_of(lambda: found.append(function(*given)))
+    found: list[Tensor] = []
+    with entered(policy):
+        forward = calls_of(lambda: found.append(function(*given)))
     backward = calls_of(lambda: torch.autograd.grad(found[0], wanted, grad))
     return [*(1e6 * statistics.median(each) for each in times), forward, backward]
 

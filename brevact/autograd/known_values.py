@@ -286,8 +286,12 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     the checkpoint's forward.
     """
     record = find_record(x)
-    entry: _Entry | None = None if record is None else record.known
-    if entry is None or x.is_inference() or entry[0] != x._version:
+    return None if record is None or record.known is None else found_in(record.known, x, settings, scope)
+
+
+def found_in(entry: _Entry, x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
+    """Return the saved form in an entry of the storage of ``x``, or None: see :func:`find`."""
+    if x.is_inference() or entry[0] != x._version:
         return None
     _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
     if dtype is not x.dtype or x.is_neg() or x.is_conj():

@@ -144,7 +144,10 @@ class Region(Store):
         """Return whether tensors are weights, apart from masks, integers, constants; looked-up rows are not."""
         found = trains = indexed = False
         for x in tensors:
-            node = node_of(x)
+            try:
+                node: Any = x.grad_fn
+            except RuntimeError:  # a view whose base has changed
+                node = None
             if node is not None and node.metadata.get(WEIGHT_NUMEL) == 0:
                 return False
             if is_weight(x, self.state):
@@ -167,7 +170,10 @@ class Region(Store):
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         if type(result) is Tensor:
-            node = node_of(result)
+            try:
+                node: Any = result.grad_fn
+            except RuntimeError:  # a view whose base has changed
+                node = None
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
                 return

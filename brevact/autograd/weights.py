@@ -177,7 +177,10 @@ _watchers = _Watchers()
 def is_weight(x: Tensor, state: ModelState) -> bool:
     if type(x) is not Tensor and is_parameter(x):
         return True
-    node = node_of(x)
+    try:
+        node: Any = x.grad_fn
+    except RuntimeError:  # a view whose base has changed
+        node = None
     if node is None:
         return storage_address(x) in state or (x._is_view() and x._base is not None and is_weight(x._base, state))
     if node.metadata.get(WEIGHT_NUMEL) is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:

@@ -36,13 +36,6 @@ from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
 _LEGACY_LEVELS = range(1, 65)
 
 
-def are_batched(grads: tuple[Tensor | None, ...]) -> bool:
-    for grad in grads:
-        if grad is not None and (is_batched(grad) or is_functorch_batched(grad)):
-            return True
-    return False
-
-
 def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Call ``backward`` for each row of the innermost batch of ``grads``; return its results batched."""
     given = [grad for grad in grads if grad is not None]
@@ -165,8 +158,9 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(ctx: Any, *grads: Any) -> Any:
         if grads[0] is None and not any(grad is not None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        if not _is_compiling() and are_batched(grads):
-            return run_by_rows(wrapped, ctx, grads)
+        for grad in grads:
+            if grad is not None and (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
+                return run_by_rows(wrapped, ctx, grads)
         return backward(ctx, *grads)
 
     return wrapped

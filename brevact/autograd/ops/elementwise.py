@@ -34,7 +34,8 @@ class _Multiply(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
-        scales_b, scales_a = dims_of_inverses(b, a), dims_of_inverses(a, b)
+        is_same = a.shape == b.shape
+        scales_b, scales_a = ((), ()) if is_same else (dims_of_inverses(b, a), dims_of_inverses(a, b))
         kept_b = _keep(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
         kept_a = _keep(region, a, b, scales_a, is_scale=bool(scales_b)) if needs_b else None
         if inplace:
@@ -47,7 +48,7 @@ class _Multiply(Saving):
         out = multiply(a, b)
         derive(
             *(region, out, torch.mul, operands),
-            is_pointwise=a.shape == b.shape,
+            is_pointwise=is_same,
             is_dirty=inplace,
             is_new=not inplace,
         )
