@@ -431,7 +431,9 @@ def track_distinct(region: Keeper, tensors: list[Tensor], result: Any) -> None:
     if type(result) is not Tensor or result.numel() < region.settings.min_numel:
         return
     for x in tensors:
-        if not is_plain(x) or (x.shape == result.shape and 0 not in x.stride() and keep_distinct(x) is None):
+        if x.is_nested or x.layout is not torch.strided:
+            return
+        if x.shape == result.shape and 0 not in x.stride() and keep_distinct(x) is None:
             return  # the common case
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
     for x in tensors:

@@ -16,7 +16,6 @@ from brevact.autograd.decoders import with_strides
 from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
@@ -275,10 +274,10 @@ def _is_new(values: Tensor, source: Saved) -> bool:
     tensors, decoder = source
     if decoder.is_read_again(tensors):
         return False
+    if values.is_contiguous():
+        return True
     layout = Layout.of(values)
-    if not layout.is_dense or layout.numel != values.numel():
-        return False
-    return storage_address(values) not in map(storage_address, tensors)
+    return layout.is_dense and layout.numel == values.numel()
 
 
 class Restrided(NamedTuple):

@@ -142,32 +142,29 @@ class _Watchers:
     """The states that watch their thread's modules by one global hook, under one key: its keys guard compiled code."""
 
     def __init__(self) -> None:
-        self._of_thread = _States()
+        self.of_thread = _States()
         self._count = 0
         self._lock = threading.Lock()
         self._key = RemovableHandle(global_forward_pre_hooks).id
 
     def add(self, state: ModelState) -> None:
-        self._of_thread.states.append(state)
+        self.of_thread.states.append(state)
         with self._lock:
             self._count += 1
             global_forward_pre_hooks[self._key] = _tell_watchers
 
     def remove(self, state: ModelState) -> None:
-        self._of_thread.states.remove(state)
+        self.of_thread.states.remove(state)
         with self._lock:
             self._count -= 1
             if not self._count:
                 global_forward_pre_hooks.pop(self._key, None)
 
-    def tell(self, module: nn.Module) -> None:
-        for state in self._of_thread.states:
-            state.see(module)
-
 
 def _tell_watchers(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        _watchers.tell(module)
+        for state in _watchers.of_thread.states:
+            state.see(module)
 
 
 skip_code(_tell_watchers.__code__)  # Dynamo runs it uncompiled, unless it inlines it
