@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,6 +116,7 @@ class Derived(Decoder):
     adds: bool = field(init=False)
     #: Whether equal calls on weights run once.
     shares: bool = field(init=False)
+    how: str = field(init=False)
 
     def __post_init__(self) -> None:
         is_fused = self.expression.only >= 0 and self.sources[0][0].decodes_through
@@ -124,6 +124,7 @@ class Derived(Decoder):
         self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
         self.adds = self.expression.adds
+        self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -131,10 +132,6 @@ class Derived(Decoder):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
-        return how, math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def allows_double_backward(self) -> bool:
@@ -249,7 +246,7 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
     return torch.add(a, b), True
 
 
-def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
+def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, Tensor]) -> Tensor | None:
     """Decode a norm's output, plus a source (then ``decoded``), or either times a mask; None if not in one pass."""
     if isinstance(expression, int):
         return None

@@ -24,7 +24,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class IntegerCodes(Decoder):
     bit_width: int
     minimum: int
     step: int
-    nbytes: int
+    nbytes: int = field()  # otherwise the base class's property would be the default
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -111,9 +111,6 @@ class IntegerCodes(Decoder):
         dims = len(self.layout.shape)
         decode_integers(packed, plan, flat_numbers(scale, order, dims), flat_numbers(zero_point, order, dims), out)
         return out
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,6 +201,7 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
 class Recomputed(Decoder):
     """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
 
+    __slots__ = ("__weakref__", "compute", "nbytes")
     compute: Callable[..., Tensor]
     nbytes: int
 
@@ -213,9 +211,6 @@ class Recomputed(Decoder):
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
             return self.compute(*tensors)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +264,6 @@ def register(
     if record is not None:
         version, stride = x._version + is_dirty, x.stride()
         record.known = version, x.shape, stride, x.dtype, tensors, versions_of(tensors), decoder, decoder.quality, scope
-
-
-def is_marked(x: Tensor) -> bool:
-    """Return whether a tensor has an entry, possibly of an earlier version."""
-    record = find_record(x)
-    return record is not None and record.known is not None
 
 
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
@@ -386,7 +375,7 @@ class _Codes(Decoder):
     """Decoder of packed codes from one bit each: only clipped elements' codes are right."""
 
     bit_width: int
-    nbytes: int
+    nbytes: int = field()
     floor: Tensor | None = None
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -395,9 +384,6 @@ class _Codes(Decoder):
         rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
         ends = rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
         return ends if self.floor is None else ends | (self.floor.to(torch.uint8) * (255 // (2**bit_width - 1)))
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 def keep_ends(

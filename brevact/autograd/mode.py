@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from brevact.autograd import known_values, storage_report
+from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.derived import (
     MOST_DECODED,
@@ -36,7 +36,7 @@ from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import any_tracked, end_known_values, note_made
+from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.store import INTEGERS
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
@@ -237,7 +237,8 @@ def _track(
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.kind in (Kind.SUM, Kind.BILINEAR):
         offer_again(func, args, kwargs, result)
-    if is_new and known_values.is_marked(result):
+    record = find_record(result) if is_new else None
+    if record is not None and record.known is not None:
         return
     if row.kind is Kind.MOVE:
         track_moved(func, args, kwargs, result)

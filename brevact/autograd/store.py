@@ -192,8 +192,8 @@ class Store:
         if norm is not None and normalizes:
             of_norm = norm.key
             key = None if of_norm is None else (settings.key, repeats, of_norm)
-        is_shared = record is not None and record.packs and key is not None
-        found = find_shared(x, key, self.seeds.number) if is_shared else None
+        packs = None if record is None else record.packs
+        found = find_shared(x, key, self.seeds.number) if packs and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, norm if normalizes else None)
             if share and key is not None:

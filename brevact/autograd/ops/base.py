@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -214,28 +213,6 @@ def _settings_of(
 
 
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class _Blank(Decoder):
-    """Decoder of a tensor whose sizes alone are read: uninitialized memory, for which nothing is saved."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    allows_double_backward = True
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
-
-
-def keep_sizes(x: Tensor) -> Saved:
-    """Save the sizes of a tensor whose elements no gradient reads."""
-    return (), _Blank(x.shape, x.stride(), x.dtype, x.device)
 
 
 def blank(input_like: InputLike, grad: Tensor) -> Tensor:
