@@ -343,9 +343,9 @@ class _OfWeight(Saving):
     is_brevact = False  # its result is computed from weights
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., Tensor], gradients: Callable | None, *tensors: Tensor) -> Tensor:
         save(ctx, exact=tensors)
-        ctx.compute = compute
+        ctx.gradients = gradients or functools.partial(gradients_of, compute)
         out = compute(*tensors)
         if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
             known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
@@ -353,7 +353,7 @@ class _OfWeight(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradients_of(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
+        return None, None, *ctx.gradients(load(ctx), ctx.needs_input_grad[2:], grad)
 
 
 class _OfQuotient(Saving):
@@ -377,10 +377,15 @@ class _OfQuotient(Saving):
         return None, None, through / scale if needs_x else None, of_scale
 
 
-def compute_from_weight(region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
+def compute_from_weight(
+    region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor, gradients: Callable | None = None
+) -> Tensor:
+    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state.
+
+    ``gradients``: the gradients from the tensors, which of them need one, and the result's; None differentiates.
+    """
     with DisableTorchFunction():
-        return region.apply_to_weight(_OfWeight, compute, *tensors)
+        return region.apply_to_weight(_OfWeight, compute, gradients, *tensors)
 
 
 def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
