@@ -356,27 +356,6 @@ class _OfWeight(Saving):
         return None, None, *ctx.gradients(load(ctx), ctx.needs_input_grad[2:], grad)
 
 
-class _OfQuotient(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-        quotient = x / scale
-        save(ctx, exact=(quotient, scale))
-        ctx.compute = compute
-        out = compute(quotient, scale)
-        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        quotient, scale = load(ctx)
-        needs_x, needs_scale = ctx.needs_input_grad[2:]
-        through, of_scale = gradients_of(ctx.compute, [quotient, scale], (True, needs_scale), grad)
-        assert through is not None
-        if of_scale is not None:
-            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
-        return None, None, through / scale if needs_x else None, of_scale
-
-
 def compute_from_weight(
     region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor, gradients: Callable | None = None
 ) -> Tensor:
@@ -390,8 +369,23 @@ def compute_from_weight(
 
 def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
+
+    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        quotient = x / scale
+        save(ctx, exact=(quotient, scale))
+        out = compute(quotient, scale)
+        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, quotient: Tensor, scale: Tensor) -> tuple[Any, ...]:
+        through, of_scale = gradients_of(compute, [quotient, scale], (True, needs[1]), grad)
+        assert through is not None
+        if of_scale is not None:
+            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
+        return through / scale if needs[0] else None, of_scale
+
     with DisableTorchFunction():
-        return region.apply(_OfQuotient, compute, x, scale)
+        return region.apply(Formula, run, gradients, x, scale)
 
 
 @functools.cache
