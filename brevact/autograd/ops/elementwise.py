@@ -60,7 +60,7 @@ class _Multiply(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_others = ctx.shapes[::-1], ctx.strides[::-1]
         grads = [
-            None if kept is None else _product(kept, other, stride, grad).sum_to_size(shape).to(dtype)
+            None if kept is None else _product(kept, other, stride, grad, shape).to(dtype)
             for kept, shape, dtype, other, stride in zip(load(ctx), ctx.shapes, ctx.dtypes, *of_others, strict=True)
         ]
         return None, None, *grads, None
@@ -91,8 +91,9 @@ def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
-def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor) -> Tensor:
-    return lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
+def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor, of_other: torch.Size) -> Tensor:
+    product = lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
+    return product if product.shape == of_other else product.sum_to_size(of_other)
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
