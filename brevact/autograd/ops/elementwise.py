@@ -123,7 +123,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
         return NotImplemented
     if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad):
         return NotImplemented
-    dims = dims_of_rows(input, other)
+    dims = dims_of_rows(input.shape, other.shape)
     if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):
         return NotImplemented
 
