@@ -93,8 +93,8 @@ TABLES = {
     "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
     "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
-    "small": Table("small", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error", "noise")),
-    "images": Table("images", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error")),
+    "small": Table("small", ("DEFAULT",), ("kept", "less")),
+    "images": Table("images", ("DEFAULT",), ("kept", "less")),
     "domains": Table("domains", ("DEFAULT",), ("kept", "less", "step")),
     "gpu": Table("gpu", _GPU, ("kept", "less", "peak", "speed")),
 }
