@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
+from brevact.reports.tails import tails_of_inputs
 
 WIDTH, VOCABULARY = 256, 256
 IDS = torch.randint(VOCABULARY, (2, 128), generator=torch.Generator().manual_seed(1))
@@ -83,3 +84,13 @@ def test_gradient_report_names_heavy_tails_and_a_rule_that_cures_their_noise():
 def test_gradient_report_of_ordinary_activations_has_no_column_of_tails():
     report = brevact.gradient_report(llama(1, 1, blocks=1), [IDS], loss, draws=2, layers=None, progress=False)
     assert "tail" not in str(report) and all(row.tail < 5 for row in report.rows if not math.isnan(row.tail))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tails_of_inputs_take_any_tensor(value):
+    x = torch.ones(8, 64)
+    x[0, 0] = value
+    with tails_of_inputs(layer := nn.Identity()) as found:
+        for each in (x, x.half(), x.to_sparse(), torch.nested.nested_tensor([x, x]), x.long(), x[:0], None):
+            layer(each)
+    assert found == {"": 1.0 if math.isnan(value) else math.inf}
