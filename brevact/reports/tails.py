@@ -38,8 +38,9 @@ def tails_of_inputs(model: nn.Module) -> Iterator[dict[str, float]]:
 
     def enter(module: nn.Module, args: Any) -> None:
         x = args[0] if args and module in names else None
-        is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested and not x.is_meta
-        if is_plain and x.is_floating_point() and x.dim() in (2, 3) and x.numel():
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_meta:
+            return
+        if x.is_floating_point() and x.dim() in (2, 3) and x.numel():
             with DisableTorchFunction(), torch.no_grad():
                 found[names[module]] = max(tail_of(x), found.get(names[module], 0.0))
 
