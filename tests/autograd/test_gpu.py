@@ -15,9 +15,6 @@ from brevact.quantizers import NormalizedQuantizer, Rounding
 from tests.autograd.measuring import settings, watch_saved
 
 pytestmark = pytest.mark.gpu
-packs_compiled = pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="packing inside of compiled graphs needs torch 2.13, the oldest supported"
-)
 
 
 def network() -> nn.Sequential:
@@ -174,7 +171,6 @@ def test_graphed_callables_take_a_model_with_a_policy_inside_of_another_module()
     assert not torch.equal(*grads), "replays draw the same noise"
 
 
-@packs_compiled
 def test_compiled_model_keeps_codes_on_a_device():
     model = brevact.quantize_backward(network().cuda(), settings(24, Rounding.NEAREST))
     reference = network().cuda()
@@ -190,7 +186,6 @@ def test_compiled_model_keeps_codes_on_a_device():
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-4 * top.item())
 
 
-@packs_compiled
 def test_compiled_model_in_cuda_graphs_draws_new_noise():
     layer = brevact.quantize_backward(nn.Linear(256, 64).cuda(), settings(2))
     run = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
