@@ -26,6 +26,7 @@ from brevact.quantizers import (
     decode_through,
     mask_multiply,
     quantize,
+    unpack_codes,
     unpack_mask,
 )
 from brevact.quantizers.normalizing import has_uniform_codes
@@ -181,10 +182,15 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
 class _Places(Decoder):
     dtype: torch.dtype
     shape: torch.Size
+    bit_width: int = 0
+    """Bits of a code; 0 if codes are integers of a smaller type."""
     lasts = allows_double_backward = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return tensors[0].to(self.dtype).expand(self.shape)
+        codes = tensors[0]
+        if self.bit_width:
+            codes = unpack_codes(codes, self.bit_width, self.shape.numel()).view(self.shape)
+        return codes.to(self.dtype).expand(self.shape)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize

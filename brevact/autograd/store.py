@@ -33,7 +33,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, is_tracked, record_of, share_packed
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
-from brevact.quantizers import Layout, PackedSpec, pack_mask, quantize
+from brevact.quantizers import Layout, PackedSpec, pack_codes, pack_mask, quantize
 
 if TYPE_CHECKING:
     from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
@@ -92,7 +92,8 @@ INTEGERS = frozenset((torch.int64, torch.int32))
 
 
 def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], lowest: int | None = None) -> Saved:
-    """Save integers from ``lowest`` to below the largest of ``sizes`` exactly, in the smallest dtype that holds them.
+    """Save integers from ``lowest`` to below the largest of ``sizes`` exactly, in the smallest dtype that holds them,
+    or packed, from 0 to below 128.
 
     ``lowest`` is minus that size if None. They are packed once for all ops. No value is read: on a GPU the host would
     wait for it.
@@ -106,7 +107,12 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
         return keep_as_it_is(x)
     found = find_shared(x, (kinds[0],))
     if found is None:
-        found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
+        bits = max((size - 1).bit_length(), 1) if low == 0 and distinct is x else 8
+        codes = distinct.to(kinds[0])
+        if bits < 8:
+            found = (pack_codes(codes.flatten(), bits),), decoder_of_places(x.dtype, x.shape, bits)
+        else:
+            found = (codes,), decoder_of_places(x.dtype, x.shape)
         share_packed(x, (kinds[0],), *found)
     return reported(found)
 
