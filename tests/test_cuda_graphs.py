@@ -247,6 +247,21 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why_once(device, name):
     assert device.graphs == (name == "returns counts")
 
 
+def test_warnings_of_the_step_are_shown(device):
+    training = Training("zero backward update")
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        warnings.warn("mine", stacklevel=1)
+        return training.step(x, y)
+
+    run = brevact.captured(step)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batch in batches():
+            run(*batch)
+    assert [str(each.message) for each in found] == ["mine"] * 4  # three calls, and the capture
+
+
 def test_kinds_beyond_the_number_of_graphs_run_as_they_are(device):
     plain, ours = Training("zero backward update"), Training("zero backward update")
     step = brevact.captured(ours.step, graphs=2, warm_up=2)
