@@ -192,8 +192,25 @@ class _Places(Decoder):
             codes = unpack_codes(codes, self.bit_width, self.shape.numel()).view(self.shape)
         return codes.to(self.dtype).expand(self.shape)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
+
+@dataclass(frozen=True, slots=True)
+class Blank(Decoder):
+    """Decoder of a tensor for which nothing is saved: of zeros, or, if its sizes alone are read, of any memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_zero: bool
+    allows_double_backward = True
+
+    @staticmethod
+    def like(x: Tensor, is_zero: bool = False) -> Saved:
+        return (), Blank(x.shape, x.stride(), x.dtype, x.device, is_zero)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return found.zero_() if self.is_zero else found
 
 
 @dataclass(frozen=True, slots=True)

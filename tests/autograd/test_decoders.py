@@ -39,13 +39,14 @@ def test_what_decodes_derives_from_the_base_class():
     while len(names) > before:
         before = len(names)
         names |= {node.name for _, node in _classes() if any(ast.unparse(base) in names for base in node.bases)}
-    decoders = [(file, node.name) for file, node in _classes() if _describes(node)]
+    decoders = [(file, node.name) for file, node in _classes() if _decodes(node)]
     assert len(decoders) > 15
     assert [(file, name) for file, name in decoders if name not in names] == []
 
 
-def _describes(node: ast.ClassDef) -> bool:
-    return any(isinstance(each, ast.FunctionDef) and each.name == "described" for each in node.body)
+def _decodes(node: ast.ClassDef) -> bool:
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "decode"]
+    return any([arg.arg for arg in method.args.args] == ["self", "tensors"] for method in methods)
 
 
 def test_nobody_asks_whether_a_decoder_has_an_attribute():
