@@ -29,6 +29,7 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
+from brevact.quantizers.normalizing import has_uniform_codes
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -60,6 +61,16 @@ class _Packed(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
+        spec, layout = self._spec, self._spec.layout
+        is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
+        if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
+            return self.decode(tensors).to(dtype)
+        target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)
+        spec.quantizer.decode(tensors[0], spec, target)
+        return target
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return False

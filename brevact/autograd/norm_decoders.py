@@ -226,6 +226,11 @@ class OutputDecoder(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
 
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if dtype is torch.bfloat16 and self.dtype is torch.float32 and not self.is_read_again(tensors):
+            return decode_affine(*self._read(tensors), dtype)
+        return self.decode(tensors).to(dtype)
+
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         if self.plan is None:
             return decode_affine(*self._read(tensors), self.dtype)

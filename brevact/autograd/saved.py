@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
@@ -142,6 +143,10 @@ class Decoder:
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the activation."""
         raise NotImplementedError
+
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the activation in the type that its reader computes in, such as autocast's."""
+        return self.decode(tensors).to(dtype)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return ``grad`` times the activation."""

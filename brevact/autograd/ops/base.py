@@ -67,6 +67,9 @@ class SavedValue(NamedTuple):
     def decode(self) -> Tensor:
         return self.decoder.decode(self.tensors)
 
+    def decode_as(self, dtype: torch.dtype) -> Tensor:
+        return self.decoder.decode_as(self.tensors, dtype)
+
     def multiply(self, grad: Tensor) -> Tensor:
         """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
         return self.decoder.multiply(self.tensors, grad)
