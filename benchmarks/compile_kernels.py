@@ -139,9 +139,9 @@ def _rows(variant: Variant) -> list[Row]:
 
 def _an_element(program: Program, path: collections.Counter[str] | None) -> Row:
     """Instructions an element where programs hold whole blocks, of 8 planes of 128-bit accesses."""
-    if not path or not program.constants.get("ROWS"):
+    elements = program.constants.get("ROWS", 0) * program.constants.get("BLOCK", 0) / program.threads
+    if not path or not elements:
         return {"alu": "", "instructions": ""}
-    elements = program.constants["ROWS"] * program.constants["BLOCK"] / program.threads
     return {"alu": f"{path['alu'] / elements:.1f}", "instructions": f"{sum(path.values()) / elements:.1f}"}
 
 

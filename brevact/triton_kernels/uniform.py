@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, Place, UniformPlan
 from brevact.triton_kernels.floats import (
     MAGIC,
     cast,
@@ -319,6 +319,7 @@ def quantize_whole_blocks(
         PLANES: tl.constexpr = 1
         LANES: tl.constexpr = INNER
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
+    NEAR: tl.constexpr = min(LANES, 8)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
     planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
     if PLACE:
@@ -346,7 +347,6 @@ def quantize_whole_blocks(
         inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         if DITHERED:
             # Sums of 64 whole numbers below 2^22, exact in any order: those of one thread first, so that they are few.
-            NEAR: tl.constexpr = min(LANES, 8)
             spread = tl.zeros((ROWS, W), tl.float32)
             halves = tl.zeros((GROUPS, LANES // NEAR), tl.float32)
             for i in tl.static_range(start, start + PLANES):
@@ -583,9 +583,9 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry)
-    block = geometry.block_size
-    few = plan.uneven and itemsize == 2 and block & (block - 1) == 0  # else fewer elements a thread, or rare code
-    registers = (FEW_REGISTERS if place is None else NORMALIZING_REGISTERS) if few else None
+    few = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
+    wide = plan.uneven and itemsize == 2 and geometry.bit_width >= 4  # others spill, or need fewer
+    registers = few if wide and geometry.inner == geometry.block_size == DEFAULT_BLOCK else None
     return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
 
 

@@ -126,8 +126,11 @@ def test_quantize_bytes_beside_zeros(backend, bit_width, rounding, dtype):
 
 @pytest.mark.parametrize(
     "bit_width, rounding, dtype",
-    taking_turns((2, 3, 4, 5, 6), [Rounding.DITHERED, Rounding.STOCHASTIC], DTYPES)
-    + [(4, Rounding.DITHERED, torch.float32), (5, Rounding.DITHERED, torch.bfloat16)],
+    [
+        *taking_turns((2, 3, 4, 5, 6), [Rounding.DITHERED, Rounding.STOCHASTIC], DTYPES),
+        (4, Rounding.DITHERED, torch.float32),
+        (5, Rounding.DITHERED, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_quantize_bytes_of_many_buckets(backend, bit_width, rounding, dtype):
