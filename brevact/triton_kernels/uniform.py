@@ -535,8 +535,11 @@ def quantize_calibrated_kernel(
 
 
 _JOIN_TILE = 64
-FEW_REGISTERS, NORMALIZING_REGISTERS = 128, 168
-"""Registers of a thread that leave room for four programs on a processor of a GPU, and for three, and spill none."""
+FEW_REGISTERS, NORMALIZING_REGISTERS, MOST_REGISTERS = 128, 168, 255
+"""Registers of a thread that leave room for four programs on a processor of a GPU, for three, or two, and spill none.
+
+Without a number, CUDA's assembler may spill some to make room for one more.
+"""
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
@@ -583,9 +586,11 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry)
-    few = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
-    wide = plan.uneven and itemsize == 2 and geometry.bit_width >= 4  # others spill, or need fewer
-    registers = few if wide and geometry.inner == geometry.block_size == DEFAULT_BLOCK else None
+    registers, in_blocks = None, geometry.inner <= geometry.block_size == DEFAULT_BLOCK
+    if in_blocks and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
+        registers = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
+    elif in_blocks:
+        registers = MOST_REGISTERS
     return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
 
 
