@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from brevact.autograd.saved import Saved
 from brevact.autograd.settings import bits_of
 from brevact.autograd.storages import storage_address
+
+if TYPE_CHECKING:
+    from brevact.autograd.saved import Saved
 
 #: Ways of storing a tensor.
 PACKED, MASKED, EXACT, DERIVED, FULL_PRECISION = "packed", "mask", "exact", "derived", "full precision"
