@@ -2,7 +2,7 @@
 # make test     the test suite
 # make test-exhaustive  the full crosses, of which it runs a part
 # make test-all both, with the trainers that brevact.trainers is for
-# make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
+# make test-versions  the test suite in new environments, with the oldest, the pinned and the newest torch
 # make lint     ruff (rules and format) and mypy
 # make docs     the documentation as a site in site/; a broken link or anchor fails it
 # make picture  refresh docs/demo.png from a new demo run

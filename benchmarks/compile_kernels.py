@@ -5,7 +5,9 @@
 Launches are built for tensors on the meta device, so the kernels are those that a GPU runs. The exit status is 1 if a
 kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
 Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
-last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or to scratch memory (AMD). For gfx942
+last block, which are narrow. `alu` counts the instructions an element that run at half rate (integers, comparisons,
+selections, extremes, logic) and `instructions` all of them, on the path of whole blocks without anything rare, on
+NVIDIA's GPUs. `spills` counts accesses to local memory (NVIDIA) or to scratch memory (AMD). For gfx942
 all of it comes from the assembly and its metadata: nothing needs the device.
 """
 
@@ -33,7 +35,7 @@ from brevact import triton_kernels
 from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
-from brevact.triton_kernels.launch import one_pass, rows_in_groups
+from brevact.triton_kernels.launch import Program, one_pass, rows_in_groups
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -125,6 +127,7 @@ def _rows(variant: Variant) -> list[Row]:
                 "constants": ",".join(f"{name}={int(value)}" for name, value in launch.program.constants.items()),
                 "multiplies": int(_multiplies(launch)),
                 "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
+                **_an_element(launch.program, needs.get("path")),
                 **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
                 "loads": _widths(needs["loads"]),
                 "stores": _widths(needs["stores"]),
@@ -132,6 +135,14 @@ def _rows(variant: Variant) -> list[Row]:
             }
         )
     return rows
+
+
+def _an_element(program: Program, path: collections.Counter[str] | None) -> Row:
+    """Instructions an element where programs hold whole blocks, of 8 planes of 128-bit accesses."""
+    elements = program.constants.get("ROWS", 0) * program.constants.get("BLOCK", 0) / program.threads
+    if not path or not elements:
+        return {"alu": "", "instructions": ""}
+    return {"alu": f"{path['alu'] / elements:.1f}", "instructions": f"{sum(path.values()) / elements:.1f}"}
 
 
 def _multiplies(launch: Launch) -> bool:
@@ -202,7 +213,7 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
 
 
 def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """A layer norm's rows, a batch norm's channels of maps, and channels that lie behind each other."""
+    """A layer norm's rows, a batch norm's channels of maps and of maps of 28x28, and channels behind each other."""
     if not variant.bucket.isdigit():
         return
     quantizer, x = _subject(variant)
@@ -210,7 +221,8 @@ def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     plan, buffer = plan_of(spec), spec.empty(x)
     if not one_pass(plan.geometry):
         return
-    for place in (Place(1024, 1, 1, 1), Place(x.numel(), 64, 1 << 18, 1 << 12), Place(x.numel(), 64, 64, 1)):
+    maps = (Place(x.numel(), 64, 64 * size, size) for size in (1 << 12, 28 * 28, 1))
+    for place in (Place(1024, 1, 1, 1), *maps):
         statistics = _meta(x.numel() // place.outer * place.row, torch.float32)
         decodes = variant.operation != "normalize"
         addend = x if variant.operation == "denormalize_add" else None

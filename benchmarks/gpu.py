@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+import brevact
 from benchmarks import measure, quantizers
 from benchmarks.__main__ import FIGURES
 from benchmarks.large_models import gpt2, images, volumes
@@ -107,17 +109,13 @@ def _kept_bytes(step: Step) -> int:
 
 
 def _captured(step: Step) -> Callable[[], None]:
-    """Captures the step as a graph, after PyTorch's warm-up on a side stream; returns its replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            measure.run(step)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        measure.run(step)
-    return graph.replay
+    """Return the step as a graph, captured already."""
+    run = brevact.captured(partial(measure.run, step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # it says why a step is none
+        for _ in range(4):
+            run()
+    return run
 
 
 if __name__ == "__main__":

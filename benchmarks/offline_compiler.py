@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import heapq
 import os
 import re
 import subprocess
@@ -70,6 +71,8 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
                 attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
     source = ASTSource(launch.program.kernel, signature, constants, attributes)
     options = {"num_warps": launch.program.threads // target.warp_size, "enable_fp_fusion": False}
+    if launch.program.registers and target.backend == "cuda":
+        options["maxnreg"] = launch.program.registers
     return triton.compile(source, target=target, options=options)
 
 
@@ -82,7 +85,7 @@ def resources(kernel: CompiledKernel, target: GPUTarget) -> dict[str, Any]:
 
     Returns:
         Registers of a thread, spills, bytes of shared memory, barriers; loads and stores of global memory as counts by
-        width in bits.
+        width in bits; `path`, instructions of the shortest path as counts by kind (see `shortest_path`), NVIDIA alone.
     """
     found = _of_assembly(kernel.asm["amdgcn"]) if target.backend == "hip" else _of_cubin(kernel.asm["cubin"])
     return {**found, "shared": kernel.metadata.shared}
@@ -117,7 +120,59 @@ def _of_cubin(cubin: bytes) -> dict[str, Any]:
         "barriers": len(re.findall(r"\bBAR\.", listing)),
         "loads": accesses["LDG"],
         "stores": accesses["STG"],
+        "path": shortest_path(listing),
     }
+
+
+_KINDS = {
+    "alu": r"IADD3?|VIADD\w*|P?LOP3|SHF|LEA|PRMT|SGXT|BMSK|IABS|MOV|F?SEL|FCHK|P2R|R2P|VOTE|"
+    r"[FIDH]SETP?2?|V?[FI]MNMX3?|HMNMX2|VABSDIFF\w*",
+    "wide": r"IMAD\.(WIDE|HI)\S*",
+    "float": r"FADD|FMUL|FFMA|HADD2|HMUL2|HFMA2|IMAD",
+    "slow": r"FRND|I2FP?|F2IP?|F2FP?|I2I|MUFU|POPC|FLO|BREV|IDP",
+    "shuffles": r"SHFL|REDUX|LDS|STS|BAR",
+}
+"""Opcodes by the unit of the GPU that runs them; those of `alu` have half the rate of `float`."""
+
+
+def shortest_path(listing: str, accesses: int = 8) -> collections.Counter[str]:
+    """Instructions by kind on the shortest path from a kernel's start to an end that has 128-bit accesses of memory.
+
+    It is what a program runs that holds whole blocks without anything rare: other code lies behind branches, and calls
+    are those of divisions of subnormal numbers. Empty if no path has that many accesses.
+    """
+    code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d+ )?([A-Z][\w.]*)([^;]*);", listing, re.MULTILINE)
+    place_of = {int(at, 16): place for place, (at, *_) in enumerate(code)}
+    queue, before = [(0, 0, 0, ())], {}  # length of the path, place, accesses so far, and the state before
+    while queue:
+        length, place, count, previous = heapq.heappop(queue)
+        if (place, count) in before or place == len(code):
+            continue
+        before[place, count] = previous
+        _, guard, operation, operands = code[place]
+        if operation == "EXIT" and count == accesses:
+            break
+        following = [] if operation in ("EXIT", "BRA", "RET") and not guard else [place + 1]
+        target = re.search(r"0x([0-9a-f]+)", operands) if operation == "BRA" else None
+        if target and place_of[int(target.group(1), 16)] > place:
+            following.append(place_of[int(target.group(1), 16)])
+        after = min(count + bool(re.match(r"(LDG|STG)\S*\.128", operation)), accesses)
+        for other in following:
+            heapq.heappush(queue, (length + 1, other, after, (place, count)))
+    else:
+        return collections.Counter()
+    state, operations = (place, count), []
+    while state:
+        operations.append(code[state[0]][2])
+        state = before[state]
+    return collections.Counter(_kind(operation) for operation in operations)
+
+
+def _kind(operation: str) -> str:
+    head = operation.split(".")[0]
+    if re.fullmatch(_KINDS["wide"], operation):
+        return "wide"
+    return next((kind for kind, opcodes in _KINDS.items() if re.fullmatch(opcodes, head)), "other")
 
 
 def _dump(cubin: bytes) -> tuple[str, str]:

@@ -51,6 +51,7 @@ if not TYPE_CHECKING:  # without a list, type checkers treat names imported by `
         "actnn_level",
         "backward_policy",
         "backward_quant",
+        "captured",
         "fit",
         "gradient_report",
         "memory_report",

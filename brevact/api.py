@@ -10,6 +10,7 @@ from brevact.bit_widths.adaptive import actnn_level as actnn_level
 from brevact.bit_widths.fit import fit as fit
 from brevact.bit_widths.spec import PolicySpec as PolicySpec
 from brevact.bit_widths.spec import parse_policy as parse_policy
+from brevact.cuda_graphs import captured as captured
 from brevact.policy.attach import backward_quant as backward_quant
 from brevact.policy.attach import quantize_backward as quantize_backward
 from brevact.policy.attach import quantizer as quantizer

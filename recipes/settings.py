@@ -79,6 +79,7 @@ class Settings:
     stochastic_depth: float = setting(0.0, "probability of dropping the last residual branch", type=float)
     amp: str = setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
     seed: int = setting(0, "of weights, batches, dropout and random rounding", type=int)
+    captured: bool = setting(False, "replay the step as a CUDA graph, on a GPU", action="store_true")
     device: str = setting("auto", "torch device; auto takes CUDA where there is one")
 
     def __post_init__(self) -> None:

@@ -55,7 +55,8 @@ class Trainer:
                 f"--amp bf16: {torch.cuda.get_device_name(device)} does not compute in bfloat16; use fp16"
             )
         self._make_optimizer = partial(make_optimizer, self.model, settings, steps_per_epoch)
-        self.optimizer, self.scheduler = self._make_optimizer()
+        self._capture = brevact.captured if settings.captured else partial
+        self._make_step()
         self.adaptive: brevact.Adaptive | None = None
         # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
@@ -69,15 +70,7 @@ class Trainer:
         self.objective.train()
         meter = _Meter(self.device)
         for inputs, targets in batches.epoch(epoch):
-            with self.autocast():
-                outputs, loss = self.objective(inputs, targets)
-            self.optimizer.zero_grad(set_to_none=True)
-            self.scaler.scale(loss).backward()
-            if self.clip_grad_norm is not None:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            outputs, loss = self._step(inputs, targets)
             self.scheduler.step()
             if self.adaptive is not None:
                 self.adaptive.step((inputs, targets))
@@ -90,6 +83,23 @@ class Trainer:
                 "more --warmup-epochs"
             )
         return scores
+
+    def _make_step(self) -> None:
+        """Makes the optimizer of the model's parameters, and the step that trains with it."""
+        self.optimizer, self.scheduler = self._make_optimizer()
+        self._step = self._capture(self._train)
+
+    def _train(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with self.autocast():
+            outputs, loss = self.objective(inputs, targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
+        if self.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return outputs, loss
 
     def adapt(self, batch: tuple[Tensor, Tensor], every: int) -> None:
         """From now on bits move to the layers where they matter, at the bytes that the model's policy stores."""
@@ -145,7 +155,7 @@ class Trainer:
         """
         self.model.load_state_dict(state["model"])
         restore_statistics(self.model, state["statistics"])
-        self.optimizer, self.scheduler = self._make_optimizer()
+        self._make_step()
         for name in ("optimizer", "scheduler", "scaler"):
             self._parts()[name].load_state_dict(state[name])
         if self.adaptive is not None:
@@ -194,7 +204,10 @@ def make_optimizer(
     model: nn.Module, settings: Settings, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """AdamW over the parameters that the model has now, and the schedule of its learning rate."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
+    groups = parameter_groups(model, settings.weight_decay)
+    on_device = settings.captured and next(model.parameters()).is_cuda
+    kernels = {"fused": True, "capturable": True} if on_device else {}
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, **kernels)
     return optimizer, make_schedule(optimizer, settings, steps_per_epoch)
 
 

@@ -7,7 +7,8 @@ sees. Rows that are measured again change the page by this command, and a test f
 
 bench.MODEL.POLICY.COLUMN   of the last row: kept, less, peak, growth, step, speed, error, noise or bias
 range.GROUP.POLICY.COLUMN   the least and the largest of a group of models
-table.NAME                  a key of `TABLES`, or formats, quantizers, studies
+median.GROUP.POLICY.COLUMN  the median, and count.GROUP.POLICY.COLUMN the number of models
+table.NAME                  a key of `TABLES`, or formats, plan, quantizers, studies
 study.POLICY.COLUMN         of the long study: pairs, less, loss, accuracy, accuracy-below, accuracy-below-interval
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ COLUMNS: dict[str, tuple[str, Callable[[str], str]]] = {
     "kept": ("kept_mib", lambda value: f"{float(value):,.1f}" if float(value) >= 10 else f"{float(value):.2f}"),
     "less": ("kept_less", lambda value: f"{float(value):.1f}"),
     "peak": ("peak_mib", lambda value: f"{float(value):,.0f}"),
+    "peak-less": ("peak_less", lambda value: f"{float(value):.1f}"),
     "growth": ("growth_mib", lambda value: f"{float(value):,.0f}"),
     "step": ("step", lambda value: f"{float(value):.2f}"),
     "speed": ("step", lambda value: f"{1 / float(value):.2f}"),
@@ -90,8 +93,8 @@ TABLES = {
     "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
     "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
-    "small": Table("small", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error", "noise")),
-    "images": Table("images", ("StochBackward2bit", "DEFAULT"), ("kept", "less", "error")),
+    "small": Table("small", ("DEFAULT",), ("kept", "less")),
+    "images": Table("images", ("DEFAULT",), ("kept", "less")),
     "domains": Table("domains", ("DEFAULT",), ("kept", "less", "step")),
     "gpu": Table("gpu", _GPU, ("kept", "less", "peak", "speed")),
 }
@@ -118,7 +121,16 @@ def bench(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         found.setdefault((row["model"], row["policy"]), {}).update({name: x for name, x in row.items() if x})
+    for (model, _), row in found.items():
+        plain = found.get((model, "plain"), {}).get("peak_mib")
+        if plain and row.get("peak_mib"):
+            row["peak_less"] = str(float(plain) / float(row["peak_mib"]))
     return found
+
+
+#: Models whose rows have every way to save memory, and those that no one here wrote.
+COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
+FOUND_ELSEWHERE = (*GROUPS["images"], *GROUPS["domains"])
 
 
 def figures() -> dict[str, str]:
@@ -127,13 +139,15 @@ def figures() -> dict[str, str]:
     found = {f"table.{name}": table.text(rows) for name, table in TABLES.items()}
     for (model, policy), row in rows.items():
         found |= {f"bench.{model}.{policy}.{column}": _cell(row, column) for column in COLUMNS}
-    for group in (*GROUPS, "gpu"):
-        for policy in dict.fromkeys(policy for _, policy in rows):
-            of_group = [rows[model, policy] for model in models_of(group) if (model, policy) in rows]
-            for column in COLUMNS:
-                if values := sorted({_cell(row, column) for row in of_group} - {""}, key=_number):
-                    found[f"range.{group}.{policy}.{column}"] = " to ".join(dict.fromkeys((values[0], values[-1])))
-    return found | {"table.formats": _formats(), "table.quantizers": _quantizers()} | _studies()
+    groups = {name: models_of(name) for name in (*GROUPS, "gpu")}
+    for group, models in (groups | {"compared": COMPARED, "elsewhere": FOUND_ELSEWHERE}).items():
+        for policy, column in itertools.product(dict.fromkeys(policy for _, policy in rows), COLUMNS):
+            cells = [_cell(rows[model, policy], column) for model in models if (model, policy) in rows]
+            if values := sorted(filter(None, cells), key=_number):
+                found[f"range.{group}.{policy}.{column}"] = " to ".join(dict.fromkeys((values[0], values[-1])))
+                found[f"median.{group}.{policy}.{column}"] = values[len(values) // 2]
+                found[f"count.{group}.{policy}.{column}"] = str(len(values))
+    return found | {"table.formats": _formats(), "table.quantizers": _quantizers(), "table.plan": _plan()} | _studies()
 
 
 def _cell(row: Mapping[str, str], name: str) -> str:
@@ -154,6 +168,18 @@ def _formats() -> str:
         errors = (last[name, kind]["error"] for kind in kinds)
         lines.append([f"`{name}`", row["bits"], *errors, row["bias"], row["quantize"], row["decode"]])
     return markdown(["quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode"], lines)
+
+
+def _plan() -> str:
+    """Kept bytes at 4,096 tokens, and the longest sequence in each memory."""
+    rows = read("plan")
+    memories = [name for name in rows[0] if name.isdecimal()]
+    heads = ("model", "activations", "kept of 4,096 tokens, GiB", *(f"tokens in {each} GiB" for each in memories))
+    ways = {"plain": "plain", "checkpointed": "checkpointed", "DEFAULT": "`DEFAULT`", "RECOMPUTE": "`RECOMPUTE`"}
+    return markdown(
+        heads,
+        ((r["model"], ways[r["way"]], r["kept_gib"], *(f"{int(r[each]):,}" for each in memories)) for r in rows),
+    )
 
 
 def _quantizers() -> str:

@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "brevitas", "numba", "llvmlite", "triton")
 DOCUMENTED = {
     *("torch", "torch.autograd", "torch.autograd.forward_ad", "torch.autograd.graph", "torch.nn", "torch.nn.attention"),
     *("torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter", "torch.overrides", "torch.utils.hooks"),
-    *("torch.utils.data", "torch.utils.checkpoint", "torch.distributed", "torch.library"),
+    *("torch.optim.optimizer", "torch.utils.data", "torch.utils.checkpoint", "torch.distributed", "torch.library"),
     *(
         "brevitas.config",
         "brevitas.inject",

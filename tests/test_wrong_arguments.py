@@ -83,6 +83,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (backward_quant, {}, {"source": "None quantizer module"}),
     (quantizer, {}, {"source": "quantizer"}),
     (brevact.compile, {"function": MODEL}, {"function": "module type quantizer"}),
+    (brevact.captured, {"step": MODEL}, {"graphs": "large", "warm_up": "large"}),
     (memory_report, {"model": MODEL, "batch": X}, {"model": "module", "batch": "tensor integers list object"}),
     (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"model": "module", "loss": ""}),
     (brevact.step_report, {"model": MODEL, "batch": X, "loss": mean_loss}, {"rounds": "large"}),

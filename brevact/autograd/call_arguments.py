@@ -137,21 +137,23 @@ _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 @functools.cache
-def _operands_of(func: Callable) -> tuple[str, ...]:
+def _operands_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return a torch function's operands, and all names that it accepts for them."""
     overrides = get_testing_overrides()
     known = overrides.get(func)
     if known is None:  # in-place variants, except Python functions
         known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
     try:
-        return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
+        names = tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
     except (TypeError, ValueError):
-        return ()
+        names = ()
+    return names, frozenset(each for name in names for each in (name, *_NUMPY_NAMES.get(name, ())))
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move a torch function's operands from keywords to positions, except in deprecated overloads."""
-    names = _operands_of(func)
-    if not names or not all(isinstance(x, Tensor) for x in args):
+    names, accepted = _operands_of(func)
+    if accepted.isdisjoint(kwargs) or not all(isinstance(x, Tensor) for x in args):
         return args, kwargs
     places, found = list(args), dict(kwargs)
     for name in names[len(args) :]:
@@ -182,7 +184,7 @@ def fills_storage(x: Any) -> bool:
     return x.untyped_storage().nbytes() == x.nbytes
 
 
-def operands_beside(tensors: list[Tensor], out: Any, *, is_first: bool) -> list[Tensor]:
+def operands_beside(tensors: Sequence[Tensor], out: Any, *, is_first: bool) -> Sequence[Tensor]:
     """Return a call's tensors that its result depends on: without the first, or ``out``, if overwritten in full."""
     if not fills_storage(out):
         return tensors

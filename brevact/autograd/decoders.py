@@ -26,8 +26,10 @@ from brevact.quantizers import (
     decode_through,
     mask_multiply,
     quantize,
+    unpack_codes,
     unpack_mask,
 )
+from brevact.quantizers.normalizing import has_uniform_codes
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -59,6 +61,16 @@ class _Packed(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
+        spec, layout = self._spec, self._spec.layout
+        is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
+        if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
+            return self.decode(tensors).to(dtype)
+        target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)
+        spec.quantizer.decode(tensors[0], spec, target)
+        return target
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return False
@@ -170,13 +182,35 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
 class _Places(Decoder):
     dtype: torch.dtype
     shape: torch.Size
+    bit_width: int = 0
+    """Bits of a code; 0 if codes are integers of a smaller type."""
     lasts = allows_double_backward = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return tensors[0].to(self.dtype).expand(self.shape)
+        codes = tensors[0]
+        if self.bit_width:
+            codes = unpack_codes(codes, self.bit_width, self.shape.numel()).view(self.shape)
+        return codes.to(self.dtype).expand(self.shape)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
+
+@dataclass(frozen=True, slots=True)
+class Blank(Decoder):
+    """Decoder of a tensor for which nothing is saved: of zeros, or, if its sizes alone are read, of any memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_zero: bool
+    allows_double_backward = True
+
+    @staticmethod
+    def like(x: Tensor, is_zero: bool = False) -> Saved:
+        return (), Blank(x.shape, x.stride(), x.dtype, x.device, is_zero)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return found.zero_() if self.is_zero else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved, one_object_each
-from brevact.autograd.storages import is_tracked
+from brevact.autograd.storages import find_record
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
@@ -46,6 +46,8 @@ _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same func
 ELEMENTS_OF_SMALL = 64
 #: Maximum calls in an expression: decoding costs no more than a few passes over memory.
 MOST_CALLS = 24
+#: Maximum distinct calls in an expression of weights, whose equal calls run once, and of all calls.
+MOST_EXACT, MOST_SHARED = 16, 512
 #: Maximum decoded elements per result element: for means and maxima of more, a code costs less.
 MOST_DECODED = 4
 #: Maximum packed tensors in a derived sum or product; a sum of more is stored, and starts a new chain.
@@ -215,9 +217,10 @@ def _derive_anew(
         return None  # cancelling neighbours leave both errors, which scale with a far wider range
     is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions)
     expression = Call(rule.function, expressions, 0 if is_of_one else -1)
-    if expression.calls > MOST_CALLS:
-        return None
     quality = found.quality
+    is_long = expression.calls > (MOST_SHARED if quality.is_exact else MOST_CALLS)
+    if is_long or (quality.is_exact and expression.distinct > MOST_EXACT):
+        return None
     if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
     stride = None
@@ -267,11 +270,13 @@ def derive(
     is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
+    are_found: bool = False,
     **properties: Any,
 ) -> None:
     """Record that ``out`` is a function of an op's operands, if all of them have a saved form.
 
-    Each operand comes with the saved form that the op itself made, or None. ``is_dirty``: an in-place Function modified
+    Each operand comes with the saved form that the op itself made, or None; or, if they ``are_found``, with the known
+    one. ``is_dirty``: an in-place Function modified
     ``out`` and will call ``mark_dirty``. ``is_new``: ``out`` has memory of its own. ``properties`` are those of
     :class:`DerivationRule`.
     """
@@ -279,7 +284,7 @@ def derive(
         return
     kept, is_known = [], False
     for x, own in operands:
-        operand = _kept_operand(region, x, own, out)
+        operand = own if are_found and own is not None else _kept_operand(region, x, own, out, are_found)
         if operand is None:
             return
         is_known = is_known or operand[1] is not AS_IT_IS
@@ -297,9 +302,9 @@ def derive(
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 
-def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
+def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:
     """Return an operand's saved form; a small one is saved unpacked, a weight as a copy, since both may change."""
-    kept = own if own is not None and own[1] is not AS_IT_IS else region.find_kept(x)
+    kept = own if is_unknown or (own is not None and own[1] is not AS_IT_IS) else region.find_kept(x)
     if kept is not None:
         return kept
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
@@ -395,6 +400,7 @@ def track_derived(
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,
         is_average=kind is Kind.AVERAGE,
+        are_found=True,
     )
 
 
@@ -416,17 +422,22 @@ _distinct_decoder = one_object_each(_Distinct)
 
 def keep_distinct(x: Tensor) -> Saved | None:
     """Return the saved form of a tensor known by its distinct elements; None for others."""
-    known = known_values.find(x) if is_tracked(x) else None
+    record = find_record(x)
+    if record is None or record.known is None or type(record.known[6]) is not _Distinct:
+        return None
+    known = known_values.find(x)
     return known if known is not None and type(known[1]) is _Distinct else None
 
 
-def track_distinct(region: Keeper, args: tuple, tensors: list[Tensor], result: Any) -> None:
+def track_distinct(region: Keeper, tensors: list[Tensor], result: Any) -> None:
     """Record a pointwise function of numbers and tensors that are all expanded along a dimension."""
     if type(result) is not Tensor or result.numel() < region.settings.min_numel:
         return
-    first = args[0] if args else None
-    if type(first) is Tensor and (not is_plain(first) or (0 not in first.stride() and not is_tracked(first))):
-        return  # the common case
+    for x in tensors:
+        if x.is_nested or x.layout is not torch.strided:
+            return
+        if x.shape == result.shape and 0 not in x.stride() and keep_distinct(x) is None:
+            return  # the common case
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
     for x in tensors:
         dims &= _dims_of_same(x, result.dim())

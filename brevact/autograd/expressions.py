@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from brevact.autograd.decoders import with_strides
 from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
@@ -43,6 +41,17 @@ class Call(NamedTuple):
     @property
     def calls(self) -> int:
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
+
+    @property
+    def distinct(self) -> int:
+        """Number of calls that differ, or of all calls if a constant has no hash."""
+        try:
+            return len(self._different())
+        except TypeError:
+            return self.calls
+
+    def _different(self) -> set[Call]:
+        return {self}.union(*(operand._different() for operand in self.operands if isinstance(operand, Call)))
 
     @property
     def adds(self) -> bool:
@@ -105,6 +114,9 @@ class Derived(Decoder):
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
     adds: bool = field(init=False)
+    #: Whether equal calls on weights run once.
+    shares: bool = field(init=False)
+    how: str = field(init=False)
 
     def __post_init__(self) -> None:
         is_fused = self.expression.only >= 0 and self.sources[0][0].decodes_through
@@ -112,6 +124,8 @@ class Derived(Decoder):
         self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
         self.adds = self.expression.adds
+        self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
+        self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
@@ -119,9 +133,9 @@ class Derived(Decoder):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
-        return how, math.prod(self.shape) * self.dtype.itemsize
+    @property
+    def allows_double_backward(self) -> bool:
+        return all([decoder.allows_double_backward for decoder, _ in self.sources])
 
     @property
     def depth(self) -> int:
@@ -142,14 +156,15 @@ class Derived(Decoder):
         return parts
 
     def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        parts, deep, expression = self.parts(tensors), self.deep, self.expression
+        parts, deep = self.parts(tensors), self.deep
+        reading = _Reading(parts, {}, self.repeated, deep, self.shares)
         if not deep:
-            return _evaluated(expression, _Reading(parts, {}, self.repeated, deep), is_whole=True)[0]
+            return _evaluated(self.expression, reading, is_whole=True)[0]
         latest = max(deep, key=lambda number: place_of(parts[number]))
         if self.adds or not parts[latest][1].lingers:
-            return _evaluated(expression, _Reading(parts, {}, self.repeated, deep - {latest}), is_whole=True)[0]
+            return _evaluated(self.expression, reading._replace(early=deep - {latest}), is_whole=True)[0]
         with held_meanwhile():  # a gate is computed from the tensor that it multiplies
-            return _evaluated(expression, _Reading(parts, {}, self.repeated, frozenset()), is_whole=True)[0]
+            return _evaluated(self.expression, reading._replace(early=frozenset()), is_whole=True)[0]
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
@@ -171,14 +186,15 @@ class Derived(Decoder):
 class _Reading(NamedTuple):
     """Sources of an expression: their saved forms, and the numbers of those read more than once.
 
-    ``decoded`` holds decoded sources for further reads. ``early`` are recomputed outputs of blocks before the latest,
-    which no reader follows at once.
+    ``decoded`` holds decoded sources for further reads, and if equal calls are shared (``shares``) their results.
+    ``early`` are recomputed outputs of blocks before the latest, which no reader follows at once.
     """
 
     parts: list[Saved]
-    decoded: dict[int, Tensor]
+    decoded: dict[Call | int, Tensor]
     repeated: frozenset[int]
     early: frozenset[int]
+    shares: bool
 
     def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
         if number in self.early:
@@ -212,8 +228,13 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
         # Earlier blocks' sums come first, so that no term waits for the others.
         terms = sorted(expression.operands, key=lambda operand: isinstance(operand, int))
         return _sum(*(_evaluated(operand, reading) for operand in terms))
+    if reading.shares and expression in decoded:
+        return decoded[expression], False
     operands = [_evaluated(operand, reading)[0] for operand in expression.operands]
-    return expression.function(*operands), False
+    values = expression.function(*operands)
+    if reading.shares:
+        decoded[expression] = values
+    return values, False
 
 
 def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
@@ -225,7 +246,7 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
     return torch.add(a, b), True
 
 
-def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
+def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, Tensor]) -> Tensor | None:
     """Decode a norm's output, plus a source (then ``decoded``), or either times a mask; None if not in one pass."""
     if isinstance(expression, int):
         return None
@@ -275,10 +296,10 @@ def _is_new(values: Tensor, source: Saved) -> bool:
     tensors, decoder = source
     if decoder.is_read_again(tensors):
         return False
+    if values.is_contiguous():
+        return True
     layout = Layout.of(values)
-    if not layout.is_dense or layout.numel != values.numel():
-        return False
-    return storage_address(values) not in map(storage_address, tensors)
+    return layout.is_dense and layout.numel == values.numel()
 
 
 class Restrided(NamedTuple):

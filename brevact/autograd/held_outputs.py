@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 import sys
 import threading
@@ -217,15 +216,13 @@ class HeldOutput(Decoder):
     quality: Quality = field(init=False)
     lasts: bool = field(init=False)
     depth: int = field(init=False)
+    how = storage_report.RECOMPUTED
 
     def __post_init__(self) -> None:
         quality = functools.reduce(Quality.with_other, (decoder.quality for decoder, _ in self.sources))
         self.quality = quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, self.cost))
         self.lasts = all(decoder.lasts for decoder, _ in self.sources)
         self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)

@@ -24,7 +24,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class IntegerCodes(Decoder):
     bit_width: int
     minimum: int
     step: int
-    nbytes: int
+    nbytes: int = field()  # otherwise the base class's property would be the default
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -111,9 +111,6 @@ class IntegerCodes(Decoder):
         dims = len(self.layout.shape)
         decode_integers(packed, plan, flat_numbers(scale, order, dims), flat_numbers(zero_point, order, dims), out)
         return out
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,6 +201,7 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
 class Recomputed(Decoder):
     """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
 
+    __slots__ = ("__weakref__", "compute", "nbytes")
     compute: Callable[..., Tensor]
     nbytes: int
 
@@ -213,9 +211,6 @@ class Recomputed(Decoder):
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
             return self.compute(*tensors)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +266,6 @@ def register(
         record.known = version, x.shape, stride, x.dtype, tensors, versions_of(tensors), decoder, decoder.quality, scope
 
 
-def is_marked(x: Tensor) -> bool:
-    """Return whether a tensor has an entry, possibly of an earlier version."""
-    record = find_record(x)
-    return record is not None and record.known is not None
-
-
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
     """Return the registered saved form of ``x``, or of the tensor that it views, or None.
 
@@ -286,8 +275,12 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     the checkpoint's forward.
     """
     record = find_record(x)
-    entry: _Entry | None = None if record is None else record.known
-    if entry is None or x.is_inference() or entry[0] != x._version:
+    return None if record is None or record.known is None else found_in(record.known, x, settings, scope)
+
+
+def found_in(entry: _Entry, x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
+    """Return the saved form in an entry of the storage of ``x``, or None: see :func:`find`."""
+    if x.is_inference() or entry[0] != x._version:
         return None
     _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
     if dtype is not x.dtype or x.is_neg() or x.is_conj():
@@ -382,7 +375,7 @@ class _Codes(Decoder):
     """Decoder of packed codes from one bit each: only clipped elements' codes are right."""
 
     bit_width: int
-    nbytes: int
+    nbytes: int = field()
     floor: Tensor | None = None
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -391,9 +384,6 @@ class _Codes(Decoder):
         rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
         ends = rows.bitwise_right_shift_(bit_width - 1).mul_(2**bit_width - 1).view(-1)
         return ends if self.floor is None else ends | (self.floor.to(torch.uint8) * (255 // (2**bit_width - 1)))
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.nbytes
 
 
 def keep_ends(

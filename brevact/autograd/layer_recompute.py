@@ -265,12 +265,10 @@ class _NormOutput(PassesOn):
     stride: tuple[int, ...]
     dtype: torch.dtype
     allows_double_backward = False
+    how = storage_report.DERIVED
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         return tensors[: self.count], self.decoder
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return False

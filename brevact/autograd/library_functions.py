@@ -53,7 +53,7 @@ torch.nn.modules._functions SyncBatchNorm L----
 timm.layers.activations_me SwishAutoFn S
 timm.layers.activations_me MishAutoFn S
 transformers.models.bloom.modeling_bloom GeLUFunction S
-transformers.models.sew_d.modeling_sew_d XSoftmax L
+transformers.models.sew_d.modeling_sew_d XSoftmax Q
 
 liger_kernel.ops.rms_norm LigerRMSNormFunction L-- L-
 liger_kernel.ops.fused_add_rms_norm LigerFusedAddRMSNormFunction L--
@@ -71,7 +71,7 @@ liger_kernel.ops.fused_linear_jsd LigerFusedLinearJSDFunction GG
 liger_kernel.ops.fused_linear_kl_div LigerFusedLinearKLDivFunction GG
 liger_kernel.ops.jsd LigerJSDFunction G
 liger_kernel.ops.tvd LigerTVDLossFunction G
-liger_kernel.ops.softmax LigerSoftmaxFunction S
+liger_kernel.ops.softmax LigerSoftmaxFunction Q
 liger_kernel.ops.dyt LigerDyTFunction S---
 liger_kernel.ops.kl_div LigerKLDivLossFunction -
 liger_kernel.ops.sparsemax LigerSparsemaxFunction -

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from brevact.autograd import known_values, storage_report
+from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
 from brevact.autograd.derived import (
     MOST_DECODED,
@@ -29,18 +30,19 @@ from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
-from brevact.autograd.other_code import OPERATORS, is_in_algorithm, is_of_torch, label_of
+from brevact.autograd.other_code import ALGORITHMS, OPERATORS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import any_tracked, end_known_values, note_made
+from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.store import INTEGERS
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     argument_names,
     frame_callback,
+    functorch_interpreter,
     is_any_autocast_enabled,
     is_torch_function_on,
     pop_hooks,
@@ -113,7 +115,7 @@ class EagerMode(marks.RegionMode):
         # Hooks entered inside the region: a checkpointed function saves nothing, and is recomputed outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
             return _run_unpacked(region, row, func, args, kwargs)
-        if is_transformed():
+        if forward_ad._current_level >= 0 or functorch_interpreter() is not None:
             if region.rounds_norms and row.rounds_forward:
                 check_rounding()
             with region.hooks.suspended:
@@ -122,7 +124,7 @@ class EagerMode(marks.RegionMode):
 
 
 def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
-    is_inside = is_in_algorithm(caller)
+    is_inside = caller.f_globals.get("__name__") in ALGORITHMS
     operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
     if row.picks_extremes:
         region.hooks.give_up_saturated(tensors_of_call(args, kwargs))
@@ -134,7 +136,7 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
         if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row, region, func, args, kwargs)
             if result is not NotImplemented:
-                if row.is_pointwise or row.kind is not None:
+                if row.is_tracked:
                     _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
                 return result
     tensors = tensors_of_call(args, kwargs)
@@ -178,7 +180,7 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
     region.mark(result, is_weight=False)
     if type(result) is Tensor and result.dtype in INTEGERS:
         note_made(result, tensors)
-    if row.is_pointwise or row.kind is not None:
+    if row.is_tracked:
         _track(region, row, func, args, kwargs, result, tensors, operands)
     return result
 
@@ -224,7 +226,7 @@ def _track(
 ) -> None:
     """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
     if row.is_pointwise:
-        track_distinct(region, args, tensors, result)
+        track_distinct(region, tensors, result)
     if type(result) is not Tensor or not (row.overwrites or any_tracked(tensors)):
         return
     if row.is_pointwise:
@@ -235,7 +237,8 @@ def _track(
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.kind in (Kind.SUM, Kind.BILINEAR):
         offer_again(func, args, kwargs, result)
-    if is_new and known_values.is_marked(result):
+    record = find_record(result) if is_new else None
+    if record is not None and record.known is not None:
         return
     if row.kind is Kind.MOVE:
         track_moved(func, args, kwargs, result)

@@ -211,6 +211,7 @@ class OutputDecoder(Decoder):
     quality: Quality = field(init=False)
     lasts: bool = field(init=False)
     decodes_through = True
+    how = storage_report.DERIVED
 
     def __post_init__(self) -> None:
         self.quality, self.lasts = self.source.quality, self.source.lasts
@@ -224,6 +225,11 @@ class OutputDecoder(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
+
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if dtype is torch.bfloat16 and self.dtype is torch.float32 and not self.is_read_again(tensors):
+            return decode_affine(*self._read(tensors), dtype)
+        return self.decode(tensors).to(dtype)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         if self.plan is None:
@@ -258,29 +264,6 @@ class OutputDecoder(Decoder):
             return decode_through_plan(self.plan, tensors[0], function, tensors[1], shift, grad)
         packed, scale, shift = self._read(tensors)
         return decode_through(packed, function, scale, shift, self.dtype, grad)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, self.shape.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros(Decoder):
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def like(x: Tensor) -> Zeros:
-        return Zeros(x.shape, x.dtype, x.device)
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return torch.zeros_like(grad)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.size.numel() * self.dtype.itemsize
 
 
 packed_decoder = one_object_each(PackedDecoder)

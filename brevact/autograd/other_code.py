@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
 #: Modules whose functions are one op to their caller and many to a region, and save tensors as decompositions do.
-_ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
+ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -69,7 +69,7 @@ def is_of_torch(func: Callable) -> bool:
 
 def is_in_algorithm(caller: FrameType | None) -> bool:
     """Return whether a frame runs a torch function composed of matrix products and decompositions."""
-    return caller is not None and caller.f_globals.get("__name__") in _ALGORITHMS
+    return caller is not None and caller.f_globals.get("__name__") in ALGORITHMS
 
 
 def name_of(key: Any) -> str | None:

@@ -11,6 +11,7 @@ Regions nest: the innermost one decides. ``region(None)`` saves full precision i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,7 @@ from brevact.private_names.of_torch import (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
+_ANY = Op()
 
 
 class Region(Store):
@@ -140,11 +142,27 @@ class Region(Store):
     def is_weight(self, x: Tensor) -> bool:
         return is_weight(x, self.state)
 
-    def are_weights(self, *tensors: Tensor, looks_up: bool = False) -> bool:
-        """Return whether tensors are weights, apart from masks, integers, constants; looked-up rows are not."""
+    def are_weights(self, *tensors: Tensor) -> bool:
+        """Return whether tensors are weights, apart from masks, integers, constants."""
+        return self.makes_weight(_ANY, tensors)
+
+    def makes_weight(self, row: Op, tensors: Sequence[Tensor], out: Any = None) -> bool:
+        """Return whether a function of these tensors, which may overwrite ``out``, makes a weight from weights.
+
+        Masks, integers and constants do not matter; looked-up rows are no weight.
+        """
+        if row.is_layer or row.makes_weight:
+            return row.makes_weight
+        if row.replaces:
+            tensors = operands_beside(tensors, tensors[0], is_first=True)
+        elif out is not None:
+            tensors = operands_beside(tensors, out, is_first=False)
         found = trains = indexed = False
         for x in tensors:
-            node = node_of(x)
+            try:
+                node: Any = x.grad_fn
+            except RuntimeError:  # a view whose base has changed
+                node = None
             if node is not None and node.metadata.get(WEIGHT_NUMEL) == 0:
                 return False
             if is_weight(x, self.state):
@@ -155,19 +173,14 @@ class Region(Store):
                 if x.is_floating_point() or x.is_complex():
                     return False
                 indexed = True
-        return found and not (looks_up and indexed and trains)
-
-    def makes_weight(self, row: Op, tensors: list[Tensor], out: Any = None) -> bool:
-        """Return whether a function of these tensors, which may overwrite ``out``, makes a weight from weights."""
-        if row.replaces:
-            tensors = operands_beside(tensors, tensors[0], is_first=True)
-        elif out is not None:
-            tensors = operands_beside(tensors, out, is_first=False)
-        return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
+        return found and not (row.looks_up and indexed and trains)
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         if type(result) is Tensor:
-            node = node_of(result)
+            try:
+                node: Any = result.grad_fn
+            except RuntimeError:  # a view whose base has changed
+                node = None
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
                 return

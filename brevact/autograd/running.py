@@ -145,15 +145,10 @@ def leave_abandoned(frame: FrameType | None) -> None:
 def leave_forward(module: nn.Module, caller: FrameType) -> None:
     """Leave the region of the forward of ``module`` called by ``caller``, and regions abandoned inside it."""
     for forward in running.forwards:
-        if forward[0] is module and _runs_in(forward[2], caller):
+        if forward[0] is module and (caller is forward[2] or caller is forward[2].f_back):  # its parent after an error
             while leave_last() is not forward[2]:
                 pass
             return
-
-
-def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
-    """Whether a forward hook's caller is the frame that called the pre-hook, or its parent after an error."""
-    return caller is frame or caller is frame.f_back
 
 
 #: Functions still to run, in order.

@@ -7,12 +7,15 @@ frees its tensors as soon as it has run, and hooks around the region (``save_on_
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
+from brevact.autograd import storage_report
 from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
 from brevact.quantizers import PointFunction
 
@@ -114,6 +117,15 @@ class Decoder:
         """Whether the decoded tensor is held though its next reader comes much later."""
         return False
 
+    #: How the activation is saved, for a report.
+    how = storage_report.EXACT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded activation."""
+        found: int = math.prod(self.shape) * self.dtype.itemsize  # type: ignore[attr-defined]
+        return found
+
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
         """Return the saved form of a recomputed layer's or norm's input; None for other decoders."""
         return None
@@ -132,6 +144,10 @@ class Decoder:
         """Return the activation."""
         raise NotImplementedError
 
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Return the activation in the type that its reader computes in, such as autocast's."""
+        return self.decode(tensors).to(dtype)
+
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return ``grad`` times the activation."""
         return grad * self.decode(tensors)
@@ -149,7 +165,7 @@ class Decoder:
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return, for a report, how the activation is saved and its decoded size in bytes."""
-        raise NotImplementedError
+        return self.how, self.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook, mapped, own, unpack
+from brevact.autograd.decoders import AS_IT_IS, Blank, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive, derive_output, keep_distinct
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
-from brevact.autograd.norm_decoders import Centred, NormInput, Zeros
-from brevact.autograd.ops.base import keep_sizes, with_bits
+from brevact.autograd.norm_decoders import Centred, NormInput
+from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
 from brevact.autograd.running import NO_TRANSFORMS
@@ -282,7 +282,7 @@ class SavedTensorHooks:
                 if x.shape != input.shape:
                     is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
                     is_zero = is_mean and kept is not None and isinstance(kept[1], Centred)
-                    stored.fill(((), Zeros.like(x)) if is_zero else keep_as_it_is(x), self._outer)
+                    stored.fill(Blank.like(x, is_zero) if is_zero else keep_as_it_is(x), self._outer)
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -453,7 +453,7 @@ class SavedTensorHooks:
         elif not is_plain(x):
             why = storage_report.OTHER_KIND
         elif self.reads_sizes and (x.is_floating_point() or x.is_complex()):
-            return reported(keep_sizes(x))
+            return reported(Blank.like(x))
         elif x.numel() < settings.min_numel and not (self.places and x.dtype in INTEGERS):
             return self._keep_small(x)
         elif not region.packs_for(saver):

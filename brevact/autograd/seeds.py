@@ -12,7 +12,7 @@ alike: the default process group's rank is mixed into each seed (rank 0 draws th
 Gradients of a parameter that several ranks hold are equal once reduced, as by DDP and FSDP.
 
 During CUDA graph capture, seeds come from the device's default generator, which the graph advances in each replay:
-each replay draws new noise.
+each replay draws new noise, in one launch for 256 tensors of a region.
 
 Root regions inside a non-reentrant checkpoint (layers with a quantizer of their own) draw the same seeds when they are
 recomputed, so they save and round the same values as in the forward pass. Those in a reentrant one, and regions that
@@ -167,13 +167,18 @@ class SeedStream:
         self._places = [*map(_place_in, checkpoints)]
         self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        #: Streams that the graph draws that is being captured; None outside of a capture.
+        self._of_graph: dict[torch.device, Iterator[Tensor]] | None = {} if is_captured else None
 
     def next(self, device: torch.device) -> int | Tensor:
         stream = self._streams.get(device)
         if stream is not None and device == _HOST:
             return next(stream)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return _drawn_in_capture(device)
+            if self._of_graph is None:
+                return _drawn_in_capture(device)
+            return next(self._of_graph.setdefault(device, _drawn_seeds(device, None)))
         if device.type == "meta":  # no values, and no generator: codes have sizes alone
             device = _HOST
             stream = self._streams.get(device)
@@ -245,12 +250,15 @@ def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
     return _drawn_seeds(device, base)
 
 
-def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
-    generator = torch.Generator(device).manual_seed(base)
+def _drawn_seeds(device: torch.device, base: int | None) -> Iterator[Tensor]:
+    """Draw seeds from a generator of their own, or, without a base, from the default one, for this rank."""
+    generator = None if base is None else torch.Generator(device).manual_seed(base)
+    rank = rank_seed() if base is None else 0
     while True:
         with DisableTorchFunction(), nullcontext() if active_fake_mode() else no_dispatch_modes():
-            block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
-        yield from block
+            block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator)
+            seeds = (block ^ rank if rank else block).unbind()
+        yield from seeds
 
 
 def _split_mix(state: int) -> int:

@@ -64,6 +64,9 @@ def bits_of(quantizer: Any) -> int:
     return int(width) if isinstance(width, int | float) else 0
 
 
+_text_of = functools.lru_cache(maxsize=256)(to_text)
+
+
 @functools.lru_cache(maxsize=256)
 def _has_text(quantizer: Any) -> bool:
     try:
@@ -217,7 +220,7 @@ class BackwardSettings:
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
         for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
-        object.__setattr__(self, "text", to_text(for_graph) if has_text else None)
+        object.__setattr__(self, "text", _text_of(for_graph) if has_text else None)
 
     def _check_functions(self) -> None:
         if isinstance(self.of_functions, tuple) and all(

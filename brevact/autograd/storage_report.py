@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from brevact.autograd.saved import Saved
 from brevact.autograd.settings import bits_of
 from brevact.autograd.storages import storage_address
+
+if TYPE_CHECKING:
+    from brevact.autograd.saved import Saved
 
 #: Ways of storing a tensor.
 PACKED, MASKED, EXACT, DERIVED, FULL_PRECISION = "packed", "mask", "exact", "derived", "full precision"
@@ -29,6 +31,7 @@ OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
 OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
 EXACT_POLICY = "the quantizer packs what is exact alone"
 ON_BACKWARD = "quantized when backward starts"
+ON_CONTEXT = "an attribute of the Function's context, which no hook sees"
 OTHER_CODE = "other code saves it, and may compare it"
 _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 

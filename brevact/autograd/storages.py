@@ -133,10 +133,9 @@ def note_held(x: Tensor, holder: Any) -> None:
         record.held = weakref.ref(holder), x._version
 
 
-def is_held(x: Tensor) -> bool:
-    """Return whether an op saves ``x``, or other elements of its storage, unpacked because it needs them exactly."""
-    record = find_record(x)
-    found = None if record is None else record.held
+def is_held(x: Tensor, record: Record) -> bool:
+    """Return whether an op saves elements of the storage of ``x`` unpacked because it needs them exactly."""
+    found = record.held
     return found is not None and found[0]() is not None and not x.is_inference() and found[1] == x._version
 
 

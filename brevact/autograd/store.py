@@ -30,10 +30,10 @@ from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import find_record, find_shared, is_held, is_tracked, record_of, share_packed
+from brevact.autograd.storages import find_record, find_shared, is_held, record_of, share_packed
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
-from brevact.quantizers import Layout, PackedSpec, pack_mask, quantize
+from brevact.quantizers import Layout, PackedSpec, pack_codes, pack_mask, quantize
 
 if TYPE_CHECKING:
     from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
@@ -92,7 +92,8 @@ INTEGERS = frozenset((torch.int64, torch.int32))
 
 
 def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], lowest: int | None = None) -> Saved:
-    """Save integers from ``lowest`` to below the largest of ``sizes`` exactly, in the smallest dtype that holds them.
+    """Save integers from ``lowest`` to below the largest of ``sizes`` exactly, in the smallest dtype that holds them,
+    or packed, from 0 to below 128.
 
     ``lowest`` is minus that size if None. They are packed once for all ops. No value is read: on a GPU the host would
     wait for it.
@@ -106,7 +107,12 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
         return keep_as_it_is(x)
     found = find_shared(x, (kinds[0],))
     if found is None:
-        found = (distinct.to(kinds[0]),), decoder_of_places(x.dtype, x.shape)
+        bits = max((size - 1).bit_length(), 1) if low == 0 and distinct is x else 8
+        codes = distinct.to(kinds[0])
+        if bits < 8:
+            found = (pack_codes(codes.flatten(), bits),), decoder_of_places(x.dtype, x.shape, bits)
+        else:
+            found = (codes,), decoder_of_places(x.dtype, x.shape)
         share_packed(x, (kinds[0],), *found)
     return reported(found)
 
@@ -171,10 +177,11 @@ class Store:
         is_small = x.numel() < settings.min_numel
         if is_small and self.recompute < DEEP:
             return _beside(keep_small(x, settings), norm)
-        may_be_known = share and is_tracked(x)
-        if may_be_known:
-            known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
-            if is_held(x) and not (known is not None and known[1].quality.is_exact):
+        record = find_record(x) if share else None
+        if record is not None and (record.known is not None or record.held is not None):
+            of_reader = settings if settings.recompute or not normalizes else None
+            known = record.known and known_values.found_in(record.known, x, of_reader, self.hooks.scope)
+            if is_held(x, record) and not (known is not None and known[1].quality.is_exact):
                 return _beside(keep_as_it_is(x), norm)
             if known is not None and (not normalizes or serves_norms(known[1])):
                 share_codes(known[0])
@@ -191,7 +198,8 @@ class Store:
         if norm is not None and normalizes:
             of_norm = norm.key
             key = None if of_norm is None else (settings.key, repeats, of_norm)
-        found = find_shared(x, key, self.seeds.number) if may_be_known and key is not None else None
+        packs = None if record is None else record.packs
+        found = find_shared(x, key, self.seeds.number) if packs and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, norm if normalizes else None)
             if share and key is not None:
@@ -252,11 +260,12 @@ class Store:
         return known_values.find(x, self.settings, self.hooks.scope)
 
     def find_kept(self, x: Tensor) -> Saved | None:
-        if not is_tracked(x):
+        record = find_record(x)
+        if record is None:
             return None
-        known = known_values.find(x, self.settings, self.hooks.scope)
-        if known is None and self.settings.derives and self.hooks.scope is None:  # it lives until backward there
-            known = find_packed(x, self.settings, self.seeds.number)
+        known = record.known and known_values.found_in(record.known, x, self.settings, self.hooks.scope)
+        if known is None and record.packs and self.settings.derives and self.hooks.scope is None:
+            known = find_packed(x, self.settings, self.seeds.number)  # without a checkpoint it lives until backward
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:

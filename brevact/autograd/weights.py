@@ -142,32 +142,29 @@ class _Watchers:
     """The states that watch their thread's modules by one global hook, under one key: its keys guard compiled code."""
 
     def __init__(self) -> None:
-        self._of_thread = _States()
+        self.of_thread = _States()
         self._count = 0
         self._lock = threading.Lock()
         self._key = RemovableHandle(global_forward_pre_hooks).id
 
     def add(self, state: ModelState) -> None:
-        self._of_thread.states.append(state)
+        self.of_thread.states.append(state)
         with self._lock:
             self._count += 1
             global_forward_pre_hooks[self._key] = _tell_watchers
 
     def remove(self, state: ModelState) -> None:
-        self._of_thread.states.remove(state)
+        self.of_thread.states.remove(state)
         with self._lock:
             self._count -= 1
             if not self._count:
                 global_forward_pre_hooks.pop(self._key, None)
 
-    def tell(self, module: nn.Module) -> None:
-        for state in self._of_thread.states:
-            state.see(module)
-
 
 def _tell_watchers(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
-        _watchers.tell(module)
+        for state in _watchers.of_thread.states:
+            state.see(module)
 
 
 skip_code(_tell_watchers.__code__)  # Dynamo runs it uncompiled, unless it inlines it
@@ -177,7 +174,10 @@ _watchers = _Watchers()
 def is_weight(x: Tensor, state: ModelState) -> bool:
     if type(x) is not Tensor and is_parameter(x):
         return True
-    node = node_of(x)
+    try:
+        node: Any = x.grad_fn
+    except RuntimeError:  # a view whose base has changed
+        node = None
     if node is None:
         return storage_address(x) in state or (x._is_view() and x._base is not None and is_weight(x._base, state))
     if node.metadata.get(WEIGHT_NUMEL) is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:

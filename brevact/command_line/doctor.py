@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from brevact import injectors
-from brevact.command_line.launcher import allocator_in_use
+from brevact.command_line.launcher import allocator_in_use, library_of
+from brevact.compiler.constants import HAS_GUARDS
 from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward, quantizer
 from brevact.quantizers.backends import kernels_for, without_kernels
@@ -130,6 +131,9 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(NOTE, "no C++ compiler: torch.compile on CPU tensors does not work", "install g++, or set CXX")
     else:
         yield Finding(OK, f"torch.compile finds {found}")
+    if not HAS_GUARDS:
+        text = f"torch.compile of torch {torch.__version__} does not keep integers of Brevitas' quantizers as they are"
+        yield Finding(NOTE, text, "pip install 'torch>=2.13'")
 
 
 def _caches() -> Iterator[Finding]:
@@ -151,7 +155,9 @@ def _memory() -> Iterator[Finding]:
     if allocator:
         yield Finding(OK, f"memory of the process: {allocator}")
     elif platform.libc_ver()[0] == "glibc":
-        yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", "python -m brevact run SCRIPT ...")
+        fix = "python -m brevact run SCRIPT ..."
+        fix = fix if library_of("mimalloc") else f"pip install '.[run]' in a checkout of brevact; then {fix}"
+        yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", fix)
     if torch.cuda.is_available():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
         yield Finding(OK, f"torch's allocator on the GPU: {settings}")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from brevact.command_line.doctor import doctor
 from brevact.command_line.launcher import ALLOCATORS, run
 from brevact.command_line.model_report import report
+from brevact.command_line.model_sizes import names
+from brevact.command_line.plan import plan
 from brevact.version import __version__
 
 _DESCRIPTION = "Train PyTorch and Brevitas models with a fraction of the activation memory."
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             run(options.program, is_module=options.module, allocator=options.allocator)
-        print(report(options))
+        print(plan(options) if options.command == "plan" else report(options))
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,6 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--plot", metavar="FILE", help="write the bytes of the layers as a picture, such as memory.png")
     found.add_argument("--csv", metavar="FILE", help="write a line a layer")
     found.add_argument("--explain", action="store_true", help="add how each op of each layer stores its tensors")
+    words = "size a language model's training, without its weights, downloads or a GPU"
+    found = commands.add_parser("plan", help=words, description=words, epilog=_EXIT)
+    found.add_argument("model", metavar="MODEL", help=f"{', '.join(names())}; the path of a config.json; a cached name")
+    found.add_argument("--batch", type=int, default=1, help="sequences in a step (default: 1)")
+    found.add_argument("--sequence", type=int, default=4096, help="tokens in a sequence (default: 4096)")
+    found.add_argument(
+        "--lora", nargs="?", const="16", help="adapters: rank, and layers: 16:q_proj,v_proj (default: 16, all)"
+    )
+    found.add_argument("--liger", action="store_true", help="with Liger's kernels")
+    found.add_argument("--weights", default="bfloat16", choices=("bfloat16", "float32", "4bit"), help="of the model")
+    found.add_argument("--memory", help="of the device, such as 24GiB: adds the longest sequence and largest batch")
     words = "run a Python program with an allocator whose freed memory serves again: a lower peak of the process"
     found = commands.add_parser("run", help=words, description=words, epilog="Exit status: the program's.")
     found.add_argument(

@@ -5,6 +5,7 @@ Modules of one class share a graph, whatever their bit widths are: a guard on th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,18 +13,23 @@ import torch
 from torch import Tensor, fx
 
 from brevact.private_names.of_torch import TracingContext, WeakTensorKeyDictionary
+from brevact.user_lines import warn
 
 #: Brevitas' module for them; `repr` of other modules' buffers may change in each step.
 _OWNER = "StatelessBuffer"
 #: Dynamo of PyTorch 2.11 does not check such guards.
-_HAS_GUARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+HAS_GUARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _seen = WeakTensorKeyDictionary()  # versions and values of tensors on devices that reading waits for
 
 
 def constants_of(graph: fx.Graph, inputs: Sequence[Any]) -> Iterator[float | None]:
     """Values of the inputs that are constants, None for others; guards on them are added to the code that is traced."""
     for node, x in zip((node for node in graph.nodes if node.op == "placeholder"), inputs, strict=True):
-        if not (_HAS_GUARDS and isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and _is_constant(node)):
+        if not (isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and _is_constant(node)):
+            yield None
+            continue
+        if not HAS_GUARDS:
+            _warn_once()
             yield None
             continue
         value = _value_of(x)
@@ -33,6 +39,14 @@ def constants_of(graph: fx.Graph, inputs: Sequence[Any]) -> Iterator[float | Non
             continue
         context.guards_context.dynamo_guards.add(argument.source.make_guard(_guard_on(value)))
         yield value
+
+
+@functools.cache
+def _warn_once() -> None:
+    warn(
+        f"PyTorch {torch.__version__} has no guards on the bit widths of Brevitas' quantizers: compiled graphs pack "
+        "their results by the policy, not as the integers that they are. PyTorch 2.13 and newer ones keep the integers"
+    )
 
 
 def _is_constant(node: fx.Node) -> bool:

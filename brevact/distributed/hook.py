@@ -31,6 +31,7 @@ from brevact.distributed.packing import (
 )
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES
@@ -167,7 +168,7 @@ class QuantizedHook:
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
         rank, messages = group.rank(), message.new_empty(group.size(), message.numel())
-        gathered = distributed.all_gather_single(messages.view(-1), message, group=group, async_op=True)
+        gathered = all_gather_single(messages.view(-1), message, group=group, async_op=True)
         specs = [pack.spec for pack in packs]
 
         def average() -> Tensor:

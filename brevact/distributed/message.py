@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import PackedActivation, PackedSpec
 from brevact.quantizers.brief import brief
 
@@ -86,7 +87,7 @@ class Agreement:
             return
         mark = _digest(" ".join(map(_name, settings))).to(device)
         marks = mark.new_empty(group.size(), _ALIGNMENT)
-        distributed.all_gather_single(marks.view(-1), mark, group=group)
+        all_gather_single(marks.view(-1), mark, group=group)
         check_marks(marks)
         self._groups.add(group.group_name)
 

@@ -12,6 +12,7 @@ from brevact.distributed.message import Agreement, check_marks, marks_of, messag
 from brevact.distributed.packing import check_count, check_quantizer, check_seed, is_unbiased, pack
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.private_names.of_torch import reduce_scatter_single
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES
@@ -107,7 +108,7 @@ class QuantizedReduceScatter:
             check_marks(self._unchecked)
             self._unchecked = None
         if output_tensor.dtype not in DTYPES or output_tensor.numel() < self.min_numel:
-            return distributed.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         if op not in (distributed.ReduceOp.SUM, distributed.ReduceOp.AVG):
             raise ValueError(
                 f"op: got {op}; accepted are SUM and AVG; call set_force_sum_reduction_for_comms(True) on the module"

@@ -19,7 +19,7 @@ from brevact.injectors.class_protocol import (
     InjectorClass,
     brevitas_quant,
     is_injector,
-    written_values,
+    written_value,
 )
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
@@ -79,9 +79,10 @@ def resolve(injector: BackwardInjectorType) -> BackwardSettings:
 
 
 def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
-    for name, value in written_values(injector):
-        if not name.startswith(FORWARD_PREFIX) or (name == "forward_quant" and value is None):
+    for name, spec in injector.__dependencies__.items():
+        if not name.startswith(FORWARD_PREFIX) or (written_value(spec) is None and name == "forward_quant"):
             continue
+        value = written_value(spec)
         raise ValueError(
             f"{name}={brief(value)} quantizes the forward pass, which only a slot of Brevitas' own does (act_quant= of "
             "brevitas.nn.QuantReLU, input_quant= of brevitas.nn.QuantConv2d); here only the backward pass is "

@@ -29,12 +29,11 @@ from brevact.policy.inherit import (
     stop_watching,
     watch_gradients,
 )
-from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
+from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
     POLICY,
     Assignment,
     assignments,
-    block_assignment,
     check_layers,
     check_rules,
     is_foreign,
@@ -279,8 +278,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     source = named_policy(source, "source")
     if isinstance(source, Policy):
         check_overrides_of_rules(source, overrides, "backward_quant(")
-        ours = {key for each in (DEFAULT, RECOMPUTE) for key in each.rules if source.has_rule_of(each, key)}
-        return with_overrides(block_assignment(source.rules, ours).settings, overrides)
+        return with_overrides(source.settings_of_block, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides)
         return required_attachment(source).settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from brevact.autograd.settings import bits_of
+from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.injectors import DitherBackward2bit, DitherBackward3bit, DitherBackward4bit, DitherBackward6bit
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
@@ -25,7 +26,7 @@ from brevact.policy.predicates import (
     is_rectified_and_costly,
     is_separable,
 )
-from brevact.policy.rules import assignment_of, check_rules, ops_of
+from brevact.policy.rules import assignment_of, block_assignment, check_rules, ops_of
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
 from brevact.version import __version__
@@ -85,6 +86,16 @@ class Policy:
             return False
         mine, theirs = self.rules[key], other.rules[key]
         return mine == theirs or assignment_of(key, mine).settings == assignment_of(key, theirs).settings
+
+    @functools.cached_property
+    def settings_of_block(self) -> BackwardSettings | None:
+        """Settings of a block of code, resolved once; rules of the shipped policies for modules do not matter there."""
+        shipped = {key for each in (DEFAULT, RECOMPUTE) for key in each.rules if self.has_rule_of(each, key)}
+        return block_assignment(self.rules, shipped).settings
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit what is resolved again."""
+        return {name: value for name, value in vars(self).items() if name != "settings_of_block"}
 
     def let(self, rules: Mapping[Any, BackwardQuantizer | None]) -> Policy:
         """Return a policy with these rules before its own; the first match wins.

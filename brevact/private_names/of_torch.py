@@ -64,6 +64,14 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 
 # --- collectives
 
+
+def _collective(name: str, former: str) -> Any:
+    """Return a collective by its name, or by that below PyTorch 2.13; None without ``torch.distributed``."""
+    return find(f"torch.distributed.{name}", fallback=None) or find(f"torch.distributed.{former}", fallback=None)
+
+
+all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 _collectives = find("torch.distributed.distributed_c10d", fallback=None)
 
 
@@ -99,6 +107,8 @@ len_dispatch_stack = find("torch._C._len_torch_dispatch_stack")
 #: Context that hides ops from all dispatch modes, including others'.
 no_dispatch_modes = find("torch._C._DisableTorchDispatch")
 active_fake_mode = find("torch._guards.active_fake_mode")  #: None without fake tensors
+DispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
+tree_leaves = find("torch.utils._pytree.tree_leaves")
 disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
@@ -202,6 +212,7 @@ fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default"
 fused_rms_norm = find("torch.ops.aten._fused_rms_norm")
 batch_norm_impl_index = find("torch._batch_norm_impl_index")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math")
+flash_attention = find("torch.ops.aten._scaled_dot_product_flash_attention")
 choose_attention = find("torch._fused_sdp_choice")
 grouped_mm = find("torch._grouped_mm")
 suggest_memory_format = find("torch._prims_common.suggest_memory_format")

@@ -11,3 +11,5 @@ CompiledKernel = find("triton.compiler.CompiledKernel")
 driver = find("triton.runtime.driver")
 #: Hooks of Triton profilers, called at each launch.
 hooks = find("triton.knobs.runtime")
+#: Base class of kernels, whose `__getitem__` returns the launcher of a grid.
+kernel_interface = find("triton.runtime.jit.KernelInterface")

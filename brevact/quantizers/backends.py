@@ -44,10 +44,11 @@ class KernelOp(Protocol, Generic[P, R]):
 def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Run a reference's kernels in its place if they take its arrays; arguments are given by position.
 
-    Arrays are the parameters annotated `Tensor` or `Tensor | None`; the first is never None.
+    Arrays are the parameters annotated `Tensor` or `Tensor | None`; the first is never None. Ops that write into their
+    arguments and return None do nothing on the meta device.
     """
-    name = reference.__name__
-    kinds = [parameter.annotation for parameter in inspect.signature(reference).parameters.values()]
+    name, signature = reference.__name__, inspect.signature(reference)
+    kinds = [parameter.annotation for parameter in signature.parameters.values()]
     places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor | None")]
     if len(places) == 1:
         places *= 2  # a tuple, then, too
@@ -66,6 +67,8 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
                     if Tuning.passed >= Tuning.next_look:
                         look()
                 return result
+        if first.is_meta and signature.return_annotation == "None":
+            return None
         _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():
             return cast(Any, reference)(*args)

@@ -29,6 +29,7 @@ from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
+from brevact.reports.tails import HEAVY, note_on, tails_of_inputs
 from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table
 
 #: Bits of all other layers: their variance is 1/289 of that at 4 bits.
@@ -138,6 +139,8 @@ class LayerNoise:
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.
+        tail: largest root mean square of a channel of the layer's input over the median one, in the first batch; NaN if
+            the input has no channels in its last dimension.
     """
 
     layer: str
@@ -149,6 +152,7 @@ class LayerNoise:
     noise_error: float = math.nan
     bias: float = math.nan
     bias_error: float = math.nan
+    tail: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -204,12 +208,14 @@ class GradientReport:
 
     def __str__(self) -> str:
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
+        header = ("layer", "kind", "readers", "bits", "stored", "noise", "bias²", "tail")
         cells = [_cells(row) for row in self.rows]
         if beside:
-            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", ""))
+            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", "", ""))
         figures = _with_error(self.noise, self.noise_error), _with_error(self.bias, self.bias_error)
-        total = ("total", "", "", "", size_text(self.saved_bytes), *figures)
-        table = text_table(("layer", "kind", "readers", "bits", "stored", "noise", "bias²"), cells, total, numbers=5)
+        total = ("total", "", "", "", size_text(self.saved_bytes), *figures, "")
+        shown = len(header) - (not any(row.tail >= HEAVY for row in self.rows))  # the last column for heavy tails alone
+        table = text_table(header[:shown], [row[:shown] for row in cells], total[:shown], numbers=shown - 2)
         return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
 
     def _summary(self) -> str:
@@ -277,6 +283,7 @@ def _cells(row: LayerNoise) -> tuple[str, ...]:
         size_text(row.saved_bytes),
         _with_error(row.noise, row.noise_error),
         _with_error(row.bias, row.bias_error),
+        "-" if math.isnan(row.tail) else f"{row.tail:.1f}",
     )
 
 
@@ -312,8 +319,9 @@ def gradient_report(
 
     Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. A layer's row has
     the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
-    all other tensors at 8 bits, whose noise is subtracted. The rows of a compiled model have the tensors of its graphs,
-    without noise.
+    all other tensors at 8 bits, whose noise is subtracted. If inputs of layers have channels at least 30 times the
+    median one (massive activations), a column shows these ratios, and a note the rule that cures their noise. The rows
+    of a compiled model have the tensors of its graphs, without noise.
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
     batches and L rows, the total takes 1 + B + B draws passes, and the rows (L + 1) B layer_draws more. The gradients
@@ -369,16 +377,19 @@ def _report(
     layer_draws: int,
     progress: bool,
 ) -> GradientReport:
-    memory, is_of_graphs = _take_policy(model, batches[0], loss, policy)
+    _set_policy(model, policy)
+    graphs = _memory_of_graphs(model, batches[0], loss)
+    with tails_of_inputs(model) as tails:
+        memory = graphs or _take_policy(model, batches[0], loss)
     chains = chains_of(memory)
-    is_measured = layers is not None and bool(chains) and not is_of_graphs
+    is_measured = layers is not None and bool(chains) and graphs is None
     passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
     with progress_bar("gradient_report", passes, progress) as on_pass:
         exact = exact_gradients(model, batches, loss, on_pass)
         whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
         of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
         figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
-    if is_of_graphs:
+    if graphs is not None:
         notes = [_OF_GRAPHS]
         model = getattr(model, "_orig_mod", model)
     kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
@@ -386,7 +397,9 @@ def _report(
     for chain in chains:
         noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
         of_chain = chain.readers, chain.bit_widths, chain.saved_bytes
-        rows.append(LayerNoise(chain.source, kinds[chain.source], *of_chain, *noise, *bias))
+        rows.append(
+            LayerNoise(chain.source, kinds[chain.source], *of_chain, *noise, *bias, tails.get(chain.source, math.nan))
+        )
     return GradientReport(
         rows=tuple(rows),
         noise=whole.noise.value,
@@ -400,7 +413,7 @@ def _report(
         batches=len(batches),
         draws=draws,
         passes=passes,
-        notes=tuple(note for note in (memory.note, *notes) if note),
+        notes=tuple(filter(None, (memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})))),
     )
 
 
@@ -432,19 +445,29 @@ _OF_GRAPHS = (
 )
 
 
-def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple[MemoryReport, bool]:
-    """Attach the policy to measure; return the bytes that the model saves under it, and whether graphs save them."""
+def _set_policy(model: nn.Module, policy: Any) -> None:
     if policy is not None:
         for module in model.modules():
             detach_region(module, POLICY)
         attach_policy(model, policy)
+
+
+def _memory_of_graphs(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport | None:
+    """The tensors that a compiled model's graphs save; None for other models, and where no graph packs."""
+    if not is_compiled(model):
+        return None
     batch = without_surroundings(batch)
-    if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
-        return found, True
+    found = report_of_graphs(model, lambda measured: loss(measured, batch))
+    return found if found.rows else None
+
+
+def _take_policy(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
+    """Return the bytes that the model saves under its policy, or else under the default one, which it then gets."""
+    batch = without_surroundings(batch)
     memory = memory_of(model, lambda measured: loss(measured, batch), batch)
     if memory.note == BY_DEFAULT:
         attach_policy(model)
-    return memory, False
+    return memory
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
+from brevact.autograd.other_code import as_function, is_of_torch
 from brevact.autograd.storage_report import (
     DERIVED,
     EXACT,
@@ -25,6 +26,7 @@ from brevact.autograd.storage_report import (
     MASKED,
     NO_QUANTIZER,
     ON_BACKWARD,
+    ON_CONTEXT,
     PACKED,
     recording,
 )
@@ -58,7 +60,8 @@ def memory_report(
     names parameters above 64 KiB that the forward pass modifies. The plain pass keeps no tensors alive, like inference.
     If a model does not fit in memory, measure it on the meta device, with a batch there.
 
-    An input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
+    Tensors that a Function of another library holds as attributes of its context count in full, in rows that say so. An
+    input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function recomputes do not count. Of a compiled model, it
     reports the tensors that its graphs save, with the way backward uses them. Compiled modules inside of a model, and
     graphs without a policy or from a compiler's cache, are measured uncompiled.
@@ -321,7 +324,20 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             rows.append((place, row))
         return x
 
-    with uncompiled(), _running_module(model) as running:
+    seen = set[Any]()
+
+    def note_contexts(layer: str, result: Any) -> None:
+        """Add rows for the tensors that other code's Functions hold as attributes, once per storage."""
+        for name, x in _on_contexts(result, seen):
+            place = _place_of(x)
+            before, _ = held.get(place, (None, ""))
+            is_known = before is not None and not (isinstance(before, WeakStorage) and before.expired())
+            if place not in weights and not is_known:
+                held[place] = x if holds else WeakStorage(x.untyped_storage()), layer
+                size = x.untyped_storage().nbytes()
+                rows.append((place, OpMemory(layer, name, FULL_PRECISION, ON_CONTEXT, x.nbytes, size)))
+
+    with uncompiled(), _running_module(model, note_contexts) as running:
         with torch.enable_grad(), recording() as recorder, region(None):
             recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
             with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
@@ -329,6 +345,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     output = run(model)
                     if isinstance(output, GeneratorType):
                         found.is_generator, output = True, list(output)
+                    note_contexts("", output)
                 finally:
                     held.clear()  # regions refer to it until garbage collection, and later steps would share it
                     if is_missed:
@@ -343,9 +360,24 @@ def _place_of(x: Tensor) -> int:
     return storage_address(x) or -id(x)
 
 
+def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that nodes not ``seen`` before hold as attributes, with the names of their Functions."""
+    nodes = [x.grad_fn for x in tensors_of(result)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [each for each, _ in node.next_functions]
+        function = as_function(getattr(node, "_forward_cls", None))
+        if function is not None and not is_of_torch(function):
+            for x in tensors_of(list(vars(node).values())):
+                yield function.__name__, x
+
+
 @contextmanager
-def _running_module(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list of the names of the modules that run in this thread, outermost first."""
+def _running_module(model: nn.Module, at_end: Callable[[str, Any], None]) -> Iterator[list[str]]:
+    """Yield a list of the names of the modules that run in this thread, outermost first; call ``at_end`` after each."""
     names, thread = names_of(model), threading.get_ident()
     running = [""]
 
@@ -355,7 +387,7 @@ def _running_module(model: nn.Module) -> Iterator[list[str]]:
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == thread:
-            running.pop()
+            at_end(running.pop(), output)
 
     handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     try:

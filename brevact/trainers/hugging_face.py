@@ -108,7 +108,8 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         # When it saves, the trainer looks up each callback in the states of its checkpoint, which may lack this one.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
-        self.policy.begin(kwargs["model"], batches, self._loss_of_run(), steps=state.max_steps)
+        model, loss, progress = kwargs["model"], self._loss_of_run(), not args.disable_tqdm
+        self.policy.begin(model, batches, loss, steps=state.max_steps, progress=progress)
         self._enter_trainer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -76,7 +76,8 @@ class LightningCallback(Callback):
         steps = int(trainer.estimated_stepping_batches) if trainer.estimated_stepping_batches < float("inf") else None
         self._steps = trainer.global_step
         loss = self._loss or _loss_of(trainer)
-        self.policy.begin(pl_module, batches, loss, steps=steps, prepare=_prepare_of(trainer, pl_module))
+        prepare, progress = _prepare_of(trainer, pl_module), trainer.progress_bar_callback is not None
+        self.policy.begin(pl_module, batches, loss, steps=steps, prepare=prepare, progress=progress)
         if "training_step" not in vars(pl_module):  # else it was compiled together with the module
             step: Any = type(pl_module).training_step
             self._training_step = in_region(step)

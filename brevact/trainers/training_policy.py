@@ -107,6 +107,7 @@ class TrainingPolicy:
         self.spec: PolicySpec | None = spec_of(policy)
         #: The policy fitted to a budget; None without a budget.
         self.fitted: Policy | None = None
+        self._shows_progress = True
         self._quick_fit = quick_fit
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
@@ -137,6 +138,7 @@ class TrainingPolicy:
         *,
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
+        progress: bool = True,
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
@@ -150,6 +152,7 @@ class TrainingPolicy:
                 the model, as in ``with brevact.backward_quant(model):``.
             steps: number of steps of the run, for a schedule without ``steps``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
+            progress: whether fitting a budget shows a bar.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
@@ -160,6 +163,7 @@ class TrainingPolicy:
         check_run(batches, loss)
         check_steps(steps=steps)
         self.end()  # of an interrupted run
+        self._shows_progress = progress
         owner = _owners[model]() if model in _owners else None
         if owner is not None and (owner.spec is None or has_policy(model)):
             raise ValueError(
@@ -241,7 +245,7 @@ class TrainingPolicy:
             refuse_to_fit(model)
             if rules is None:
                 _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
-                options = {"quick": self._quick_fit, "progress": True}
+                options = {"quick": self._quick_fit, "progress": self._shows_progress}
                 fitted = functools.partial(self.spec.policy_for, model, self._batches, self._loss, **options)
                 rules = in_one_process(lambda: fitted().to_json(), device_of(model))
             policy = self.fitted = Policy.from_json(rules)

@@ -9,11 +9,14 @@ import triton.language as tl
 
 from brevact.private_names.of_triton import InterpretedFunction
 
-_MAGIC = tl.constexpr(12582912.0)
+MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it rounds |x| < 2^22 half to even and leaves the integer in the low bits of the sum."""
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _UNIT_2_23, _UNIT_2_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
 """2^23, whose bits plus a smaller integer are those of the sum: an int-to-float conversion at full rate."""
+
+_UNIT_2_7, _UNIT_2_7_BITS = tl.constexpr(128.0), tl.constexpr(0x43000000)
+"""2^7, where the last bit of a float is 2^-16."""
 
 _SIGN = tl.constexpr(-(2**31))
 
@@ -45,13 +48,13 @@ def maximum(x, y):
 @triton.jit
 def nearest_int(x):
     """Float32 with |x| < 2^22 to int32, half to even."""
-    return (x + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+    return (x + MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
 
 
 @triton.jit
 def _nearest_65536th(x):
     """65536 x, |x| <= 2^6, to int32, half to even. The product is exact, so the fused multiply-add rounds once."""
-    return tl.fma(x, 65536.0, _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+    return tl.fma(x, 65536.0, MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
 
 
 @triton.jit
@@ -69,11 +72,12 @@ def round_nearest(t, BIT_WIDTH: tl.constexpr):
 @triton.jit
 def round_stochastic(t, bits, BIT_WIDTH: tl.constexpr):
     """floor(t) + ((rint(65536 (t - floor(t))) + bits) >> 16): up with the probability of the fraction."""
-    if BIT_WIDTH <= 6:  # in one piece: 65536 t is below 2^22, and rint keeps its even part
-        q = (_nearest_65536th(t) + bits) >> 16
+    if BIT_WIDTH <= 6:  # in floats, which run at full rate: t and the random bits in units of 2^-16, exact sums of them
+        random = (bits | _UNIT_2_7_BITS).to(tl.float32, bitcast=True)
+        q = nearest_int((t - 1.5 * _UNIT_2_7 + random) + (0.5 * _UNIT_2_7 - 0.5 + 2.0**-17))
     elif BIT_WIDTH <= 16:  # from the nearest integer instead of the floor: both shift by multiples of 65536
         whole = nearest_int(t)
-        q = whole + ((_nearest_65536th(t - ((t + _MAGIC) - _MAGIC)) + bits) >> 16)
+        q = whole + ((_nearest_65536th(t - ((t + MAGIC) - MAGIC)) + bits) >> 16)
     else:
         floor = tl.floor(t)
         q = floor.to(tl.int32) + ((_nearest_65536th(t - floor) + bits) >> 16)
@@ -114,9 +118,29 @@ _INTERPRETED = tl.constexpr(isinstance(key_of, InterpretedFunction))
 
 
 @triton.jit
+def least_of(x):
+    """[G] smallest of float32 [G, I]; NaN wins."""
+    if _INTERPRETED:  # which is slow where reductions are not its own
+        least = float_of_key(tl.min(key_of(x), axis=1))
+    else:
+        least = tl.reduce(x, 1, minimum)
+    return least
+
+
+@triton.jit
+def greatest_of(x):
+    """[G] largest of float32 [G, I]; NaN wins."""
+    if _INTERPRETED:
+        greatest = float_of_key(tl.max(key_of(x), axis=1))
+    else:
+        greatest = tl.reduce(x, 1, maximum)
+    return greatest
+
+
+@triton.jit
 def widen(x):
     """A floating-point type of at most 32 bits to float32, exact."""
-    if _INTERPRETED and x.dtype == tl.bfloat16:  # the interpreter gets subnormal numbers wrong
+    if x.dtype == tl.bfloat16:  # one instruction; and the interpreter gets subnormal numbers wrong
         y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         y = x.to(tl.float32)

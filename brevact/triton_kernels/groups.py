@@ -118,8 +118,8 @@ def calibrate(
 
 @triton.jit
 def shifted_minimum(low, scale, shift):
-    """Minima of groups whose levels are shifted by a part of a step; NaN leaves them alone."""
-    return tl.where(shift == shift, tl.maximum(low - shift * scale, _LOWEST), low)
+    """Minima of groups whose levels are shifted by a part of a step."""
+    return tl.maximum(low - shift * scale, _LOWEST)
 
 
 @triton.jit

@@ -58,15 +58,21 @@ class Program:
         kernel: Made by `triton.jit`.
         grid: Programs of the GPU.
         threads: Of a program of the GPU.
+        registers: The most of a thread, where CUDA's assembler chooses them; None for as many as it likes.
         values: Numbers by parameter, constants by parameter in capitals, and the `Part` of a buffer that a pointer
             reads or writes; other pointers are those of whole tensors. The kernel may lack some of them.
     """
 
-    __slots__ = ("_compiled", "_numbers", "_tail", "_tensors", "arguments", "constants", "grid", "kernel", "threads")
+    __slots__ = (
+        *("_compiled", "_numbers", "_tail", "_tensors"),
+        *("arguments", "constants", "grid", "kernel", "registers", "threads"),
+    )
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], threads: int = THREADS, **values: Any) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], threads: int = THREADS, registers: int | None = None, **values: Any
+    ) -> None:
         names = [name for name in kernel.arg_names if not name.isupper()]
-        self.kernel, self.grid, self.threads = kernel, grid, threads
+        self.kernel, self.grid, self.threads, self.registers = kernel, grid, threads, registers
         self.arguments = [values.get(name, TENSOR) if name.endswith("_ptr") else values[name] for name in names]
         self.constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
         self._tensors = [(place, x.start) for place, x in enumerate(self.arguments) if type(x) is Part]
@@ -115,6 +121,8 @@ class Program:
         """Launch the kernel by Triton, which compiles it if need be; return Triton's result."""
         device = next(x.device for x in arguments if isinstance(x, Tensor))
         constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
+        if self.registers and torch.version.hip is None:
+            constants["maxnreg"] = self.registers
         detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         with torch.cuda.device(device if device.type == "cuda" else -1):
             return self.kernel[self.grid](*detached, **constants)

@@ -9,7 +9,8 @@ from brevact.geometry import Geometry, Place
 from brevact.triton_kernels.floats import maximum, minimum, widen
 from brevact.triton_kernels.tiles import element_mask
 
-_PLAIN, _ROWS, _INNER, _ALIGNED = 4, 1, 2, 8
+_PLAIN, _ROWS, _INNER, _ALIGNED, _ALIKE, _CONSECUTIVE, _TWO, _ONE = 4, 1, 2, 8, 16, 32, 64, 128
+_NEAR = 8  # elements of a plane that lie behind each other in one thread, at most
 LARGEST_RUN = 1 << 30
 """Elements of a row, and of a run of groups inside of it, that 32-bit places reach."""
 
@@ -19,12 +20,26 @@ def fits(place: Place | None, numel: int) -> bool:
 
 
 def values_of(place: Place | None, geometry: Geometry) -> dict[str, int]:
-    """A place by the kernels' parameters, 0 for none. Flags: several rows, groups in a row, one group a plane's row."""
+    """A place by the kernels' parameters, 0 for none.
+
+    Flags: several rows, groups in a row, one group a plane's row; and whether each eight elements from a multiple of
+    eight on have one group, eight groups in a row, or one or two groups.
+    """
     if place is None:
         return dict.fromkeys(("outer", "places", "span", "run", "PLACE"), 0)
     rows, inner, columns = place.outer < geometry.numel, place.inner > 1, geometry.block_size // 8
     aligned = not (rows and place.outer % columns) and not (inner and place.run % columns)
     flags = _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
+    if inner and (place.inner % place.run or (rows and place.outer % place.inner)):
+        near = 0
+    elif not (rows and place.outer % _NEAR) and not (inner and place.run % _NEAR):
+        near = _ALIKE
+    elif not (rows and (place.outer % _NEAR or place.row % _NEAR)) and place.run == 1 and place.inner % _NEAR == 0:
+        near = _CONSECUTIVE
+    else:
+        near = _TWO * ((place.run if inner else place.outer) >= _NEAR)
+    if columns % _NEAR == 0:
+        flags += near * (not aligned) or _ONE * (aligned and near != 0)
     return {"outer": place.outer, "places": place.row, "span": place.inner, "run": place.run, "PLACE": flags}
 
 
@@ -48,12 +63,100 @@ def load_statistics(
     return mean, factor
 
 
+@triton.constexpr_function
+def near_of(dtype):
+    """Elements of a plane in one thread."""
+    return min(128 // dtype.primitive_bitwidth, 8)
+
+
 @triton.jit
-def normalize_elements(
-    x, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE: tl.constexpr
+def _runs_before(start, offset, size):
+    """(start + offset) // size, 0 <= start < size and offset (int32) at most 2^14, and what is left of the last run.
+
+    By one multiplication: M = ceil(2^31 / size) is off by less than 1, so x * M / 2^31 by less than 2^-15 for x < 2^16.
+    Runs longer than 2^15 count as 2^15 elements and their end is where it is; then what is left may be less than it is,
+    but is at least 2^14.
+    """
+    length = tl.minimum(size, 1 << 15).to(tl.int32)
+    place = length - tl.minimum(size - start, 1 << 15).to(tl.int32) + offset
+    magic = (0x7FFFFFFF // length).to(tl.uint32) + 1
+    runs = tl.umulhi((place * 2).to(tl.uint32), magic).to(tl.int32)
+    return runs, (runs + 1) * length - place
+
+
+@triton.jit
+def _group_in_row(first, runs, span, run):
+    """(first % span // run + runs) % (span // run): the groups of a row begin again."""
+    groups, start = span // run, (first % span // run).to(tl.int32)
+    wraps, _ = _runs_before(start, runs, groups)
+    return start + runs - wraps * groups.to(tl.int32)
+
+
+@triton.jit
+def _spread(values, NEAR: tl.constexpr):
+    """[R, W / NEAR] values of elements that are near to each other, for each of them."""
+    ROWS: tl.constexpr = values.shape[0]
+    CHUNKS: tl.constexpr = values.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, CHUNKS, NEAR)), (ROWS, CHUNKS * NEAR))
+
+
+@triton.jit
+def _load_near(pointer, index, other_index, is_other, valid, PLACE: tl.constexpr, NEAR: tl.constexpr):
+    """Statistics of a plane, from the indices of each NEAR elements."""
+    if PLACE // 32 % 2 == 1:
+        lane = tl.arange(0, NEAR)[None, None, :]
+        index = tl.reshape(index[:, :, None] + lane, (index.shape[0], index.shape[1] * NEAR))
+        found = tl.load(pointer + tl.max_contiguous(tl.multiple_of(index, (1, NEAR)), (1, NEAR)), mask=valid, other=0.0)
+    elif PLACE >= 128:
+        found = tl.load(pointer + index, mask=valid, other=0.0)
+    else:
+        found = _spread(tl.load(pointer + index, mask=valid, other=0.0), NEAR)
+        if PLACE // 64 % 2 == 1:
+            found = tl.where(is_other, _spread(tl.load(pointer + other_index, mask=valid, other=0.0), NEAR), found)
+    return found
+
+
+@triton.jit
+def load_statistics_of_plane(
+    mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i: tl.constexpr, stride, valid,
+    BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
+    """Means (0 for none) and factors of plane i of a tile; NEAR: consecutive elements of a plane in one thread."""
+    offset = row * BLOCK + i * stride
+    if RAGGED or PLACE < 16:
+        if RAGGED or PLACE < 8:
+            offset += column
+        mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
+    else:
+        if PLACE < 128:
+            offset += tl.arange(0, column.shape[1] // NEAR)[None, :] * NEAR
+        index, other, is_other, start = offset * 0, offset * 0, False, first * 0
+        if PLACE // 2 % 2 == 1:
+            runs, left = _runs_before(first % run, offset, run)
+            index = _group_in_row(first, runs, span, run)
+            if PLACE // 64 % 2 == 1:
+                other = _group_in_row(first, runs + 1, span, run)
+        if PLACE % 2 == 1:
+            start = first // outer * places
+            rows, left_of_row = _runs_before(first % outer, offset, outer)
+            index += rows * places
+            if PLACE // 64 % 2 == 1:
+                last_row, _ = _runs_before(first % outer, offset + (NEAR - 1), outer)
+                other += last_row * places
+        if PLACE // 64 % 2 == 1:
+            if PLACE // 2 % 2 == 0:
+                left = left_of_row
+            is_other = tl.arange(0, column.shape[1])[None, :] % NEAR >= _spread(left, NEAR)
+        factor = _load_near(factor_ptr + start, index, other, is_other, valid, PLACE, NEAR)
+        mean = 0.0
+        if mean_ptr is not None:
+            mean = _load_near(mean_ptr + start, index, other, is_other, valid, PLACE, NEAR)
+    return mean, factor
+
+
+@triton.jit
+def normalize_elements(x, mean_ptr, mean, factor):
     """(x - mean) * factor, as `normalizing.normalize` defines it; x is float32."""
-    mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
     if mean_ptr is not None:
         x = x - mean
     return x * factor
@@ -66,24 +169,18 @@ def normalize_planes(
 ):  # fmt: skip
     normalized = ()
     for i in tl.static_range(8):
-        offset = row * BLOCK + i * stride
-        if RAGGED or PLACE < 8:
-            offset += column
         valid = element_mask(i, row, column, stride, limit, RAGGED)
-        normalized += (
-            normalize_elements(
-                widen(planes[i]), mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
-            ),
+        mean, factor = load_statistics_of_plane(
+            mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i, stride, valid, BLOCK, PLACE, RAGGED,
+            near_of(planes[i].dtype),
         )  # fmt: skip
+        normalized += (normalize_elements(widen(planes[i]), mean_ptr, mean, factor),)
     return normalized
 
 
 @triton.jit
-def denormalize_elements(
-    z, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, dtype: tl.constexpr, PLACE: tl.constexpr
-):  # fmt: skip
+def denormalize_elements(z, mean_ptr, mean, factor, dtype: tl.constexpr):
     """z * factor + mean, as `normalizing.denormalize` defines it, in float32 and within the range of the type."""
-    mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
     x = z * factor
     if mean_ptr is not None:
         x = x + mean

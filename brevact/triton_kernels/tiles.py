@@ -102,13 +102,19 @@ def store_codes(
 @triton.jit
 def _byte(codes, k: tl.constexpr, BIT_WIDTH: tl.constexpr):
     """Byte k of the little-endian integer that eight codes make."""
-    byte = tl.zeros_like(codes[0])
-    for i in tl.static_range(8):
-        if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
-            if i * BIT_WIDTH >= 8 * k:
-                byte |= codes[i] << (i * BIT_WIDTH - 8 * k)
-            else:
-                byte |= codes[i] >> (8 * k - i * BIT_WIDTH)
+    if BIT_WIDTH == 1 or BIT_WIDTH == 2 or BIT_WIDTH == 4:  # a sum, for which codes' other bits need not be cleared
+        EACH: tl.constexpr = 8 // BIT_WIDTH
+        byte = codes[k * EACH]
+        for i in tl.static_range(1, EACH):
+            byte += codes[k * EACH + i] << (i * BIT_WIDTH)
+    else:
+        byte = tl.zeros_like(codes[0])
+        for i in tl.static_range(8):
+            if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
+                if i * BIT_WIDTH >= 8 * k:
+                    byte |= codes[i] << (i * BIT_WIDTH - 8 * k)
+                else:
+                    byte |= codes[i] >> (8 * k - i * BIT_WIDTH)
     return byte.to(tl.uint8)
 
 

@@ -67,13 +67,13 @@ def may_be_uneven(
     planes, low_key, high_key, start: tl.constexpr, stop: tl.constexpr,
     GROUPS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """[GROUPS] false only for groups that are not uneven, and which have zeros: groups of whole blocks' planes.
+    """[GROUPS] false only for finite groups, narrower than 2^126, that are not uneven, and which groups have zeros.
 
     A group is not if elements are nearer to the centres of both halves of the range than a quarter of it, and if more
     than a fifth of its elements that are not 0 are larger than an eighth of the largest. Margins cover rounding.
     """
     COUNT: tl.constexpr = LANES * (stop - start)
-    STEP: tl.constexpr = (stop - start + 3) // 4  # some planes usually do
+    STEP: tl.constexpr = (stop - start + 1) // 2  # two planes usually do
     low, high = float_of_key(low_key), float_of_key(high_key)
     largest = maximum(-low, high)
     quarter, bound = (high - low) * 0.25, largest * 0.125
@@ -105,7 +105,7 @@ def may_be_uneven(
         is_common = large * 5 > tl.sum(tl.reshape(nonzero, (GROUPS, LANES)), axis=1)
     within = maximum(lower, upper) < quarter - largest * _MARGIN
     is_common = within & is_common & (largest > _SMALL)
-    return has_missing(low_key, high_key) | ((high > low) & ~is_common), zero
+    return has_missing(low_key, high_key) | ((high > low) & ~is_common) | (high - low >= _LARGEST_NEAR), zero
 
 
 @triton.jit

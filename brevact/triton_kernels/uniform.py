@@ -14,11 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, Place, UniformPlan
 from brevact.triton_kernels.floats import (
+    MAGIC,
     cast,
     float_of_code,
+    greatest_of,
     key_of,
+    least_of,
     maximum,
     minimum,
     nearest_int,
@@ -41,7 +44,16 @@ from brevact.triton_kernels.groups import (
     zero_part,
 )
 from brevact.triton_kernels.launch import Program, one_pass, over_blocks, over_groups, parts_of, rows_in_groups, seed_on
-from brevact.triton_kernels.normalize import denormalize_elements, fits, normalize_elements, normalize_planes, values_of
+from brevact.triton_kernels.normalize import (
+    denormalize_elements,
+    fits,
+    load_statistics,
+    load_statistics_of_plane,
+    near_of,
+    normalize_elements,
+    normalize_planes,
+    values_of,
+)
 from brevact.triton_kernels.packing import mask_multiply
 from brevact.triton_kernels.philox import element_bits, seed_words, shifts
 from brevact.triton_kernels.tiles import (
@@ -101,13 +113,11 @@ def dequantize_blocks(
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
         if PLACE:
-            places_of = offset
-            if RAGGED or PLACE < 8:
-                places_of += column
-            y = denormalize_elements(
-                y, mean_ptr, factor_ptr, outer, places, span, run, first, places_of, valid,
-                target_ptr.dtype.element_ty, PLACE,
+            mean, factor = load_statistics_of_plane(
+                mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i, stride, valid,
+                BLOCK, PLACE, RAGGED, near_of(target_ptr.dtype.element_ty),
             )  # fmt: skip
+            y = denormalize_elements(y, mean_ptr, mean, factor, target_ptr.dtype.element_ty)
         y = cast(y, target_ptr.dtype.element_ty)
         pointers = first + (offset + column)
         if other_ptr is not None:
@@ -153,7 +163,7 @@ def dequantize_whole_blocks(
 
 @triton.jit(
     do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
-    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"],
 )
 def dequantize_kernel(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
@@ -181,20 +191,28 @@ _UNEVEN_TILE = tl.constexpr(2048)
 """Elements of whole blocks that are quantized at a time where a bucket may be uneven."""
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
+_LARGEST_SHIFT = tl.constexpr(0.5 - 2.0**-15)
+"""Shifts beyond it, one in 2^14, are left to the code for rare groups."""
 
 
 @triton.jit
 def _positions(
     x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, MISSING: tl.constexpr = True
 ):  # fmt: skip
-    """clip((x - m) / s): 0 in constant and empty groups and where not valid. Unless MISSING all is finite and valid."""
+    """clip((x - m) / s): 0 in constant and empty groups and where not valid.
+
+    Unless MISSING all is finite, valid and within the range, up to four roundings of 2^-24 each. They are less than
+    half of 2^-16 steps up to 5 bits, so that rounding absorbs them, with random bits as well.
+    """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged, most = widen(x), is_flagged(inverse), TOP
     if MISSING:
         base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
         inverse = tl.abs(inverse)
         most = tl.where(flagged, TOP - 1.0, TOP)
-    t = tl.minimum(tl.maximum((x - base) * inverse, 0.0), most)
+    t = (x - base) * inverse
+    if MISSING or (BIT_WIDTH > 5 and STOCHASTIC):
+        t = tl.minimum(tl.maximum(t, 0.0), most)
     if BIT_WIDTH > 16 or (BIT_WIDTH > 5 and STOCHASTIC):  # see `reference.positions_of_zeros`
         whole = ((t.to(tl.int32, bitcast=True) + 0x80) & -256).to(tl.float32, bitcast=True)
         t = tl.where(x == 0.0, whole, t)
@@ -204,29 +222,41 @@ def _positions(
 
 
 @triton.jit
-def _parts_of_steps(t):
-    return nearest_int((t - tl.floor(t)) * 256.0)
+def _parts_of_steps(t, BIT_WIDTH: tl.constexpr):
+    """Where positions lie between two levels, in 256ths of a step from its middle, and in which halves: float32.
 
-
-@triton.jit
-def _halves(part):
-    """Whether parts of a step are in its upper half, plus 2^16 times whether they are in its middle half; int32."""
-    return ((part >> 7) & 1) + ((((part + 64) >> 7) & 1) << 16)
+    Halves: whether they are in the upper half of a step, plus 2^15 times whether they are in its middle half. Whole
+    numbers in float arithmetic, which runs at full rate.
+    """
+    if BIT_WIDTH > 8:
+        t = t - tl.floor(t)
+    part = tl.fma(t, 256.0, MAGIC).to(tl.int32, bitcast=True) & ~0x3FFF00  # without whole steps
+    part = part.to(tl.float32, bitcast=True) - (MAGIC + 128.0)
+    upper = tl.minimum(tl.maximum(part + 1.0, 0.0), 1.0)
+    middle = tl.minimum(tl.maximum(64.5 - tl.abs(part + 0.5), 0.0), 1.0)
+    return part, tl.fma(middle, 32768.0, upper)
 
 
 @triton.jit
 def _spreads(spread, halves, size, inverse):
     """Whether groups shift their levels, from sums over their elements; see `reference.spreads`."""
-    a, b = size - 2 * (halves & 0xFFFF), size - 2 * (halves >> 16)
+    a, b = size - 2 * (halves & 0x7FFF), size - 2 * (halves >> 15)
     return (spread >= size * _LEAST_SPREAD) & (a * a + b * b <= size * _MOST_ALIKE) & ~is_flagged(inverse)
 
 
 @triton.jit
-def _closest_shifted(t, shift, BIT_WIDTH: tl.constexpr):
-    """The closest of shifted levels, for each position; a shift of NaN changes none."""
-    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
-    moved = tl.minimum(tl.maximum(t + shift, 0.0), TOP)
-    return tl.where(shift == shift, round_nearest(moved, BIT_WIDTH).to(tl.float32), t)
+def _closest_shifted(t, shift, magic, BIT_WIDTH: tl.constexpr, CLAMPED: tl.constexpr):
+    """The closest of shifted levels, for each position; a shift of 0 and a magic number of 0 change none."""
+    if BIT_WIDTH > 16:
+        TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
+        moved = round_nearest(tl.minimum(tl.maximum(t + shift, 0.0), TOP), BIT_WIDTH).to(tl.float32)
+        t = tl.where(magic > 0.0, moved, t)
+    else:
+        t = t + shift
+        if CLAMPED:
+            t = tl.minimum(tl.maximum(t, 0.0), (1 << BIT_WIDTH) - 1.0)
+        t = (t + magic) - magic
+    return t
 
 
 @triton.jit
@@ -246,8 +276,8 @@ def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl
     for i in tl.static_range(start + 1, stop):
         x = widen(planes[i])
         low, high = minimum(low, x), maximum(high, x)
-    low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
-    return low_Q, tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+    low_Q = key_of(least_of(tl.reshape(low, (GROUPS, LANES))))
+    return low_Q, key_of(greatest_of(tl.reshape(high, (GROUPS, LANES))))
 
 
 @triton.jit
@@ -289,6 +319,7 @@ def quantize_whole_blocks(
         PLANES: tl.constexpr = 1
         LANES: tl.constexpr = INNER
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
+    NEAR: tl.constexpr = min(LANES, 8)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
     planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
     if PLACE:
@@ -296,7 +327,6 @@ def quantize_whole_blocks(
             planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, W, rows,
             BLOCK, PLACE, RAGGED=False,
         )  # fmt: skip
-    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
     for start in tl.static_range(0, 8, PLANES):
@@ -315,23 +345,34 @@ def quantize_whole_blocks(
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
-        shift = 0.0
         if DITHERED:
-            spread_Q, halves_Q = tl.zeros((GROUPS,), tl.int32), tl.zeros((GROUPS,), tl.int32)
+            # Sums of 64 whole numbers below 2^22, exact in any order: those of one thread first, so that they are few.
+            spread = tl.zeros((ROWS, W), tl.float32)
+            halves = tl.zeros((GROUPS, LANES // NEAR), tl.float32)
             for i in tl.static_range(start, start + PLANES):
-                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN))
-                spread_Q += tl.sum(tl.reshape(part * (256 - part), (GROUPS, LANES)), axis=1)
-                halves_Q += tl.sum(tl.reshape(_halves(part), (GROUPS, LANES)), axis=1)
+                t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
+                part, half = _parts_of_steps(t, BIT_WIDTH)
+                spread = tl.fma(part, part, spread)
+                halves += tl.sum(tl.reshape(half, (GROUPS, LANES // NEAR, NEAR)), axis=2)
+            spread = nearest_int(tl.sum(tl.reshape(spread, (GROUPS, LANES // NEAR, NEAR)), axis=2))
+            halves = nearest_int(halves)
+            spread_Q, halves_Q = INNER * 16384 - tl.sum(spread, axis=1), tl.sum(halves, axis=1)
             shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
-            shift_Q = tl.where(_spreads(spread_Q, halves_Q, INNER, inverse_Q) & ~zero_Q, shift_Q, float("nan"))
-            base_Q = shifted_minimum(base_Q, scale_Q, shift_Q)
+            is_shifted = _spreads(spread_Q, halves_Q, INNER, inverse_Q) & ~zero_Q
+            base_Q = tl.where(is_shifted, shifted_minimum(base_Q, scale_Q, shift_Q), base_Q)
+            if UNEVEN:  # positions are not clipped, so shifts must not take the end of a range beyond half a step
+                uneven_Q |= (tl.abs(shift_Q) > _LARGEST_SHIFT).to(tl.int32)
+            shift_Q, magic_Q = tl.where(is_shifted, shift_Q, 0.0), tl.where(is_shifted, MAGIC, 0.0)
             shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+            magic = tl.reshape(tl.broadcast_to(magic_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
         store_metadata(minimum_ptr + group, base_Q, q_row < rows)
+        if start == 0:  # not before, to hold them in registers for a short time
+            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
         for i in tl.static_range(start, start + PLANES):
             t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
             if DITHERED:
-                t = _closest_shifted(t, shift, BIT_WIDTH)
+                t = _closest_shifted(t, shift, magic, BIT_WIDTH, not UNEVEN or BIT_WIDTH > 5)
             codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
     if UNEVEN:
@@ -373,7 +414,8 @@ def quantize_blocks(
     valid = (lane < INNER) & (element < count)
     x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
     if PLACE:
-        x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
+        mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
+        x_GI = normalize_elements(x_GI, mean_ptr, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_GI = valid & ~is_finite(x_GI)
     zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
@@ -382,15 +424,17 @@ def quantize_blocks(
         BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
     )  # fmt: skip
     group = tl.arange(0, GROUPS_2)
-    stored_G, shift_G, far_G, some_uneven = base_G, scale_G, scale_G, False
+    stored_G, shift_G, magic_G, far_G, some_uneven = base_G, scale_G, scale_G, scale_G, False
     if DITHERED:
-        part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC))
-        spread_G = tl.sum(tl.where(valid, part * (256 - part), 0), axis=1)
-        halves_G = tl.sum(tl.where(valid, _halves(part), 0), axis=1)
+        t = _positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC)
+        part, half = _parts_of_steps(t, BIT_WIDTH)
+        spread_G = tl.sum(tl.where(valid, 16384 - nearest_int(part * part), 0), axis=1)
+        halves_G = tl.sum(tl.where(valid, nearest_int(half), 0), axis=1)
         size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
         shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
-        shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G) & ~zero_G, shift_G, float("nan"))
-        stored_G = shifted_minimum(base_G, scale_G, shift_G)
+        is_shifted = _spreads(spread_G, halves_G, size_G, inverse_G) & ~zero_G
+        stored_G = tl.where(is_shifted, shifted_minimum(base_G, scale_G, shift_G), base_G)
+        shift_G, magic_G = tl.where(is_shifted, shift_G, 0.0), tl.where(is_shifted, MAGIC, 0.0)
     if UNEVEN:  # then the inverse has its sign bit set, and the minimum is the base
         uneven_G = is_uneven(x_GI, valid)
         some_uneven = tl.max(uneven_G.to(tl.int32), axis=0) > 0
@@ -400,7 +444,7 @@ def quantize_blocks(
             base_G = tl.where(uneven_G, minimum_G.to(tl.float32, bitcast=True), base_G)
             scale_G = tl.where(uneven_G, (scale_bits_G << 16).to(tl.float32, bitcast=True), scale_G)
             inverse_G = tl.where(uneven_G, -inverse_of(step_G), inverse_G)
-            shift_G = tl.where(uneven_G, float("nan"), shift_G)
+            magic_G = tl.where(uneven_G, 0.0, magic_G)
             far_G = own_far_G
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)
@@ -423,7 +467,7 @@ def quantize_blocks(
         valid = element_mask(i, row, column, columns, limit, RAGGED)
         t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
         if DITHERED:
-            t = _closest_shifted(t, gathered(shift_G, group), BIT_WIDTH)
+            t = _closest_shifted(t, gathered(shift_G, group), gathered(magic_G, group), BIT_WIDTH, CLAMPED=True)
         if UNEVEN:
             if some_uneven:
                 form, far = base.to(tl.int32, bitcast=True), gathered(far_G, group)
@@ -436,7 +480,7 @@ def quantize_blocks(
 
 @triton.jit(
     do_not_specialize=["numel", "outer", "places", "span", "run"],
-    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr", "mean_ptr", "factor_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"],
 )
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
@@ -491,6 +535,11 @@ def quantize_calibrated_kernel(
 
 
 _JOIN_TILE = 64
+FEW_REGISTERS, NORMALIZING_REGISTERS, MOST_REGISTERS = 128, 168, 255
+"""Registers of a thread that leave room for four programs on a processor of a GPU, for three, or two, and spill none.
+
+Without a number, CUDA's assembler may spill some to make room for one more.
+"""
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
@@ -537,7 +586,12 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry)
-    return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, **constants)
+    registers, in_blocks = None, geometry.inner <= geometry.block_size == DEFAULT_BLOCK
+    if in_blocks and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
+        registers = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
+    elif in_blocks:
+        registers = MOST_REGISTERS
+    return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
 
 
 @functools.lru_cache(maxsize=4096)

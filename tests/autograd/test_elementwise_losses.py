@@ -130,4 +130,5 @@ def test_distributions_as_targets_are_packed_once_for_two_losses():
         ((p * target).sum((2, 3)) / p.sum((2, 3))).mean() + F.cross_entropy(x, target)
     assert not saved.holds(target)
     codes = {y.data_ptr() for y in saved.tensors if y.dtype is torch.uint8}
-    assert len(codes) == 4  # the output of softmax, squares of its errors, probabilities of the cross-entropy, target
+    # the output of softmax, squares of its errors, the largest class; probabilities of the cross-entropy; the target
+    assert len(codes) == 5

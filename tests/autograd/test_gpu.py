@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,6 @@ from brevact.quantizers import NormalizedQuantizer, Rounding
 from tests.autograd.measuring import settings, watch_saved
 
 pytestmark = pytest.mark.gpu
-packs_compiled = pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="packing inside of compiled graphs needs torch 2.13, the oldest supported"
-)
 
 
 def network() -> nn.Sequential:
@@ -78,44 +77,100 @@ def test_seeds_fix_the_gradients_on_a_device():
     assert not torch.equal(grad(1), grad(2))
 
 
-def captured(run, warm_up: int = 3) -> torch.cuda.CUDAGraph:
-    """Capture a call in a CUDA graph, after PyTorch's warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm_up):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def test_each_replay_of_a_cuda_graph_draws_new_noise():
+def test_each_call_of_a_captured_step_draws_new_noise():
     layer = nn.Linear(256, 64).cuda()
     brevact.quantize_backward(layer, settings(2))
-    x, weights = torch.randn(512, 256, device="cuda"), torch.randn(512, 64, device="cuda")
+    weights = torch.randn(512, 64, device="cuda")
 
-    def run() -> None:
-        layer.zero_grad(set_to_none=False)
+    @brevact.captured
+    def run(x: Tensor) -> None:
+        layer.zero_grad()
         (layer(x) * weights).sum().backward()
 
-    run()
-    graph = captured(run)
-    grads = []
-    for _ in range(200):
-        graph.replay()
+    x, grads = torch.randn(512, 256, device="cuda"), []
+    for _ in range(203):
+        run(x)
         grads.append(layer.weight.grad.clone())
-    assert not torch.equal(grads[0], grads[1])
-    values = torch.stack(grads).double()
+    values = torch.stack(grads[3:]).double()
+    assert not torch.equal(grads[3], grads[4])
     expected = weights.double().t() @ x.double()
     error = (values.mean(0) - expected).abs()
     top = expected.abs().max()
-    assert (error <= 5.5 * values.std(0) / len(grads) ** 0.5 + 1e-3 * top).all()  # 16,384 entries; TF32 products
+    assert (error <= 5.5 * values.std(0) / len(values) ** 0.5 + 1e-3 * top).all()  # 16,384 entries; TF32 products
 
 
-@packs_compiled
+def trained(capture, amp: torch.dtype | None) -> list[Tensor]:
+    """Losses, parameters and gradients after steps of two shapes, with a schedule and scaled losses."""
+    model = brevact.quantize_backward(network().cuda(), settings(4, Rounding.NEAREST))
+    rate = torch.tensor(1e-3, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
+
+    @capture
+    def run(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", amp, enabled=amp is not None), brevact.backward_quant(model):
+            loss = F.cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    images, labels = batch("cuda")
+    losses = []
+    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # it says why a step is not captured
+        for call in range(12):
+            size = (16, 12)[call % 2]
+            losses.append(run(images[:size] + call / 100, labels[:size]))
+            schedule.step()
+    return [*losses, *(p.detach() for p in model.parameters()), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
+def test_captured_steps_are_the_steps(amp):
+    for a, b in zip(trained(brevact.captured, amp), trained(lambda step: step, amp), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_that_waits_runs_as_it_is():
+    model = network().cuda()
+    step = brevact.captured(lambda images, labels: F.cross_entropy(model(images), labels).item())
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="it waits for the GPU, at .*test_gpu.py"):
+        found = [step(*batch("cuda")) for _ in range(6)]
+    assert all(isinstance(each, float) for each in found)
+
+
+def test_after_a_failed_capture_other_steps_are_captured():
+    model = network().cuda()
+
+    def failing(images: Tensor, labels: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return F.dropout(F.cross_entropy(model(images), labels)).detach()
+
+    with torch.no_grad():
+        step = brevact.captured(failing)
+        with pytest.warns(RuntimeWarning, match="its capture failed with"):
+            assert all(step(*batch("cuda")).isfinite() for _ in range(6))
+        good = brevact.captured(lambda images: F.dropout(images, 0.5))
+        found = [good(torch.ones(1000, device="cuda")) for _ in range(6)]
+        assert not torch.equal(found[-1], found[-2]) and torch.rand(3, device="cuda").isfinite().all()
+
+
+def test_graphed_callables_take_a_model_with_a_policy_inside_of_another_module():
+    model = brevact.quantize_backward(network().cuda(), settings(2))
+    images, labels = batch("cuda")
+    graphed = torch.cuda.make_graphed_callables(nn.Sequential(model), (images,))
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        step(graphed, images, labels)
+        grads.append(model[-1].weight.grad.clone())
+    assert not torch.equal(*grads), "replays draw the same noise"
+
+
 def test_compiled_model_keeps_codes_on_a_device():
     model = brevact.quantize_backward(network().cuda(), settings(24, Rounding.NEAREST))
     reference = network().cuda()
@@ -131,7 +186,6 @@ def test_compiled_model_keeps_codes_on_a_device():
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-4 * top.item())
 
 
-@packs_compiled
 def test_compiled_model_in_cuda_graphs_draws_new_noise():
     layer = brevact.quantize_backward(nn.Linear(256, 64).cuda(), settings(2))
     run = torch.compile(layer, fullgraph=True, mode="reduce-overhead")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import brevact
+from brevact.compiler import constants
 from brevact.compiler.integers import Codes, Integers
 from tests.autograd.measuring import watch_saved
 
@@ -163,3 +164,15 @@ def test_integers_of_all_types_and_ranges_are_kept_exactly(integers, dtype, poli
             out = torch.compile(lambda x, factor: (factor * 1.0) * integers(x), backend="aot_eager")(x, factor)
         found.append(torch.autograd.grad(out.float().sum(), factor)[0])
     assert torch.equal(*found)
+
+
+def test_versions_without_guards_warn_once(monkeypatch):
+    monkeypatch.setattr(constants, "HAS_GUARDS", False)
+    constants._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="no guards on the bit widths of Brevitas' quantizers") as found:
+        for bits in (4, 8):
+            torch.compile(brevact.quantize_backward(relu(bits)), backend="aot_eager")(
+                X.requires_grad_()
+            ).sum().backward()
+    assert len([each for each in found if "no guards" in str(each.message)]) == 1
+    constants._warn_once.cache_clear()

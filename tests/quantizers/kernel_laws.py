@@ -124,6 +124,38 @@ def test_quantize_bytes_beside_zeros(backend, bit_width, rounding, dtype):
             backend.check_quantizer(quantizer, x.to(dtype), multiply=False)
 
 
+@pytest.mark.parametrize(
+    "bit_width, rounding, dtype",
+    [
+        *taking_turns((2, 3, 4, 5, 6), [Rounding.DITHERED, Rounding.STOCHASTIC], DTYPES),
+        (4, Rounding.DITHERED, torch.float32),
+        (5, Rounding.DITHERED, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_quantize_bytes_of_many_buckets(backend, bit_width, rounding, dtype):
+    """Positions at the ends of ranges, between all levels, and on them; buckets that shift their levels, or do not."""
+    torch.manual_seed(bit_width)
+    x = torch.randn(40, 512) * 10 ** torch.linspace(-3, 3, 40)[:, None]
+    x[::3] += 3 * x[::3].abs().amax(1, keepdim=True)  # no range with zero
+    x[1::3] = torch.rand(x[1::3].shape) * 7 + 1
+    x[2::6] = x[2::6].clamp(-2, 1.5)
+    x[5] = torch.randint(0, 2**bit_width, (512,)) * 1.25 + 1
+    backend.check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding), x.to(dtype), multiply=False)
+
+
+def test_quantize_bytes_of_parts_of_steps_that_lie_apart(backend):
+    """A bucket that shifts its levels, in which all elements of eight columns are in the upper and middle half."""
+    torch.manual_seed(0)
+    parts = torch.cat(
+        [torch.randint(low, high, (n,)) for low, high, n in ((64, 128, 192), (192, 256, 192), (0, 64, 64))]
+    )
+    parts = torch.cat([torch.randint(128, 192, (8, 8)), parts.view(8, 56)], 1).flatten()
+    x = torch.randint(0, 15, (512,)) + parts / 256 + 1
+    x[511], x[510] = 1.0, 16.0
+    backend.check_quantizer(UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED), x, multiply=False)
+
+
 #: The quick ones, and a tenth of the others: each takes the interpreter two seconds.
 SOME_UNEVEN_CASES = [case for turn, case in enumerate(UNEVEN_CASES) if not case.marks or turn % 10 == 0]
 

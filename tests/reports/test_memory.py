@@ -455,3 +455,50 @@ def test_a_forward_that_is_a_generator_is_measured_and_told():
 
     report = brevact.memory_report(brevact.quantize_backward(Steps(), StochBackward2bit), torch.randn(128, 64))
     assert report.plain_bytes == 4 * 4 * 128 * 64 and "is a generator" in report.note
+
+
+class KeepsOnContext(torch.autograd.Function):
+    """Squares, as libraries do that hold their tensors as attributes; or saves the tensor, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saves: bool) -> Tensor:
+        ctx.tensors = [x, x.view(-1)]
+        if saves:
+            ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * ctx.tensors[0] * grad, None
+
+
+class Squares(nn.Module):
+    def __init__(self, saves: bool) -> None:
+        super().__init__()
+        self.saves = saves
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KeepsOnContext.apply(x, self.saves)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_tensor_that_a_function_holds_on_its_context_counts_once_and_is_named(saves):
+    model = nn.Sequential(nn.Linear(64, 64), Squares(saves), nn.GELU(), nn.Linear(64, 64))
+    report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(64, 64))
+    row = next(row for row in report.rows if row.layer == "1")
+    assert row.plain_bytes == row.saved_bytes == 64 * 64 * 4
+    found = [op for op in report.ops if op.why == storage_report.ON_CONTEXT]
+    if saves:
+        assert not found  # the hooks have seen it
+    else:
+        assert [(op.layer, op.op, op.saved_bytes) for op in found] == [("1", "KeepsOnContext", 64 * 64 * 4)]
+        assert "KeepsOnContext" in report.explain() and "no hook sees" in str(report)
+
+
+def test_weights_on_a_context_do_not_count():
+    class OfWeight(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return KeepsOnContext.apply(self.weight, False) @ x.mT
+
+    report = brevact.memory_report(OfWeight(64, 64), torch.randn(64, 64))
+    assert all(op.why != storage_report.ON_CONTEXT for op in report.ops)

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from brevact import triton_kernels
+from brevact.geometry import Geometry, Place
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.reference import column_bits
 from brevact.triton_kernels.grids import moments_kernel
 from brevact.triton_kernels.groups import RANGES_TILE, group_of, ranges_kernel
 from brevact.triton_kernels.launch import over_groups
+from brevact.triton_kernels.normalize import load_statistics_of_plane, values_of
 from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
 from tests.quantizers.grid_cases import buckets
 from tests.quantizers.kernel_laws import *  # noqa: F403
@@ -52,6 +54,46 @@ def test_groups_of_elements_far_into_a_tensor(first: int, inner: int, groups: in
     found = torch.empty(512, dtype=torch.int64)
     _groups_far_away_kernel[(1,)](*(torch.tensor(each) for each in (first, inner, groups)), found)
     assert torch.equal(found, (first + torch.arange(512)) // inner % groups)
+
+
+@triton.jit
+def _places_kernel(
+    first_ptr, index_ptr, factor_ptr, outer, places, span, run, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PLACE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK // 8)[None, :]
+    for i in tl.static_range(8):
+        _, factor = load_statistics_of_plane(
+            None, factor_ptr, outer, places, span, run, tl.load(first_ptr), row, column, i, BLOCK // 8, row < ROWS,
+            BLOCK, PLACE, False, NEAR,
+        )  # fmt: skip
+        tl.store(index_ptr + (row * BLOCK + i * (BLOCK // 8) + column), factor)
+
+
+FAR = 2**40
+PLACES = (
+    *((Place(FAR, 64, 64 * run, run), 0) for run in (1, 8, 49, 196, 784, 4096)),  # a batch norm's channels
+    *((Place(FAR, groups, groups, 1), 0) for groups in (8, 24, 1, 100)),
+    *((Place(FAR, 5, 5 * run, run), 0) for run in (2**14, 40_000, 2**29)),
+    *((Place(outer, 1, 1, 1), 9999) for outer in (7, 9, 64, 1000, 1024, 100_000)),  # a layer norm's rows
+    *((Place(6 * run, 3, 6 * run, 2 * run), 512 * 999) for run in (8, 25, 64, 12_544)),  # a group norm's groups
+    *((Place(64 * 16, 16, 16, 1), 0), (Place(320, 16, 32, 2), 0), (Place(100, 2, 10, 5), 0)),
+)
+
+
+@pytest.mark.parametrize("near", [4, 8])
+@pytest.mark.parametrize("place, block", PLACES, ids=str)
+def test_statistics_of_planes_are_those_of_the_elements(place: Place, block: int, near: int):
+    geometry = Geometry(FAR, 4, 512, 512, FAR // 512, True)
+    values = values_of(place, geometry)
+    for number in {block, block + 1, block + 777}:
+        first, numel = number * 512, 4 * 512
+        index, element = torch.empty(numel), first + torch.arange(numel)
+        expected = element // place.outer * place.row + element % place.inner // place.run
+        table = torch.arange(int(expected.max()) + 2, dtype=torch.float32)
+        arguments = (torch.tensor(first), index, table, *(values[name] for name in ("outer", "places", "span", "run")))
+        _places_kernel[(1,)](*arguments, BLOCK=512, ROWS=4, PLACE=values["PLACE"], NEAR=near)
+        assert torch.equal(index.long(), expected), (place, values["PLACE"], number)
 
 
 @triton.jit

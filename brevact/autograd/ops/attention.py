@@ -86,8 +86,9 @@ class _Attention(Saving):
         if graph is not None:
             with outside_regions(grad.device):
                 return None, None, *_differentiated(ctx, *graph, grad), None, None
-        query, key, value, made = (None if item is None else item.decode() for item in kept)
-        mask = mask if made is None else made
+        *kept, made = kept
+        query, key, value = (None if item is None else item.decode_as(ctx.dtype) for item in kept)
+        mask = mask if made is None else made.decode()
         value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)

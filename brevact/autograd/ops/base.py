@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -34,13 +33,6 @@ from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
 
 #: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
 _LEGACY_LEVELS = range(1, 65)
-
-
-def are_batched(grads: tuple[Tensor | None, ...]) -> bool:
-    for grad in grads:
-        if grad is not None and (is_batched(grad) or is_functorch_batched(grad)):
-            return True
-    return False
 
 
 def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -74,6 +66,9 @@ class SavedValue(NamedTuple):
 
     def decode(self) -> Tensor:
         return self.decoder.decode(self.tensors)
+
+    def decode_as(self, dtype: torch.dtype) -> Tensor:
+        return self.decoder.decode_as(self.tensors, dtype)
 
     def multiply(self, grad: Tensor) -> Tensor:
         """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
@@ -165,8 +160,9 @@ def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(ctx: Any, *grads: Any) -> Any:
         if grads[0] is None and not any(grad is not None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        if not _is_compiling() and are_batched(grads):
-            return run_by_rows(wrapped, ctx, grads)
+        for grad in grads:
+            if grad is not None and (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
+                return run_by_rows(wrapped, ctx, grads)
         return backward(ctx, *grads)
 
     return wrapped
@@ -220,28 +216,6 @@ def _settings_of(
 
 
 InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class _Blank(Decoder):
-    """Decoder of a tensor whose sizes alone are read: uninitialized memory, for which nothing is saved."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    allows_double_backward = True
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.shape.numel() * self.dtype.itemsize
-
-
-def keep_sizes(x: Tensor) -> Saved:
-    """Save the sizes of a tensor whose elements no gradient reads."""
-    return (), _Blank(x.shape, x.stride(), x.dtype, x.device)
 
 
 def blank(input_like: InputLike, grad: Tensor) -> Tensor:
@@ -372,9 +346,9 @@ class _OfWeight(Saving):
     is_brevact = False  # its result is computed from weights
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., Tensor], gradients: Callable | None, *tensors: Tensor) -> Tensor:
         save(ctx, exact=tensors)
-        ctx.compute = compute
+        ctx.gradients = gradients or functools.partial(gradients_of, compute)
         out = compute(*tensors)
         if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
             known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
@@ -382,40 +356,39 @@ class _OfWeight(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradients_of(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
+        return None, None, *ctx.gradients(load(ctx), ctx.needs_input_grad[2:], grad)
 
 
-class _OfQuotient(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-        quotient = x / scale
-        save(ctx, exact=(quotient, scale))
-        ctx.compute = compute
-        out = compute(quotient, scale)
-        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
-        return out
+def compute_from_weight(
+    region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor, gradients: Callable | None = None
+) -> Tensor:
+    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        quotient, scale = load(ctx)
-        needs_x, needs_scale = ctx.needs_input_grad[2:]
-        through, of_scale = gradients_of(ctx.compute, [quotient, scale], (True, needs_scale), grad)
-        assert through is not None
-        if of_scale is not None:
-            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
-        return None, None, through / scale if needs_x else None, of_scale
-
-
-def compute_from_weight(region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state."""
+    ``gradients``: the gradients from the tensors, which of them need one, and the result's; None differentiates.
+    """
     with DisableTorchFunction():
-        return region.apply_to_weight(_OfWeight, compute, *tensors)
+        return region.apply_to_weight(_OfWeight, compute, gradients, *tensors)
 
 
 def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
+
+    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        quotient = x / scale
+        save(ctx, exact=(quotient, scale))
+        out = compute(quotient, scale)
+        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, quotient: Tensor, scale: Tensor) -> tuple[Any, ...]:
+        through, of_scale = gradients_of(compute, [quotient, scale], (True, needs[1]), grad)
+        assert through is not None
+        if of_scale is not None:
+            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
+        return through / scale if needs[0] else None, of_scale
+
     with DisableTorchFunction():
-        return region.apply(_OfQuotient, compute, x, scale)
+        return region.apply(Formula, run, gradients, x, scale)
 
 
 @functools.cache

@@ -78,15 +78,12 @@ class _Convolution(Saving):
         if weight is None:  # only the bias trains
             return (None,) * 5 + (sum_of_channels(grad),)
         if ctx.is_after_recomputed and mask[0] and grad.is_cpu:
-            return None, None, None, *_sample_by_sample(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
+            return None, None, None, *_sample_by_sample(ctx, grad.to(dtype), kept, weight.decode_as(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
-            x = kept.decode()
-        w = weight.decode()
-        if not grad.dtype is x.dtype is w.dtype is dtype:
-            grad, x, w = grad.to(dtype), x.to(dtype), w.to(dtype)
-        grads = _convolution_backward(grad, x, w, ctx.bias_sizes, *ctx.geometry, mask)
+            x = kept.decode_as(dtype)
+        grads = _convolution_backward(grad.to(dtype), x, weight.decode_as(dtype), ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, None, *grads
 
 
@@ -103,7 +100,7 @@ def _sample_by_sample(
         step = shape[0]  # sums of weights would take long
     samples = [slice(start, start + step) for start in range(0, shape[0], step)]
     totals: list[Tensor | None] = [None, None]
-    x = kept.decode().to(dtype)
+    x = kept.decode_as(dtype)
     for part in samples:
         sums = _convolution_backward(grad[part], x[part], weight, ctx.bias_sizes, *ctx.geometry, [False, *mask[1:]])[1:]
         for place, sum_of_part in enumerate(sums):
@@ -239,12 +236,12 @@ class _Linear(Saving):
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
         if kept is not None:  # first: the input's gradient then reuses the memory of the input
-            x = kept.decode().to(ctx.dtype)
+            x = kept.decode_as(ctx.dtype)
             x = x.reshape(-1, x.shape[-1])
             grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()
             del x
         if weight is not None:
-            w = weight.decode().to(ctx.dtype)
+            w = weight.decode_as(ctx.dtype)
             product = (w.t() @ rows.t()).t() if ctx.is_transposed else rows @ w
             grad_input = product.view(*grad.shape[:-1], w.shape[1])
         if ctx.needs_input_grad[4]:

@@ -34,7 +34,8 @@ class _Multiply(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
-        scales_b, scales_a = dims_of_inverses(b, a), dims_of_inverses(a, b)
+        is_same = a.shape == b.shape
+        scales_b, scales_a = ((), ()) if is_same else (dims_of_inverses(b, a), dims_of_inverses(a, b))
         kept_b = _keep(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
         kept_a = _keep(region, a, b, scales_a, is_scale=bool(scales_b)) if needs_b else None
         if inplace:
@@ -47,7 +48,7 @@ class _Multiply(Saving):
         out = multiply(a, b)
         derive(
             *(region, out, torch.mul, operands),
-            is_pointwise=a.shape == b.shape,
+            is_pointwise=is_same,
             is_dirty=inplace,
             is_new=not inplace,
         )
@@ -59,7 +60,7 @@ class _Multiply(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_others = ctx.shapes[::-1], ctx.strides[::-1]
         grads = [
-            None if kept is None else _product(kept, other, stride, grad).sum_to_size(shape).to(dtype)
+            None if kept is None else _product(kept, other, stride, grad, shape).to(dtype)
             for kept, shape, dtype, other, stride in zip(load(ctx), ctx.shapes, ctx.dtypes, *of_others, strict=True)
         ]
         return None, None, *grads, None
@@ -90,8 +91,9 @@ def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
-def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor) -> Tensor:
-    return lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
+def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor, of_other: torch.Size) -> Tensor:
+    product = lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
+    return product if product.shape == of_other else product.sum_to_size(of_other)
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
         return NotImplemented
     if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad):
         return NotImplemented
-    dims = dims_of_rows(input, other)
+    dims = dims_of_rows(input.shape, other.shape)
     if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):
         return NotImplemented
 

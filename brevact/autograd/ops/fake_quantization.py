@@ -17,7 +17,7 @@ and order of operations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +97,15 @@ class Integers:
     def by_ops(self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor) -> Tensor:
         """Return the values by differentiable ops, in the order of stock ones."""
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
+
+    def gradients(self, tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor) -> Sequence[Tensor | None]:
+        """Return gradients of :meth:`quantized`."""
+        one_pass = None if self.kind is None else one_pass_for(self.kind, False, *tensors)
+        if one_pass is None or not one_pass.takes(grad):
+            return gradients_of(self.by_ops, tensors, needs, grad)
+        x, scale, zero_point, *_ = tensors
+        found = one_pass.gradients(grad, scale, zero_point, values=x.detach(), zero_learns=needs[2] or needs[4])
+        return [each if needed else None for each, needed in zip(found, needs, strict=True)]
 
     def of_rectified(self, x: Tensor, *given: Tensor) -> Tensor:
         return self.by_ops(x.relu(), *given)
@@ -330,32 +339,6 @@ def _gradients(
     )
 
 
-class _WeightFakeQuantization(Saving):
-    is_brevact = False  # its result is a weight
-
-    @staticmethod
-    def forward(ctx: Any, integers: Integers, *given: Tensor) -> Tensor:
-        out = integers.quantized(*given)
-        save(ctx, exact=given)
-        ctx.integers = integers
-        tensors = tuple(each.detach() for each in given)
-        known_values.register(out, tensors, known_values.Recomputed(integers.quantized, out.nbytes))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *constants = load(ctx)
-        scale, zero_point, *_ = constants
-        needs = ctx.needs_input_grad[1:]
-        kind = ctx.integers.kind
-        one_pass = None if kind is None else one_pass_for(kind, False, x, *constants)
-        if one_pass is not None and one_pass.takes(grad):
-            zero_learns = needs[2] or needs[4]
-            found = one_pass.gradients(grad, scale, zero_point, values=x.detach(), zero_learns=zero_learns)
-            return None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
-        return None, *gradients_of(ctx.integers.by_ops, [x, *constants], needs, grad)
-
-
 def fake_quantize(
     region: Keeper,
     integers: Integers,
@@ -388,7 +371,7 @@ def fake_quantize(
             return NotImplemented
         storage_report.report_op(fake_quantize)
         if weight:
-            return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
+            return compute_from_weight(region, integers.quantized, x, *given, gradients=integers.gradients)
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)
 
 

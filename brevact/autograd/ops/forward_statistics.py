@@ -130,49 +130,35 @@ def _rank(q: float, numel: int) -> int:
     return math.floor(0.01 * q * numel + 0.5)
 
 
-class _LearnedScale(Saving):
-    """s = max(|v|, least) / t (brevitas.core.scaling.ParameterScaling), with dL/dv = sgn(v) (dL/ds / t)."""
+class _Scale(Saving):
+    """s = max(|v|, least) / t, with dL/dv = sgn(v) (dL/ds / t) for parameters (brevitas.core.scaling.ParameterScaling).
+
+    For nonnegative statistics v (StatsFromParameterScaling) the sign is that of max(v, least).
+    """
 
     is_brevact = False  # its result is computed from weights
     returns_new = True
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
-        save(ctx, exact=(value, threshold))
-        magnitude = value.abs()
-        return (magnitude if least is None else magnitude.clamp_min_(least)) / threshold
+    def forward(ctx: Any, value: Tensor, threshold: Tensor, least: float | None, learns: bool) -> Tensor:
+        magnitude = value.abs() if learns else value
+        bounded = magnitude if least is None else magnitude.clamp_min(least)
+        save(ctx, exact=(value if learns else bounded, threshold))
+        return bounded / threshold
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        value, threshold = load(ctx)
-        return (grad / threshold).to(value.dtype).mul_(value.sgn()), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        signed, threshold = load(ctx)
+        return (grad / threshold).to(signed.dtype).mul_(signed.sgn()), None, None, None
 
 
 def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
     """Return scales of a parameter; ``threshold``: positive, 0-d; ``least``: smallest magnitude, None for none."""
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
         return value.abs() / threshold  # its gradient in C++ is the same
-    return _LearnedScale.record(value, threshold, least)
-
-
-class _ScaleOfMagnitudes(Saving):
-    """s = max(m, least) / t for statistics m (StatsFromParameterScaling): dL/dm = sgn(max(m, least)) (dL/ds / t)."""
-
-    is_brevact = False  # its result is computed from weights
-    returns_new = True
-
-    @staticmethod
-    def forward(ctx: Any, magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
-        bounded = magnitudes.clamp_min(least)
-        save(ctx, exact=(bounded, threshold))
-        return bounded / threshold
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        bounded, threshold = load(ctx)
-        return (grad / threshold).mul_(bounded.sgn()), None, None
+    return _Scale.record(value, threshold, least, True)
 
 
 def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
     """Return scales of nonnegative statistics, NaN for NaN; ``threshold``: positive, 0-d, of the same dtype."""
-    return _ScaleOfMagnitudes.record(magnitudes, threshold, least)
+    return _Scale.record(magnitudes, threshold, least, False)

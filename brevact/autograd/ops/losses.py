@@ -166,6 +166,7 @@ class _Probabilities(Decoder):
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    how = storage_report.RECOMPUTED
 
     @property
     def quality(self) -> Quality:
@@ -182,9 +183,6 @@ class _Probabilities(Decoder):
             out = flat[start : start + step]
             torch.softmax(rows(start, start + len(out)), 1, dtype=self.dtype, out=out)
         return found
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
 
 
 def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:

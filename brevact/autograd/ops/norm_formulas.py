@@ -432,7 +432,7 @@ def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     """Dimensions, from the last, of the rows of ``x`` if ``factor`` has their inverse deviations, else ()."""
     node = factor.grad_fn
-    return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
+    return dims_of_rows(x.shape, factor.shape) if node is not None and node.name().startswith(_INVERSES) else ()
 
 
 def is_deviation(x: Tensor) -> bool:
@@ -443,13 +443,9 @@ def is_deviation(x: Tensor) -> bool:
     return node is not None and (hasattr(node, "is_deviation") or node.name().startswith(_DEVIATIONS))
 
 
-def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
-    """Dimensions, from the last, of the rows of ``x`` if ``factor`` has one number per row, else ()."""
-    return _dims_of_rows(x.shape, factor.shape)
-
-
 @one_object_each
-def _dims_of_rows(shape: torch.Size, of_factor: torch.Size) -> tuple[int, ...]:
+def dims_of_rows(shape: torch.Size, of_factor: torch.Size) -> tuple[int, ...]:
+    """Dimensions, from the last, of the rows of a tensor if a factor has one number per row, else ()."""
     if len(of_factor) != len(shape):
         return ()
     dims = tuple(dim for dim in range(-len(shape), 0) if of_factor[dim] == 1 and shape[dim] > 1)

@@ -150,9 +150,6 @@ class OnePass(NamedTuple):
         of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = found
         return target, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
 
-    def _is_dense(self, x: Tensor) -> bool:
-        return x.dtype is self.layout.dtype and self.layout.matches(x)
-
     def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         if not self.by_group:
             return scale, zero_point
@@ -160,7 +157,8 @@ class OnePass(NamedTuple):
         return flat_numbers(scale, self.order, dims), flat_numbers(zero_point, self.order, dims)
 
     def _dense(self, x: Tensor) -> Tensor:
-        return x if self._is_dense(x) else self.layout.empty(x.device).copy_(x.detach())
+        is_dense = x.dtype is self.layout.dtype and self.layout.matches(x)
+        return x if is_dense else self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
         """Return whether a gradient has the memory layout of the codes, or a dense layout of its own."""

@@ -105,6 +105,7 @@ class Op:
             tensors are known, and it changes no attribute of an argument.
         replaces: whether the result does not depend on the first argument, which is overwritten.
         picks_extremes: whether its gradient goes to the smallest or the largest elements alone.
+        is_tracked: whether its result may be recorded as a function of its arguments.
     """
 
     functions: tuple[Callable, ...] = ()
@@ -132,3 +133,4 @@ class Op:
     takes_tensors: bool = False
     replaces: bool = False
     picks_extremes: bool = False
+    is_tracked: bool = False

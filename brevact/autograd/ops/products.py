@@ -124,9 +124,9 @@ class _Product(Saving):
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
         if kept_a is not None:  # the activation, if the other factor is a weight: it is freed first
-            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
+            grad_b = ctx.rule.of_second(scaled, kept_a.decode_as(ctx.dtype).conj()).to(ctx.dtypes[1])
         if kept_b is not None:
-            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype).conj()).to(ctx.dtypes[0])
+            grad_a = ctx.rule.of_first(scaled, kept_b.decode_as(ctx.dtype).conj()).to(ctx.dtypes[0])
         if ctx.needs_input_grad[3]:
             shape, dtype = ctx.added_like
             grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)

@@ -138,7 +138,7 @@ def stores_nothing(func: Callable, args: tuple) -> bool:
     """Return whether a region may skip a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
     if func is _GETITEM:  # views have a graph node that records their relation to the tensor
         index = args[1]
-        return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
+        return type(index) in _VIEWING or (type(index) is tuple and _VIEWING.issuperset(map(type, index)))
     return func not in _COUNTING or (type(args[0]) is Tensor and args[0].dtype in _INTEGERS)
 
 

@@ -156,7 +156,7 @@ class DualPrecisionQuantizer(Quantizer):
         in_place = other is None and target.dtype == torch.float32 and ordered.is_contiguous()
         x = ordered if in_place else target.new_empty(ordered.shape, dtype=torch.float32)
         self._decode_residual(buffer, spec, blocks, x)
-        join_maps(x.view(blocks.maps, *blocks.sides), blocks, spec.split(buffer)[2])
+        x.view(blocks.maps, *blocks.sides).add_(_upsampled(spec.split(buffer)[2], blocks))
         limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
         x.clamp_(-limit, limit)
         if other is not None:
@@ -222,10 +222,6 @@ def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
     mean = (sums / counts).nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
     low = mean.masked_fill(zero, 0.0).masked_fill(missing, torch.nan).to(torch.float16).flatten()
     return low, x_MDHW.sub_(_upsampled(low, blocks))
-
-
-def join_maps(residual_MDHW: Tensor, blocks: MapBlocks, low: Tensor) -> None:
-    residual_MDHW.add_(_upsampled(low, blocks))
 
 
 _OF_BLOCK = (2, 4, 6)

@@ -1,0 +1,296 @@
+"""``python -m brevact plan MODEL``: the bytes of a language model's training, without its weights and without a GPU.
+
+Steps of one and of two blocks run on the meta device: with the hooks of policies, forward and backward. Further
+blocks keep what the second one keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brevact.command_line.meta_step import Allocated, as_on_a_gpu, bytes_of_step, without_launches
+from brevact.command_line.model_sizes import configuration
+from brevact.policy.attach import quantize_backward, region_of_step
+from brevact.policy.presets import DEFAULT, RECOMPUTE
+from brevact.policy.text import budget_of
+from brevact.tables import text_table
+
+GIB = 2**30
+#: Ways to train, and the policy of each.
+WAYS: dict[str, Any] = {"plain": None, "checkpointed": None, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE}
+#: Bytes of a weight of 4 bits (NF4), with a scale of 8 bits a block of 64, and one of 32 bits a block of 256 scales.
+_QUARTER = 0.5 + 1 / 64 + 4 / (64 * 256)
+#: Steps of a sequence's length and of a batch, and attempts to come near to the largest.
+_STEPS, _TRIALS = {"sequence": 64, "batch": 1}, 3
+_NOTES = (
+    "Bytes are those of PyTorch's tensors; leave 1 GiB or more for CUDA and for gaps. Gradients stay allocated, as in "
+    "accumulation; AdamW holds two tensors of each trained weight's size and dtype. checkpointed: each block.\n"
+    "Attention counts as a flash kernel, which saves query, key, value, its result and a number a row; eager attention "
+    "and masks of sliding windows in SDPA take more.\n"
+    "Compiled steps are not planned: the compiler chooses saved tensors in a graph of the whole step. Measure one by "
+    "memory_report(brevact.compile(...))."
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: a configuration of transformers, and options of the command line.
+
+    Args:
+        config: of a text model.
+        batch: sequences in a step.
+        sequence: tokens in each.
+        dtype: of weights and activations.
+        has_quarters: whether frozen weights of blocks are stored in 4 bits.
+        rank: of LoRA's adapters; 0 trains all weights.
+        targets: names of layers with adapters; () for all linear ones of blocks.
+        has_liger: whether Liger's kernels replace norms, activations, rotary embedding and loss.
+    """
+
+    config: Any
+    batch: int
+    sequence: int
+    dtype: torch.dtype = torch.bfloat16
+    has_quarters: bool = False
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    has_liger: bool = False
+
+    def model(self, blocks: int) -> nn.Module:
+        """Return a model with a number of blocks, on the meta device."""
+        import transformers
+
+        transformers.AttentionInterface.register("brevact_plan", _attention)
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                _with_blocks(self.config, blocks), dtype=self.dtype, attn_implementation="brevact_plan"
+            )
+            if self.has_liger:
+                _liger_of(self.config.model_type)(model=model)
+            return self._adapted(model).train()
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        if not self.rank:
+            return model
+        try:
+            import peft
+        except ImportError as error:
+            raise ImportError("--lora: peft adds adapters; pip install peft") from error
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
+        names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+        for target in self.targets:
+            if target not in names:
+                raise ValueError(f"--lora {target}: no linear layer of that name; accepted are {', '.join(names)}")
+        settings = peft.LoraConfig(r=self.rank, target_modules=list(self.targets or names))
+        found: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(self.dtype)
+        return found
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
+        (weights, gradients, _), (weights_2, gradients_2, largest) = self._sizes(1), self._sizes(2)
+        others = self.config.num_hidden_layers - 1
+        return weights + others * (weights_2 - weights), gradients + others * (gradients_2 - gradients), largest
+
+    def _sizes(self, blocks: int) -> tuple[int, int, int]:
+        model = self.model(blocks)
+        in_quarters = set()
+        if self.has_quarters:
+            layers = [
+                each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in name
+            ]
+            in_quarters = {id(each.weight) for each in layers if not each.weight.requires_grad}
+        weights = gradients = largest = 0
+        for parameter in model.parameters():
+            if id(parameter) in in_quarters:
+                weights += math.ceil(parameter.numel() * _QUARTER)
+                largest = max(largest, parameter.nbytes)
+            else:
+                weights += parameter.nbytes
+            gradients += parameter.nbytes if parameter.requires_grad else 0
+        return weights, gradients, largest
+
+    def step(self, way: str, blocks: int) -> Allocated:
+        """Count the bytes of a step with a number of blocks."""
+        model: Any = self.model(blocks)
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            if self.rank:
+                model.enable_input_require_grads()
+        policy = WAYS[way]
+        if policy is not None:
+            quantize_backward(model, policy)
+        ids = torch.zeros(self.batch, self.sequence, dtype=torch.int64, device="meta")
+
+        def loss() -> Tensor:
+            with nullcontext() if policy is None else region_of_step(model):
+                found: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+                return found
+
+        return bytes_of_step(loss, model)
+
+    def allocated(self, way: str) -> Allocated:
+        """Return the bytes of a step of the whole model."""
+        one, two = self.step(way, 1), self.step(way, 2)
+        of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
+        if way == "plain" and self.step(way, 3).kept != two.kept + of_block:
+            raise ValueError(
+                f"MODEL: blocks of {type(self.config).__name__} differ; only models of equal blocks can be planned"
+            )
+        if blocks == 1:
+            return one
+        # the last block's backward pass, or the loss, is the peak: all other blocks are kept then
+        return Allocated(two.kept + (blocks - 2) * of_block, two.peak + (blocks - 2) * of_block)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    out = F.scaled_dot_product_attention(query, key, value, None, dropout, True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _with_blocks(config: Any, blocks: int) -> Any:
+    return type(config).from_dict(config.to_dict() | {"num_hidden_layers": blocks, "layer_types": None})
+
+
+def _liger_of(kind: str) -> Callable[..., None]:
+    try:
+        import liger_kernel.transformers as liger
+    except ImportError as error:
+        raise ImportError("--liger: pip install liger-kernel") from error
+    found: Callable[..., None] | None = getattr(liger, f"apply_liger_kernel_to_{kind.removesuffix('_text')}", None)
+    found = getattr(liger, f"apply_liger_kernel_to_{kind}", found)
+    if found is None:
+        raise ValueError(f"--liger: Liger has no kernels for models of the type {kind}")
+    return found
+
+
+def plan(options: argparse.Namespace) -> str:
+    """Return the plan of a command line.
+
+    Raises an ImportError for a missing library, a ValueError for an unknown model or an impossible argument.
+    """
+    memory = _memory(options.memory)
+    for name in ("batch", "sequence"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: accepted is an integer of at least 1")
+    rank, targets = _adapters(options.lora)
+    has_quarters = options.weights == "4bit"
+    if has_quarters and not rank:
+        raise ValueError("--weights 4bit: weights of 4 bits are frozen, and need adapters: add --lora")
+    training = Training(
+        *(configuration(options.model), options.batch, options.sequence),
+        dtype=torch.float32 if options.weights == "float32" else torch.bfloat16,
+        **{"has_quarters": has_quarters, "rank": rank, "targets": targets, "has_liger": options.liger},
+    )
+    with on_the_meta_device(training):
+        return _planned(training, memory, options)
+
+
+@contextmanager
+def on_the_meta_device(training: Training) -> Iterator[None]:
+    """Let steps run as on a GPU, without the advice of libraries on how to run models, which do not run."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with as_on_a_gpu(), without_launches() if training.has_liger else nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _planned(training: Training, memory: int | None, options: argparse.Namespace) -> str:
+    weights, gradients, largest = training.sizes()
+    fixed = weights + 3 * gradients + largest
+    rows = []
+    for way in WAYS:
+        found = training.allocated(way)
+        row = [way, _gib(found.kept), _gib(found.peak), _gib(fixed + found.peak)]
+        if memory is not None:
+            room = memory - fixed
+            row += [f"{most(training, way, name, found.peak, room):,}" for name in _STEPS]
+        rows.append(row)
+    header = ["activations", "kept", "peak", "in all"]
+    if memory is not None:
+        header += [f"longest sequence, batch {training.batch}", f"largest batch, sequence {training.sequence}"]
+    trained = f"LoRA of rank {training.rank}" if training.rank else "all weights trained"
+    lines = [
+        f"{options.model}: {training.config.num_hidden_layers} blocks, batch {training.batch}, sequence "
+        f"{training.sequence}, {options.weights} weights, {trained}{', Liger' * training.has_liger}",
+        f"weights {_gib(weights)}, gradients {_gib(gradients)}, AdamW {_gib(2 * gradients)}"
+        + f", the largest decoded weight {_gib(largest)}" * bool(largest),
+        "",
+        text_table(header, rows, numbers=len(header) - 1),
+        "",
+        _NOTES,
+    ]
+    return "\n".join(lines)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
+    """Return the largest batch or length of a sequence whose peak fits, 0 for none; peaks are nearly proportional."""
+    step = _STEPS[name]
+
+    def peak_at(number: int) -> int:
+        return replace(training, **{name: number}).allocated(way).peak  # type: ignore[arg-type]
+
+    number = getattr(training, name)
+    for _ in range(_TRIALS):
+        number = int(number * room / peak) // step * step
+        if number < step:
+            return 0
+        peak = peak_at(number)
+    while peak > room:
+        number -= step
+        if number < step:
+            return 0
+        peak = peak_at(number)
+    return number
+
+
+def _memory(words: str | None) -> int | None:
+    if words is None:
+        return None
+    try:
+        budget = budget_of(words)
+    except ValueError:
+        budget = None
+    if budget is None or budget.keys() != {"saved_bytes"}:
+        raise ValueError(f"--memory {words}: accepted is a number with its unit (B, KiB, MiB, GiB), such as 24GiB")
+    return int(budget["saved_bytes"])
+
+
+def _adapters(words: str | None) -> tuple[int, tuple[str, ...]]:
+    """Return the rank and the layers of ``16`` or ``16:q_proj,v_proj``."""
+    if words is None:
+        return 0, ()
+    rank, _, targets = words.partition(":")
+    if not rank.isdecimal() or int(rank) < 1 or words.endswith(":"):
+        raise ValueError(
+            f"--lora {words}: accepted is a rank of at least 1, and perhaps layers, such as 16 or 16:q_proj,v_proj"
+        )
+    return int(rank), tuple(filter(None, targets.split(",")))

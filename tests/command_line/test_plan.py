@@ -1,0 +1,153 @@
+"""``python -m brevact plan``: its bytes are those of real steps."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import brevact
+from brevact.command_line.main import main
+from brevact.command_line.meta_step import as_on_a_gpu
+from brevact.command_line.model_sizes import configuration
+from brevact.command_line.plan import GIB, WAYS, Training
+
+transformers = pytest.importorskip("transformers")
+BATCH, SEQUENCE, BLOCKS = 2, 256, 8
+TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
+
+
+def small():
+    return transformers.LlamaConfig(
+        vocab_size=256,
+        **{"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": BLOCKS},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    )
+
+
+def measured(rank):
+    """Kept bytes and peaks of real steps, by way."""
+    model = transformers.LlamaForCausalLM(small())
+    if rank:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=list(TARGETS)))
+    ids = torch.randint(256, (BATCH, SEQUENCE))
+
+    def loss(model, ids):
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    found = {}
+    for way in ("DEFAULT", "RECOMPUTE"):
+        report = brevact.memory_report(brevact.quantize_backward(model, WAYS[way]), ids, loss)
+        found["plain"] = report.plain_bytes, report.plain_peak
+        found[way] = report.saved_bytes, report.packed_peak
+        brevact.restore_backward(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if rank:
+        model.enable_input_require_grads()
+    report = brevact.memory_report(model, ids, loss)
+    return found | {"checkpointed": (report.plain_bytes, report.plain_peak)}
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_planned_bytes_are_within_a_tenth_of_those_of_a_real_step(rank):
+    real = measured(rank)
+    training = Training(small(), BATCH, SEQUENCE, dtype=torch.float32, rank=rank, targets=TARGETS if rank else ())
+    with as_on_a_gpu():
+        planned = {way: training.allocated(way) for way in WAYS}
+        gradients = training.sizes()[1]
+    for way, (kept, peak) in real.items():
+        assert abs(planned[way].kept - kept) < 0.1 * kept, way
+        # a real step's gradients grow while activations end; planned ones are there from the start
+        assert peak - gradients < 1.1 * planned[way].peak and planned[way].peak < 1.1 * peak, way
+
+
+def command(capsys, *words):
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_longest_sequence_and_the_largest_batch_fit_and_more_does_not(tmp_path, capsys):
+    small().save_pretrained(tmp_path)
+    words = [str(tmp_path), "--weights", "float32", "--sequence", "512"]
+    text = command(capsys, *words, "--memory", "0.5GiB")
+    rows = {line.split()[0]: line for line in text.splitlines() if line.split()[:1] and line.split()[0] in WAYS}
+    assert rows.keys() == WAYS.keys()
+    training = Training(configuration(str(tmp_path / "config.json")), 1, 512, dtype=torch.float32)
+    with as_on_a_gpu():
+        weights, gradients, _ = training.sizes()
+        for way, row in rows.items():
+            length, batch = (int(each.replace(",", "")) for each in re.split(r" {2,}", row)[-2:])
+            room = GIB // 2 - weights - 3 * gradients
+
+            def peak(way=way, **changes):
+                return replace(training, **changes).allocated(way).peak
+
+            assert peak(sequence=length) <= room < peak(sequence=length + 2 * 64), way
+            assert peak(batch=batch) <= room < peak(batch=batch + 2), way
+    assert re.search(r"plain .* 0 +0$", command(capsys, *words, "--memory", "1MiB"), re.M)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Meta-Llama-3-8B", 8_030_261_248),
+        ("mistralai/mistral-7b-v0.3", 7_248_023_552),
+        ("qwen3-8b", 8_190_735_360),
+        ("Qwen3-32B", 32_762_123_264),
+        ("gemma-3-1b-pt", 999_885_952),
+    ],
+)
+def test_models_of_the_table_have_their_published_numbers_of_parameters(name, parameters):
+    training = Training(configuration(name), 1, 64)
+    assert training.sizes()[0] == 2 * parameters
+
+
+def test_weights_of_4_bits_and_adapters_leave_room(capsys, tmp_path):
+    pytest.importorskip("peft")
+    small().save_pretrained(tmp_path)
+    full, adapted, small_weights = (
+        command(capsys, str(tmp_path), *words)
+        for words in ([], ["--lora"], ["--lora", "8:q_proj", "--weights", "4bit"])
+    )
+    assert "all weights trained" in full and "LoRA of rank 16" in adapted and "LoRA of rank 8" in small_weights
+    assert "the largest decoded weight" in small_weights and "decoded" not in adapted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Liger needs Triton")
+def test_liger_saves_no_logits(tmp_path):
+    pytest.importorskip("liger_kernel")
+    small().save_pretrained(tmp_path)
+    program = (
+        "from recipes.torchvision_ops import declare_missing_ops; declare_missing_ops(); "
+        "from brevact.command_line.main import main; "
+        f"[main(['plan', {str(tmp_path)!r}, *words]) for words in ([], ['--liger'])]"  # its patches stay in a process
+    )
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    plain, of_liger = (float(each) for each in re.findall(r"^plain +([0-9.]+) GiB", found.stdout, re.M))
+    assert of_liger < plain, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Llama-3-9B"], "MODEL Llama-3-9B: not known; nearest: Meta-Llama-3-8B. Accepted are Meta-Llama-3-8B, "),
+        (["no/such/config.json"], "MODEL no/such/config.json: no such file"),
+        (["qwen3-8b", "--memory", "24"], "--memory 24: accepted is a number with its unit"),
+        (["qwen3-8b", "--memory", "3x"], "--memory 3x: accepted is a number with its unit"),
+        (["qwen3-8b", "--batch", "0"], "--batch 0: accepted is an integer of at least 1"),
+        (["qwen3-8b", "--sequence", "-4"], "--sequence -4: accepted is an integer of at least 1"),
+        (["qwen3-8b", "--weights", "4bit"], "--weights 4bit: weights of 4 bits are frozen, and need adapters"),
+        (["qwen3-8b", "--lora", "0"], "--lora 0: accepted is a rank of at least 1"),
+        (["qwen3-8b", "--lora", "q_proj"], "--lora q_proj: accepted is a rank"),
+        (["qwen3-8b", "--lora", "8:"], "--lora 8:: accepted is a rank"),
+        (["qwen3-8b", "--lora", "8:qproj"], "--lora qproj: no linear layer of that name; accepted are q_proj, k_proj"),
+    ],
+)
+def test_plan_refuses_with_status_2(words, message, capsys):
+    if "8:qproj" in words:
+        pytest.importorskip("peft")
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
