@@ -40,10 +40,10 @@ def compile(
         function: a module, which gets the policy as by :func:`brevact.quantize_backward` unless it has one, or a
             function, whose body then runs in ``backward_quant(policy)``.
         policy: backward quantizer, :class:`brevact.Policy`, or words for :func:`brevact.parse_policy`.
-        budget: which part of the tensors that it would save the compiler may save, from 0 to 1
-            (``torch._functorch.config.activation_memory_budget``); it computes the others again. A ratio such as
-            ``"20x"`` or bytes such as ``"512MiB"``: each graph saves at most that, by the part and the bits of least
-            estimated noise. None leaves PyTorch's setting.
+        budget: which part of the packed bytes that a graph saves without computing layers again it may save, from 0 to
+            1; backward computes layers again for the rest, where it can. A ratio such as ``"20x"`` or bytes such as
+            ``"512MiB"``: each graph saves at most that, by the layers and the bits of least estimated noise. None takes
+            ``torch._functorch.config.activation_memory_budget`` for the part.
         backend: compiler, as for `torch.compile`; one that compiles by AOTAutograd.
         mode: mode of Inductor, as for `torch.compile`.
         options: options of Inductor, as for `torch.compile`.
