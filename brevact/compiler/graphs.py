@@ -21,7 +21,16 @@ from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.budget import BITS, Plan, Recomputation
 from brevact.compiler.constants import constants_of
-from brevact.compiler.partition import Row, SettingsOf, Sizes, nbytes_of, pack_saved, planned, recomputed_layers
+from brevact.compiler.partition import (
+    Row,
+    SettingsOf,
+    Sizes,
+    is_random,
+    nbytes_of,
+    pack_saved,
+    planned,
+    recomputed_layers,
+)
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
     autograd_function_apply,
@@ -257,23 +266,31 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
 
 @contextmanager
 def _recomputing(graph: fx.Graph, settings_of: SettingsOf) -> Iterator[None]:
-    """Let PyTorch compute again what settings name, and what its kernels would read once, unless all are exact."""
-    again = recomputed_layers(graph, settings_of)
-    for node in again:
-        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    """Let PyTorch compute again what settings name, and what its kernels would read once, unless all are exact.
+
+    Random numbers are not drawn again; PyTorch's own list of random ops lacks some.
+    """
+    random = (node for node in graph.nodes if is_random(node) and "recompute" not in node.meta)  # not of checkpoints
+    marked = dict.fromkeys(random, CheckpointPolicy.MUST_SAVE)
+    marked |= dict.fromkeys(recomputed_layers(graph, settings_of), CheckpointPolicy.PREFER_RECOMPUTE)
+    before = {node: node.meta.get("recompute") for node in marked}
+    for node, policy in marked.items():
+        node.meta["recompute"] = policy
     try:
         with functorch_config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
             yield
     finally:
-        for node in again:
-            del node.meta["recompute"]
+        for node, policy in before.items():
+            node.meta["recompute"] = policy
+            if policy is None:
+                del node.meta["recompute"]
 
 
 def _saved(partitioner: Partitioner, graph: fx.Graph, node_info: Any, part: float, marks: _Marks) -> list[fx.Node]:
     """Nodes to save within the partitioner's budget, or else PyTorch's; a budget in bytes sets the bits of marks."""
     kind, size = partitioner.budget or ("part", part)
-    if kind == "part" and (_is_exact() or size in (0, 1)):
-        return _choose(graph, node_info, size)
+    if kind == "part" and (_is_exact() or size == 1):
+        return _choose(graph, node_info, size or 1e-9)  # at 0, PyTorch draws random numbers again
 
     def plan(saved: Iterable[fx.Node]) -> Plan:
         new, copies = fx.Graph(), dict[fx.Node, fx.Node]()

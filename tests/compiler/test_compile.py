@@ -94,6 +94,18 @@ def test_bytes_and_ratios_hold(budget):
     assert nbytes <= (plain / ratio if ratio else float(budget[:-3]) * MIB)
 
 
+@pytest.mark.parametrize("source", [brevact.StochBackward8bit.let(bit_width=16), brevact.LosslessBackward])
+def test_budgets_do_not_draw_dropout_again(source):
+    found = []
+    for budget in (None, 0.3, 0, "20x" if source is not brevact.LosslessBackward else 0.05):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Dropout(0.2), nn.Linear(512, 128)) for _ in range(2))
+        found.append(kept(compiled(nn.Sequential(*layers), policy=source, budget=budget))[1])
+    for gradient in found[1:]:  # masks drawn again have an error of 0.5
+        assert float((gradient - found[0]).norm() / found[0].norm()) < 1e-3
+
+
 def test_a_smaller_part_saves_no_more():
     sizes = []
     for part in (0.8, 0.5, 0.3, 0.15):
