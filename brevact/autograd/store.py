@@ -102,12 +102,13 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
         return keep_as_it_is(x)
     distinct, size = distinct_elements(x), max(sizes, default=1)
     low = -size if lowest is None else lowest
+    bits = max((size - 1).bit_length(), 1) if low == 0 and distinct is x else 8
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
-    if not kinds or kinds[0].itemsize >= x.itemsize or distinct.nbytes < 4 * settings.min_numel:
+    is_small = bits >= 8 and distinct.nbytes < 4 * settings.min_numel
+    if not kinds or kinds[0].itemsize >= x.itemsize or is_small:
         return keep_as_it_is(x)
     found = find_shared(x, (kinds[0],))
     if found is None:
-        bits = max((size - 1).bit_length(), 1) if low == 0 and distinct is x else 8
         codes = distinct.to(kinds[0])
         if bits < 8:
             found = (pack_codes(codes.flatten(), bits),), decoder_of_places(x.dtype, x.shape, bits)
