@@ -72,11 +72,15 @@ def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]
 
 
 class BoundCall(NamedTuple):
-    """A call with its constants; ``spec``: the structure of leaves, or the last ones' names if all are arguments."""
+    """A call with its constants; ``spec``: the structure of leaves, or the last ones' names if all are arguments.
+
+    ``kinds``: of the leaves, so that calls with 1 and True, or with 0.0 and -0.0, are not equal.
+    """
 
     function: Callable[..., Tensor]
     leaves: tuple[Any, ...]
     spec: TreeSpec | tuple[str, ...] = ()
+    kinds: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None) -> Tensor:
         given = iter(tensors)
@@ -93,9 +97,20 @@ def bound_call(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[
     flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in (*args, *kwargs.values())])
     constants = [type(arg) for arg in flat if arg is not Tensor]
     if CONSTANT_TYPES.issuperset(constants):
-        return BoundCall(func, flat, tuple(kwargs)) if constants or kwargs else func
-    leaves, spec = tree_flatten((args, kwargs))
-    return BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+        return BoundCall(func, flat, tuple(kwargs), _kinds(flat)) if constants or kwargs else func
+    found, spec = tree_flatten((args, kwargs))
+    leaves = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in found)
+    return BoundCall(func, leaves, spec, _kinds(leaves))
+
+
+def _kinds(leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return types, and numbers as text where a zero may have a sign."""
+    kinds = [type(leaf) for leaf in leaves]
+    if float in kinds or complex in kinds:
+        return tuple(
+            [repr(leaf) if kind in (float, complex) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
+        )
+    return tuple(kinds)
 
 
 def is_stored(kind: type[Tensor]) -> bool:

@@ -253,6 +253,7 @@ def test_buffers_may_change_before_backward(make):
         lambda weight: torch.zeros_like(weight).copy_(weight.exp()).mul_(2.0),
         lambda weight: torch.empty_like(weight).normal_().mul(weight),
         lambda weight: weight.sin().add_(1.0).square(),
+        lambda weight: weight.abs().copysign(0.0).exp() * (weight.abs().copysign(-0.0).exp() + weight),
         lambda weight: weight.exp(out=torch.empty_like(weight)) if not torch.is_grad_enabled() else weight.exp(),
         lambda weight: F.batch_norm(weight.T, torch.zeros(OUT), torch.ones(OUT), training=True).T,
     ],
