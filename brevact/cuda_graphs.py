@@ -27,7 +27,7 @@ _CONSTANTS = (type(None), bool, int, float, str)
 _PARTS = (
     "shapes, types or constants of its arguments (pad batches to few sizes, pass numbers that change as tensors)",
     "autocast or grad mode",
-    "training flags, policies or buffers of modules (fill a buffer in place, such as by copy_)",
+    "training flags, policies, parameters or buffers of modules (fill a buffer in place, such as by copy_)",
     "parameters, which are frozen or moved",
     "constants of optimizers (for an lr that changes, give fused=True or capturable=True, or a tensor)",
 )
@@ -331,8 +331,9 @@ class _Program:
                     self.leaves[x] = None
                 self._met[x] = None
             found += {*self.modules, *self.optimizers, *self.leaves} - known
-            if found:
-                self.parameters = [p for p in dict.fromkeys([*every, *self.leaves]) if p.device.type == _DEVICE]
+            # those of before stay: their identities are in keys
+            every = [*every, *self.leaves, *self.parameters]
+            self.parameters = [p for p in dict.fromkeys(every) if p.device.type == _DEVICE]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -344,7 +345,8 @@ class _Program:
                 (
                     module.training,
                     tuple(map(id, _settings_of(module))),
-                    tuple(x.data_ptr() for x in module._buffers.values() if x is not None),
+                    *map(id, module._parameters.values()),
+                    *(x.data_ptr() for x in module._buffers.values() if x is not None),
                 )
                 for module in self.modules
             ),
@@ -455,7 +457,7 @@ def _modes() -> tuple[Hashable, ...]:
 def _kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return type(leaf), leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # 0.0 equals -0.0, and NaN not itself
 
 
 def _why_not_these(leaves: list[Any], tensors: list[Tensor]) -> str:

@@ -156,6 +156,7 @@ KINDS: dict[str, Callable[[Training], Any]] = {
     "eval": to_eval,
     "frozen": lambda t: setattr(t.model[0].weight, "requires_grad", False),
     "moved": lambda t: setattr(t.model[0].weight, "data", t.model[0].weight.data.clone()),
+    "replaced": lambda t: setattr(t.model[3], "weight", nn.Parameter(t.model[3].weight.detach() * 2)),
     "policy": lambda t: brevact.quantize_backward(t.model, brevact.NearestBackward4bit) and None,
     "rate": lambda t: t.optimizer.param_groups[0].update(lr=0.01),
     "momentum": lambda t: t.optimizer.param_groups[0].update(momentum=0.5),
@@ -426,6 +427,15 @@ def test_a_generator_of_ones_own_is_registered(device):
     found = [step(x) for _ in range(7)]
     assert len({tuple(each.flatten().tolist()) for each in found}) == len(found)
     assert device.registered == [generator]
+
+
+def test_floats_that_compare_unlike_their_bits_are_constants_of_a_graph(device):
+    step = brevact.captured(lambda x, number: x.new_full((), number))
+    found = [step(torch.ones(3), number) for number in (0.0, -0.0, float("nan")) for _ in range(5)]
+    assert_equal(
+        torch.stack(found).reciprocal().nan_to_num(0, 1, -1), torch.tensor([1.0, -1.0, 0.0]).repeat_interleave(5)
+    )
+    assert device.graphs == 3
 
 
 def test_captured_decorates_methods(device):
