@@ -324,7 +324,7 @@ class _Program:
         finally:
             for hook in hooks:
                 hook.remove()
-            every = [p for module in self.modules for p in module.parameters()]
+            every: list[Any] = [p for module in self.modules for p in module.parameters()]
             every += [p for group in self._groups() for p in group["params"]]
             for x in reached.keys() - {*every}:
                 if x in self._met:
