@@ -361,8 +361,11 @@ def test_parameters_that_no_module_shows_get_gradients(device):
 @pytest.mark.parametrize("is_own", [False, True])
 def test_buffers_that_are_replaced_are_not_those_of_a_graph(device, is_own):
     expected = weights_after(lambda step: step, Rebinding(is_own), of_call)
-    with pytest.warns(RuntimeWarning, match="buffers of modules"):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         assert_equal(weights_after(brevact.captured, Rebinding(is_own), of_call), expected)
+    if is_own:  # else a free address may serve again, and few kinds need no warning
+        assert any("buffers of modules" in str(each.message) for each in found)
 
 
 def test_quantizers_that_count_calls_are_captured_behind_them(device):
