@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from brevact.arguments import check_count
-from brevact.private_names.of_torch import tree_flatten, tree_unflatten
+from brevact.private_names.of_torch import WeakTensorKeyDictionary, tree_flatten, tree_unflatten
 from brevact.quantizers.brief import brief
 from brevact.user_lines import warn
 
@@ -27,7 +27,7 @@ _CONSTANTS = (type(None), bool, int, float, str)
 _PARTS = (
     "shapes, types or constants of its arguments (pad batches to few sizes, pass numbers that change as tensors)",
     "autocast or grad mode",
-    "training flags or policies of modules",
+    "training flags, policies, parameters or buffers of modules (fill a buffer in place, such as by copy_)",
     "parameters, which are frozen or moved",
     "constants of optimizers (for an lr that changes, give fused=True or capturable=True, or a tensor)",
 )
@@ -66,6 +66,8 @@ def captured(
     - ``lr`` of capturable and fused optimizers is read at each call, so that schedulers work: call them outside the
       step. ``GradScaler`` needs a fused optimizer (``fused=True, capturable=True``), others read the device.
     - Python runs at capture alone: what the step prints, counts or rebinds is not repeated.
+    - While a number that a module holds changes in each call, as in quantizers that collect statistics, calls run as
+      they are; the step is captured once it stays.
 
     Where a step cannot be captured, it runs as it is, and a warning says why, once: it synchronizes, draws or counts
     on the CPU, its arguments are on the CPU, memory is too small for a graph, or kinds are more than ``graphs``. An
@@ -140,13 +142,20 @@ class _Captured:
             return self._step(*args, **kwargs)
         if kind < self._warm_up:
             is_last = kind == self._warm_up - 1
+            numbers = self._program.numbers() if is_last else {}
             result, is_known, reason = self._run_aside(args, kwargs, tensors, is_last)
             after = *arguments, *self._program.kind()
+            count = kind + (is_known or not is_last)  # the last one knows all that a graph depends on
             if not is_known:
                 key = after  # with the modules that this call has found
             elif is_last and not reason and after != key:
-                reason = "it changes settings of modules or optimizers; do that between its calls"
-            self._kinds[key] = None if reason else kind + 1
+                reason = (
+                    "it changes settings or buffers of modules, or optimizers; do that between its calls, or in place"
+                )
+            elif is_last and not reason and (name := self._program.changed_number(numbers)):
+                count = kind
+                self._tell(f"{name}, a number of a module, changes; the step is captured once it stays")
+            self._kinds[key] = None if reason else count
             self._constants[key] = _constants_of(result)
             self._tell(reason)
             return result
@@ -290,7 +299,10 @@ class _Program:
     def __init__(self) -> None:
         self.modules: dict[nn.Module, None] = {}
         self.optimizers: dict[Optimizer, None] = {}
-        self.parameters: list[nn.Parameter] = []
+        #: Leaves that calls of backward reach, from calls on in which they are met again: a step may make others.
+        self.leaves: dict[Tensor, None] = {}
+        self._met: Any = WeakTensorKeyDictionary()
+        self.parameters: list[Any] = []
         #: Those whose gradients a step replaces, and those that have none before and behind it.
         self.replaced: set[nn.Parameter] = set()
         self.absent: set[nn.Parameter] = set()
@@ -298,22 +310,29 @@ class _Program:
 
     @contextmanager
     def watched(self) -> Iterator[list[Any]]:
-        """Find modules and optimizers in a block; the list has the new ones behind it."""
-        known: set[Any] = {*self.modules, *self.optimizers}
+        """Find modules, optimizers and leaves in a block; the list has the new ones behind it."""
+        known: set[Any] = {*self.modules, *self.optimizers, *self.leaves}
         found: list[Any] = []
         hooks = (
             register_module_forward_pre_hook(lambda module, _: self.modules.setdefault(module)),
             register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizers.setdefault(optimizer)),
         )
+        reached: dict[Tensor, None] = {}
         try:
-            yield found
+            with _leaves_of_backward(reached):
+                yield found
         finally:
             for hook in hooks:
                 hook.remove()
-        found += {*self.modules, *self.optimizers} - known
-        if found:
-            every = [p for module in self.modules for p in module.parameters()]
+            every: list[Any] = [p for module in self.modules for p in module.parameters()]
             every += [p for group in self._groups() for p in group["params"]]
+            for x in reached.keys() - {*every}:
+                if x in self._met:
+                    self.leaves[x] = None
+                self._met[x] = None
+            found += {*self.modules, *self.optimizers, *self.leaves} - known
+            # those of before stay: their identities are in keys
+            every = [*every, *self.leaves, *self.parameters]
             self.parameters = [p for p in dict.fromkeys(every) if p.device.type == _DEVICE]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -322,7 +341,15 @@ class _Program:
     def kind(self) -> tuple[Hashable, ...]:
         """Everything of modules and optimizers that a graph depends on."""
         return (
-            tuple((module.training, tuple(map(id, _settings_of(module)))) for module in self.modules),
+            tuple(
+                (
+                    module.training,
+                    tuple(map(id, _settings_of(module))),
+                    *map(id, module._parameters.values()),
+                    *(x.data_ptr() for x in module._buffers.values() if x is not None),
+                )
+                for module in self.modules
+            ),
             tuple((p.requires_grad, p.data_ptr()) for p in self.parameters),
             tuple(
                 (name, value)
@@ -335,6 +362,22 @@ class _Program:
     def settings(self) -> list[Any]:
         """The policies' settings, whose identities are in ``kind``."""
         return [settings for module in self.modules for settings in _settings_of(module)]
+
+    def numbers(self) -> dict[tuple[nn.Module, str], float]:
+        """Numbers that modules hold, such as counts of calls by which Brevitas' quantizers choose what they run."""
+        every = dict.fromkeys(each for module in self.modules for each in module.modules())
+        return {
+            (module, name): value
+            for module in every
+            for name, value in vars(module).items()
+            if isinstance(value, int | float)
+        }
+
+    def changed_number(self, before: dict[tuple[nn.Module, str], float]) -> str:
+        """Return the module's type and the name of a number that is not what it was, or ""."""
+        after = self.numbers()
+        changed = (key for key, value in before.items() if after.get(key) != value)
+        return next((f"{type(module).__name__}.{name}" for module, name in changed), "")
 
     def buffers(self) -> list[Tensor]:
         return [*dict.fromkeys(buffer for module in self.modules for buffer in module.buffers())]
@@ -414,7 +457,7 @@ def _modes() -> tuple[Hashable, ...]:
 def _kind_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return type(leaf), leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # 0.0 equals -0.0, and NaN not itself
 
 
 def _why_not_these(leaves: list[Any], tensors: list[Tensor]) -> str:
@@ -465,6 +508,30 @@ def _constants_of(result: Any) -> Any:
 
 def _version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
+
+
+@contextmanager
+def _leaves_of_backward(found: dict[Tensor, None]) -> Iterator[None]:
+    """Collect the leaves whose gradients calls of backward in a block compute."""
+    run = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        nodes, seen = [x.grad_fn for x in roots if isinstance(x, Tensor)], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [each for each, _ in node.next_functions]
+                if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                    found[leaf] = None
+        run(roots, *args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = run
 
 
 def _set_gradients(parameters: list[nn.Parameter], grads: list[Tensor | None]) -> None:

@@ -90,6 +90,8 @@ class Training:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
         names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+        if not names:
+            raise ValueError(f"--lora: {type(self.config).__name__} has no torch.nn.Linear in its blocks")
         for target in self.targets:
             if target not in names:
                 raise ValueError(f"--lora {target}: no linear layer of that name; accepted are {', '.join(names)}")
@@ -98,10 +100,19 @@ class Training:
         return found
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
-        (weights, gradients, _), (weights_2, gradients_2, largest) = self._sizes(1), self._sizes(2)
-        others = self.config.num_hidden_layers - 1
-        return weights + others * (weights_2 - weights), gradients + others * (gradients_2 - gradients), largest
+        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded.
+
+        Raises a ValueError if they are not those of equal blocks.
+        """
+        blocks = self.config.num_hidden_layers
+        one, two, found = self._sizes(1), self._sizes(2), self._sizes(blocks)
+        if any(whole != a + (blocks - 1) * (b - a) for whole, a, b in zip(found[:2], one, two, strict=False)):
+            raise self._differ()
+        return found
+
+    def _differ(self) -> ValueError:
+        name = type(self.config).__name__
+        return ValueError(f"MODEL: blocks of {name} differ; only models of equal blocks can be planned")
 
     def _sizes(self, blocks: int) -> tuple[int, int, int]:
         model = self.model(blocks)
@@ -145,9 +156,7 @@ class Training:
         one, two = self.step(way, 1), self.step(way, 2)
         of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
         if way == "plain" and self.step(way, 3).kept != two.kept + of_block:
-            raise ValueError(
-                f"MODEL: blocks of {type(self.config).__name__} differ; only models of equal blocks can be planned"
-            )
+            raise self._differ()
         if blocks == 1:
             return one
         # the last block's backward pass, or the loss, is the peak: all other blocks are kept then
@@ -169,7 +178,11 @@ def _attention(
 
 
 def _with_blocks(config: Any, blocks: int) -> Any:
-    return type(config).from_dict(config.to_dict() | {"num_hidden_layers": blocks, "layer_types": None})
+    given = config.to_dict()
+    names = [name for name, each in given.items() if "layer" in name and isinstance(each, list)]
+    return type(config).from_dict(
+        given | {name: given[name][:blocks] for name in names} | {"num_hidden_layers": blocks}
+    )
 
 
 def _liger_of(kind: str) -> Callable[..., None]:
@@ -203,7 +216,14 @@ def plan(options: argparse.Namespace) -> str:
         **{"has_quarters": has_quarters, "rank": rank, "targets": targets, "has_liger": options.liger},
     )
     with on_the_meta_device(training):
-        return _planned(training, memory, options)
+        try:
+            return _planned(training, memory, options)
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            line = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"MODEL {options.model}: a step of {type(training.config).__name__}, of batch {options.batch} and "
+                f"sequence {options.sequence}, fails on the meta device with {type(error).__name__}: {line}"
+            ) from error
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class MemoryOfPass:
         model, run, note = self._model, self._run, ""
         has_regions = any(regions_of(module) for module in model.modules())
         saved = _measure(model, run) if has_regions else _measured_plain(model, run)
-        if has_regions or any(op.why != NO_QUANTIZER for op in saved.ops):
+        if has_regions or any(op.why not in (NO_QUANTIZER, ON_CONTEXT) for op in saved.ops):
             if self._plain is None:
                 with regions_disabled():
                     self._plain = _measured_plain(model, run)
@@ -372,7 +372,8 @@ def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
         function = as_function(getattr(node, "_forward_cls", None))
         if function is not None and not is_of_torch(function):
             for x in tensors_of(list(vars(node).values())):
-                yield function.__name__, x
+                if storage_address(x):  # sparse tensors have no storage
+                    yield function.__name__, x
 
 
 @contextmanager

@@ -130,6 +130,34 @@ def test_liger_saves_no_logits(tmp_path):
     assert of_liger < plain, found.stderr
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        (
+            lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[4]),
+            [],
+            "MODEL: blocks of Qwen2MoeConfig differ; only models of equal blocks can be planned",
+        ),
+        (lambda: transformers.BertConfig(**SMALL), ["--sequence", "600"], "a step of BertConfig, of batch 1 and sequ"),
+        (lambda: transformers.GPT2Config(n_embd=64, n_head=4), ["--lora"], "--lora: GPT2Config has no torch.nn.Linear"),
+    ],
+)
+def test_plan_names_what_of_a_model_it_cannot_size(config, words, message, tmp_path, capsys):
+    if words == ["--lora"]:
+        pytest.importorskip("peft")
+    config().save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plan_takes_configurations_whose_types_of_layers_are_fixed(tmp_path, capsys):
+    transformers.MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path)
+    assert "3 blocks" in command(capsys, str(tmp_path), "--sequence", "64")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

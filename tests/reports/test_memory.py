@@ -495,6 +495,33 @@ def test_a_tensor_that_a_function_holds_on_its_context_counts_once_and_is_named(
         assert "KeepsOnContext" in report.explain() and "no hook sees" in str(report)
 
 
+def test_a_model_without_a_policy_is_measured_under_the_default_beside_tensors_on_a_context():
+    def report(model: nn.Module) -> brevact.MemoryReport:
+        return brevact.memory_report(model, torch.randn(64, 64))
+
+    model = nn.Sequential(nn.Linear(64, 64), Squares(False), nn.Linear(64, 64))
+    found, expected = report(model), report(brevact.quantize_backward(model))
+    assert found.saved_bytes == expected.saved_bytes < found.plain_bytes and found.note
+
+
+def test_sparse_tensors_on_a_context_do_not_stop_a_report():
+    class Adjacent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.adjacency = torch.eye(64).to_sparse()
+            return ctx.adjacency @ x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return ctx.adjacency.mT @ grad
+
+    class Graph(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Adjacent.apply(super().forward(x))
+
+    assert brevact.memory_report(Graph(64, 64), torch.randn(64, 64)).plain_bytes == 64 * 64 * 4
+
+
 def test_weights_on_a_context_do_not_count():
     class OfWeight(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
