@@ -42,7 +42,7 @@ def commit() -> str:
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     names = [name for name in rows[0] if any(row[name] != "" for row in rows)]
-    cells = [names, *([str(row[name]) for name in names] for row in rows)]
+    cells = [names, *([str(row[name]) or "-" for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
