@@ -78,6 +78,14 @@ def test_blocks_that_are_compiled_alone_share_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_blocks_within_a_budget_share_graphs(backend):
+    model = nn.Sequential(*(brevact.compile(block, budget=0.5, backend=backend) for block in perceptron(12)))
+    torch._dynamo.utils.counters.clear()
+    kept(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_a_part_saves_less_and_computes_again():
     exact = kept(perceptron())[1]
     found = [kept(compiled(perceptron(), policy=brevact.StochBackward8bit, budget=part)) for part in (1.0, 0.4)]
