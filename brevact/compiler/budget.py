@@ -91,7 +91,9 @@ class Recomputation:
             ValueError: none are within the limit.
         """
         least, best, before = math.inf, (math.inf, usual, 0), None
-        for part in (None, *_PARTS):
+        for part in (None, *_PARTS, 0.0):
+            if part == 0 and best[0] < math.inf:
+                break  # computing all layers again is for limits that nothing else meets
             saved = usual if part is None else self.within(part * self.most, most_cuts=1)
             if saved == before:
                 continue

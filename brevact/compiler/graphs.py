@@ -78,6 +78,12 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, budget: tuple[str, float] | None = None) -> None:
         self.budget = budget
 
+    def __eq__(self, other: object) -> bool:  # for Dynamo, which compiles blocks again whose options differ
+        return isinstance(other, Partitioner) and self.budget == other.budget
+
+    def __hash__(self) -> int:
+        return hash(self.budget)
+
     def uuid(self) -> Any:
         size = seed_of_size() if any(from_text(text).draws_size for text in _current.texts) else 0
         constants = repr([each.constant for each in _current.inputs])
@@ -132,19 +138,22 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
         _current.texts, _current.rows, _current.inputs = before
 
 
-def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
-    """A backend that compiles within a budget."""
-    compiler = backend if callable(backend) else lookup_backend(backend)
+@dataclasses.dataclass(frozen=True)
+class _WithinBudget:
+    compiler: Callable[..., Any]
+    budget: tuple[str, float]
 
-    @functools.wraps(compiler)
-    def compile_within(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        before, _current.budget = _current.budget, budget
+    def __call__(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        before, _current.budget = _current.budget, self.budget
         try:
-            return compiler(graph, inputs, **options)
+            return self.compiler(graph, inputs, **options)
         finally:
             _current.budget = before
 
-    return compile_within
+
+def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
+    """A backend that compiles within a budget; equal ones share Dynamo's graphs."""
+    return _WithinBudget(backend if callable(backend) else lookup_backend(backend), budget)
 
 
 def _name_of(node: fx.Node) -> str:

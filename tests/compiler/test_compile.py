@@ -78,6 +78,14 @@ def test_blocks_that_are_compiled_alone_share_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_blocks_within_a_budget_share_graphs(backend):
+    model = nn.Sequential(*(brevact.compile(block, budget=0.5, backend=backend) for block in perceptron(12)))
+    torch._dynamo.utils.counters.clear()
+    kept(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_a_part_saves_less_and_computes_again():
     exact = kept(perceptron())[1]
     found = [kept(compiled(perceptron(), policy=brevact.StochBackward8bit, budget=part)) for part in (1.0, 0.4)]
@@ -86,7 +94,7 @@ def test_a_part_saves_less_and_computes_again():
         assert float((gradient - exact).norm() / exact.norm()) < 10 / 255
 
 
-@pytest.mark.parametrize("budget", ["10x", "25x", "0.3MiB"])
+@pytest.mark.parametrize("budget", ["10x", "25x", "0.3MiB", "10000x"])  # the last computes all layers again
 def test_bytes_and_ratios_hold(budget):
     plain, _ = kept(torch.compile(perceptron(), backend="aot_eager"))
     nbytes, _ = kept(compiled(perceptron(), budget=budget))
