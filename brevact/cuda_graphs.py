@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from brevact.arguments import check_count
+from brevact.autograd.running import nodes_behind
 from brevact.private_names.of_torch import WeakTensorKeyDictionary, tree_flatten, tree_unflatten
 from brevact.quantizers.brief import brief
 from brevact.user_lines import warn
@@ -517,14 +518,9 @@ def _leaves_of_backward(found: dict[Tensor, None]) -> Iterator[None]:
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-        nodes, seen = [x.grad_fn for x in roots if isinstance(x, Tensor)], set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes += [each for each, _ in node.next_functions]
-                if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                    found[leaf] = None
+        for node in nodes_behind([x.grad_fn for x in roots if isinstance(x, Tensor)]):
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                found[leaf] = None
         run(roots, *args, **kwargs)
 
     torch.autograd.backward = backward

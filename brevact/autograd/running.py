@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -205,6 +205,17 @@ def is_distributed() -> bool:
 def may_free_weights(weight: torch.Tensor) -> bool:
     """Return whether a weight's memory may be freed between the forward and the backward pass, as FSDP does."""
     return is_distributed() and (type(weight) is not torch.nn.Parameter or bool(states_of_modules))
+
+
+def nodes_behind(roots: Iterable[Any], seen: set[Any] | None = None) -> Iterator[Any]:
+    """Yield each node of autograd's graph from these on, once; those ``seen`` before, and None, end a path."""
+    seen, pending = set() if seen is None else seen, [*roots]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+            yield node
 
 
 def is_transformed() -> bool:

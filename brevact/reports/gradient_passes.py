@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brevact.autograd.running import nodes_behind
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
@@ -61,18 +62,10 @@ def _seed_generators(seed: int) -> None:
 
 def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
     """Return a graph's leaves other than the model's parameters: the loss's own, or inputs that require gradients."""
-    own, found = {id(p) for p in model.parameters()}, []
-    seen: set[Any] = {None}
-    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(value).node]
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending += [parent for parent, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor) and id(leaf) not in own:
-                found.append(leaf)
-    return found
+    own = {id(p) for p in model.parameters()}
+    nodes = nodes_behind([torch.autograd.graph.get_gradient_edge(value).node])
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.other_code import as_function, is_of_torch
+from brevact.autograd.running import nodes_behind
 from brevact.autograd.storage_report import (
     DERIVED,
     EXACT,
@@ -362,13 +363,7 @@ def _place_of(x: Tensor) -> int:
 
 def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that nodes not ``seen`` before hold as attributes, with the names of their Functions."""
-    nodes = [x.grad_fn for x in tensors_of(result)]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [each for each, _ in node.next_functions]
+    for node in nodes_behind([x.grad_fn for x in tensors_of(result)], seen):
         function = as_function(getattr(node, "_forward_cls", None))
         if function is not None and not is_of_torch(function):
             for x in tensors_of(list(vars(node).values())):
