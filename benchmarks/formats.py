@@ -30,8 +30,7 @@ from benchmarks.quantizers import times
 from benchmarks.records import append_rows, print_table
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL
 from brevact.injectors.injector_type import BackwardInjectorType
-from recipes.data import Batches
-from recipes.data.digits import load_digits
+from recipes.data import LOADERS, Batches
 from recipes.models import efficientnetv2
 
 DATA = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
@@ -115,7 +114,7 @@ def kept_activations(epochs: int = 2) -> list[Tensor]:
     Returns:
         Floating-point tensors of at least 4096 elements, each storage once, without parameters.
     """
-    digits = load_digits(Path())
+    digits = LOADERS["digits"](Path(), None, None)
     device = torch.device("cpu")
     batches = Batches(digits.train, digits.normalization, 32, device=device, train=True)
     with torch.random.fork_rng(devices=[]):

@@ -31,7 +31,7 @@ from benchmarks.step import Step
 MODELS: dict[str, Callable[[], Step]] = {
     "ResNet-50, GPU": partial(images, "resnet50", 128, 224),
     "EfficientNetV2-S, GPU": partial(images, "s", 64, 224),
-    "ViT-B, GPU": partial(images, "vit-b", 64, 224),
+    "ViT-B, GPU": partial(images, "vit_base_patch16_224", 64, 224),
     "GPT-2 small, GPU": partial(gpt2, 8, 1024),
     "3-D U-Net, GPU": partial(volumes, 32, 2, 96),
     "ResNet-18 W4A4, GPU": partial(qat_step, resnet18, 4, 64, 224),

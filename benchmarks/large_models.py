@@ -49,18 +49,16 @@ class UNet3D(nn.Module):
 
 
 def images(name: str, batch: int, size: int) -> Step:
-    """A classifier, "resnet50", "vit-s", "vit-b" or a size of EfficientNetV2, on square images."""
-    from recipes.models import VIT_SIZES, FloatLayers, ViT, resnet50
-    from recipes.models.efficientnetv2 import efficientnetv2
-    from recipes.models.transformer import Size
+    """A classifier of timm, or a size of the recipe's EfficientNetV2, on square images."""
+    if name in ("s", "m"):
+        from recipes.models import FloatLayers, efficientnetv2
 
-    if name == "resnet50":
-        model: nn.Module = resnet50(classes=10, image_size=size)
-    elif name.startswith("vit"):
-        width = VIT_SIZES["small"] if name == "vit-s" else Size(depth=12, heads=12, width=768)
-        model = ViT(width, classes=10, image_size=size, patch_size=8 if size < 128 else 16)
+        model: nn.Module = efficientnetv2(name, image_size=size, classes=10, layers=FloatLayers())
     else:
-        model = efficientnetv2(name, image_size=size, classes=10, layers=FloatLayers())
+        import timm
+
+        patches = {"img_size": size, "patch_size": 8 if size < 128 else 16} if name.startswith("vit") else {}
+        model = timm.create_model(name, num_classes=10, **patches)
     return Step(model, (torch.randn(batch, 3, size, size), torch.randint(10, (batch,))), classified)
 
 
@@ -123,8 +121,8 @@ _WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 #: By name, with batch size and side, or tokens; `benchmarks.gpu` takes larger ones.
 LARGE: dict[str, Model] = {
     "EfficientNetV2-S": Model((), partial(images, "s", 16, 32)),
-    "ResNet-50": Model((), partial(images, "resnet50", 16, 64)),
-    "ViT-S": Model((), partial(images, "vit-s", 16, 64)),
+    "ResNet-50": Model(("timm",), partial(images, "resnet50", 16, 64)),
+    "ViT-S": Model(("timm",), partial(images, "vit_small_patch16_224", 16, 64)),
     "3-D U-Net": Model((), partial(volumes, 16, 2, 48)),
     "MobileNetV2 b16": Model(("torchvision",), partial(_mobilenet, 16, 64)),
     "MONAI U-Net": Model(("monai",), partial(_monai, 2, 96)),
@@ -142,45 +140,62 @@ COMPILED: dict[str, Model] = {
     for name in ("Llama 6x384", "GPT-2 4x256", "ViT-S", "EfficientNetV2-S", "MobileNetV2 b16", "3-D U-Net")
 }
 
-_LEARNING = {"schedule": "onecycle", "dropout": 0.0, "label_smoothing": 0.0}
+
+def _trained(task: Any, loss: Any) -> Step:
+    """The model of a recipe's task after its epochs, on the batches that would follow."""
+    from recipes.recipe import Task
+
+    for epoch in range(1, task.settings.epochs + 1):
+        Task.train_epoch(task, epoch, lambda: None)  # also where a library has a loop of its own
+    later = list(task.batches(task.settings.epochs + 1))
+    return Step(task.model, later[0], loss, lambda number: later[number])
 
 
-def _trained(recipe_name: str, make: Callable[..., nn.Module] | None = None, **changes: Any) -> Step:
-    """A model of a recipe after some epochs, without dropout, on the batches that would follow."""
-    import importlib
+def _of_images(make: Callable[[Any], nn.Module] | None = None, **changes: Any) -> Step:
+    """A classifier that has learned images, by default the EfficientNetV2 nano, without dropout."""
+    from recipes.efficientnetv2 import EfficientNetV2Settings, ImageTask
 
-    from recipes.training import Objective, Trainer
-
-    recipe, device = importlib.import_module(f"recipes.{recipe_name}").RECIPE, torch.device("cpu")
-    settings = recipe.settings(**_LEARNING, **changes)
-    data = recipe.load_data(settings)
-    train, _ = recipe.make_batches(settings, data, device)
-    model = make(data) if make is not None else recipe.build_model(settings, data, recipe.layers)
-    trainer = Trainer(Objective(model, 0.0), settings, device, len(train))
-    for epoch in range(1, settings.epochs + 1):
-        trainer.train_epoch(train, epoch, lambda: None)
-    later = list(train.epoch(settings.epochs + 1))
-    return Step(model, later[0], classified, lambda number: later[number])
+    options = {"schedule": "onecycle", "dropout": 0.0, "label_smoothing": 0.0, "epochs": 4, **changes}
+    settings, device = EfficientNetV2Settings(**options), torch.device("cpu")
+    model = make and make({"digits": 1, "cifar10": 3}[settings.dataset])
+    return _trained(ImageTask(settings, 0, device, model), classified)
 
 
-def _resnet20(data: Any) -> nn.Module:
+def _resnet20(channels: int) -> nn.Module:
     from recipes.models import ResNet20
 
-    return ResNet20(classes=data.classes, channels_in=data.channels)
+    return ResNet20(classes=10, channels_in=channels)
 
 
-_IMAGES: dict[str, Callable[..., Step]] = {
-    "EfficientNetV2 nano": partial(_trained, "efficientnetv2", batch_size=64, epochs=4),
-    "ResNet-20": partial(_trained, "efficientnetv2", _resnet20, batch_size=64, epochs=4),
-    "ViT nano": partial(_trained, "vit", batch_size=32, patch_size=4, epochs=4),
+def _vit_nano(channels: int) -> nn.Module:
+    import timm
+
+    size = {"embed_dim": 96, "depth": 6, "num_heads": 3, "img_size": 32, "patch_size": 4, "in_chans": channels}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=10, **size)
+
+
+def _gpt_nano() -> Step:
+    """A GPT-2 of four layers, by bytes, after two epochs."""
+    from recipes.finetune import FineTuneSettings, FineTuning
+
+    size = {"architecture": "gpt2", "vocabulary": 257, "context": 64, "batch_size": 16, "sequences": 928}
+    settings = FineTuneSettings(**size, epochs=2, lr=1e-3)
+    return _trained(FineTuning(settings, 0, torch.device("cpu")), own_loss)
+
+
+_IMAGES: dict[str, tuple[tuple[str, ...], Callable[..., Step]]] = {
+    "EfficientNetV2 nano": ((), partial(_of_images, batch_size=64)),
+    "ResNet-20": ((), partial(_of_images, _resnet20, batch_size=64)),
+    "ViT nano": (("timm",), partial(_of_images, _vit_nano, batch_size=32, lr=1e-3, clip_grad_norm=1.0)),
 }
 #: On scikit-learn's digits, GPT nano on text of Python's reference.
 TRAINED: dict[str, Model] = {
-    **{f"{name}, trained": Model(("sklearn",), make) for name, make in _IMAGES.items()},
-    "GPT nano, trained": Model((), partial(_trained, "char_gpt", train_size=60_000, epochs=2, warmup_epochs=0.25)),
+    **{f"{name}, trained": Model(("sklearn", *needs), make) for name, (needs, make) in _IMAGES.items()},
+    "GPT nano, trained": Model(("transformers",), _gpt_nano),
 }
+_CIFAR10 = {"dataset": "cifar10", "train_size": 10_000, "test_size": 1_000}
 #: On 10,000 images of CIFAR-10, which lie in the folder `data`.
 CIFAR10: dict[str, Model] = {
-    f"{name}, CIFAR-10": Model(("torchvision",), partial(make, dataset="cifar10", train_size=10_000, test_size=1_000))
-    for name, make in _IMAGES.items()
+    f"{name}, CIFAR-10": Model(("torchvision", *needs), partial(make, **_CIFAR10))
+    for name, (needs, make) in _IMAGES.items()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from brevact.version import __version__
-from recipes.machine import processor
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -27,6 +27,16 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def processor() -> str:
+    """The name of the processor; of its architecture if the system has none."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def commit() -> str:

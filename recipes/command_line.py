@@ -1,98 +1,72 @@
-"""The command line of a recipe: one run, a comparison, or the continuation of either."""
+"""The command line of a recipe: trains, prints the table, and goes on where it stopped."""
 
-import re
+import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from brevact.command_line.launcher import restart_with_mimalloc
-from recipes.comparison import begin, begun, compare, make_cases
-from recipes.errors import RecipeError
-from recipes.files import check_writable
-from recipes.quantizers import find_quantizers
-from recipes.recipe import Recipe
-from recipes.runs import COMPARISON, MIB, holds_results, saved_settings, train
-from recipes.settings import Command, Settings, parse
+from recipes import files, results, training
+from recipes.policies import CHECKPOINT, PLAIN, variant_of
+from recipes.recipe import Recipe, RecipeError, check_libraries, option, torch_device
 
 
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 2 for an error of the user, 130 when stopped."""
+    options = _parse(recipe, arguments)
     try:
-        prog = f"python -m recipes.{recipe.module}"
-        command = parse(arguments, prog=prog, description=recipe.description, settings=recipe.settings)
         if arguments is None:
             restart_with_mimalloc()
-        run(recipe, command)
+        run(recipe, options)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; every finished epoch is kept, and --resume DIR goes on after it", file=sys.stderr)
+        print("\nstopped; what is finished is kept, and the same command with --resume goes on", file=sys.stderr)
         return 130
     return 0
 
 
-def run(recipe: Recipe, command: Command) -> None:
-    """Trains the run or comparison of a command, prints the outcome and says where the files are."""
-    resume = command.resume is not None
-    settings, quantizers = resumed(recipe, command) if resume else (recipe.settings(**command.given), command.compare)
-    folder = command.resume or command.out_dir or default_folder(recipe, settings, quantizers)
-    if quantizers is None:
-        check_settings(settings)
-        check_folder(folder, command)
-        result = train(recipe, settings, recipe.load_data(settings), folder, resume=resume)
-        value = format(result.final, recipe.metric.spec)
-        print(f"test {recipe.metric.words} {value}, {result.saved_bytes / MIB:.2f} MiB stored for backward")
-    else:
-        cases = make_cases(settings, quantizers)
-        for name, case in cases.items():
-            check_settings(case)
-            check_folder(folder / name, command)
-        check_folder(folder, command)
-        data = recipe.load_data(settings)
-        if not resume:
-            begin(settings, quantizers, folder)
-        print(compare(recipe, cases, data, folder, resume=resume))
+def run(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Trains, prints the table and the folder of the files; raises RecipeError for errors that the user can fix."""
+    check_libraries(recipe.libraries)
+    settings = recipe.settings(**{item.name: getattr(options, item.name) for item in fields(recipe.settings)})
+    device, folder = torch_device(options.device), options.out_dir
+    files.open_folder(folder, asdict(settings), resume=options.resume, overwrite=options.overwrite)
+    variants = list(dict.fromkeys([PLAIN, *options.compare] if options.compare else options.variants))
+    runs, epochs = training.train(recipe, settings, variants, list(dict.fromkeys(options.seeds)), device, folder)
+    rows = results.table_rows(recipe, settings, variants, runs)
+    files.write_rows(folder / results.TABLE, results.COLUMNS, rows)
+    results.draw(recipe, rows, epochs, folder)
+    print(results.table(recipe, rows))
     print(f"files are in {folder}")
 
 
-def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...] | None]:
-    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares."""
-    folder, names = command.resume, command.compare
-    if not (folder / COMPARISON).exists():
-        if names is not None:
-            raise RecipeError(f"{folder} holds no comparison (there is no {folder / COMPARISON}); start a new one")
-        return saved_settings(recipe, folder).resumed(command.given), None
-    settings, quantizers = begun(recipe, folder)
-    if names is not None and names != quantizers:
-        raise RecipeError(
-            f"the comparison to resume was started with --compare {' '.join(quantizers)} (now {' '.join(names)}); "
-            "leave the option out, or start a new one"
-        )
-    return settings.resumed(command.given), quantizers
-
-
-def default_folder(recipe: Recipe, settings: Settings, quantizers: Sequence[str] | None) -> Path:
-    """The default folder of a run or comparison, named after its settings."""
-    kind = (
-        "comparison" if quantizers else settings.reference_folder if settings.is_reference else settings.backward_name
+def _parse(recipe: Recipe, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        f"python -m {recipe.module}",
+        description=recipe.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    name = "-".join([recipe.folder(settings), kind, *settings.quantizer_changes])
-    return Path("runs") / re.sub(r"[^\w.,=+-]+", "_", name)
-
-
-def check_settings(settings: Settings) -> None:
-    """Finds out before any training whether the quantizers and the device can be used."""
-    find_quantizers(settings)
-    settings.torch_device()
-
-
-def check_folder(folder: Path, command: Command) -> None:
-    """Finds out before any training whether results can be written to a folder, and whether they may."""
-    check_writable(folder)
-    if command.resume is None and not command.overwrite and holds_results(folder):
-        raise RecipeError(f"{folder} already holds a run; continue it with --resume, or replace it with --overwrite")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for item in fields(recipe.settings):
+        text = f"{item.metadata['help']} (default: {'none' if item.default is None else item.default})"
+        parser.add_argument(option(item.name), help=text, default=item.default, **item.metadata["argument"])
+    words = {"nargs": "+", "type": variant_of, "metavar": "NAME"}
+    trained = parser.add_mutually_exclusive_group()
+    trained.add_argument("--compare", **words, help=f"train {PLAIN} and these")
+    trained.add_argument(
+        *("--variants", "--act-quant"),
+        **words,
+        default=list(recipe.variants),
+        help=f"train these: {PLAIN}, {CHECKPOINT}, policies, {CHECKPOINT}+POLICY, budgets such as 24x (default: "
+        f"{' '.join(recipe.variants)})",
+    )
+    seeds = recipe.seeds
+    parser.add_argument("--seeds", "--seed", nargs="+", type=int, default=list(seeds), help="a training for each")
+    parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
+    parser.add_argument("--out-dir", type=Path, default=Path("runs") / recipe.name, help="default: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs in the folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace the runs in the folder")
+    return parser.parse_args(arguments)

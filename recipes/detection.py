@@ -20,16 +20,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from recipes import schedules
+from recipes import command_line
 from recipes.data.shapes import SHAPES, Pictures, make_pictures
-from recipes.domains import Domain, DomainSettings, Metric, Task, checkpoint_each, library, run_command_line
-from recipes.errors import RecipeError
-from recipes.options import setting
-from recipes.plots import save
+from recipes.recipe import (
+    ABOVE_0,
+    Metric,
+    Recipe,
+    RecipeError,
+    Settings,
+    Task,
+    checkpoint_each,
+    cosine,
+    library,
+    setting,
+)
+from recipes.results import save
 from recipes.torchvision_ops import box_overlap, supply_missing_nms
 
 #: The detector pads pictures to multiples of it.
 MULTIPLE = 32
+_OF_32 = (lambda value: value >= 32 and value % 32 == 0, "use a multiple of 32, such as 64")
 _TEST_SEED = 2**20  # of the pictures to test on, which are those of no run's training
 _SCORE = 0.05  # detections of lower scores are left out
 
@@ -38,20 +48,14 @@ Batch = tuple[list[Tensor], list[Target]]
 
 
 @dataclass(frozen=True)
-class DetectionSettings(DomainSettings):
-    LIMITS = (
-        *DomainSettings.LIMITS,
-        ("features", lambda value: value >= 32 and value % 32 == 0, "use a multiple of 32, such as 64"),
-        ("test_size", lambda value: value >= 1, "use at least 1"),
-    )
-
-    epochs: int = setting(6, "passes over the training pictures", type=int)
-    batch_size: int = setting(4, "pictures in a step", type=int)
-    lr: float = setting(2e-3, "largest learning rate of AdamW", type=float)
-    image: int = setting(96, "pixels along each edge of a picture", type=int)
-    features: int = setting(64, "channels of the pyramid and the heads", type=int)
-    train_size: int = setting(256, "pictures to train on", type=int)
-    test_size: int = setting(96, "pictures to test on", type=int)
+class DetectionSettings(Settings):
+    epochs: int = setting(6, "passes over the training pictures", least=1)
+    batch_size: int = setting(4, "pictures in a step", least=1)
+    lr: float = setting(2e-3, "largest learning rate of AdamW", check=ABOVE_0)
+    image: int = setting(96, "pixels along each edge of a picture")
+    features: int = setting(64, "channels of the pyramid and the heads", check=_OF_32)
+    train_size: int = setting(256, "pictures to train on")
+    test_size: int = setting(96, "pictures to test on", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,11 +74,11 @@ class DetectionSettings(DomainSettings):
 
 class DetectionTask(Task):
     def __init__(self, settings: DetectionSettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed, self.device = settings, seed, device
+        super().__init__(settings, seed, device)
         self.model = make_detector(settings).to(device)
         self.steps_per_epoch = settings.train_size // settings.batch_size
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=1e-4)
-        self.scheduler = schedules.cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
+        self.scheduler = cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
 
     @cached_property
     def train_pictures(self) -> Pictures:
@@ -196,15 +200,15 @@ def average_precision(found: Sequence[Target], targets: Sequence[Target], label:
     return float(sum(best_from[place] for place, (_, hit) in enumerate(hits) if hit)) / total
 
 
-DOMAIN = Domain(
+RECIPE = Recipe(
     module="recipes.detection",
     description=__doc__,
     settings=DetectionSettings,
     task=DetectionTask,
-    metric=Metric("ap50", "AP50", higher_is_better=True),
+    metric=Metric("ap50", "AP50"),
     libraries=("torchvision",),
 )
-main = partial(run_command_line, DOMAIN)
+main = partial(command_line.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

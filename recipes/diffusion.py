@@ -18,17 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes import plots
-from recipes.data import LOADERS, Batches, ImageDataset, Normalization
-from recipes.domains import Domain, DomainSettings, Metric, Task, library, run_command_line
-from recipes.options import Limit, setting
+from recipes import command_line
+from recipes.data import LOADERS, Batches, ImageDataset
+from recipes.recipe import ABOVE_0, SHARE, Metric, Recipe, Settings, Task, library, setting
+from recipes.results import save
 
 #: Channels of the images of each data set; both have 10 classes and 32 pixels along an edge.
 CHANNELS = {"digits": 1, "cifar10": 3}
@@ -37,33 +37,28 @@ CODE_CHANNELS = 4
 _SCHEDULE = "squaredcos_cap_v2"
 _TEST_SEED = 2**60
 _KL_WEIGHT = 1e-4
+_OF_8 = (lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8")
 
 
 @dataclass(frozen=True)
-class DiffusionSettings(DomainSettings):
-    LIMITS: ClassVar[tuple[Limit, ...]] = (
-        *DomainSettings.LIMITS,
-        ("width", lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8"),
-        ("ema", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
-    )
-
-    epochs: int = setting(8, "passes over the training images", type=int)
-    batch_size: int = setting(32, "images in a training step", type=int)
-    lr: float = setting(1e-3, "learning rate of AdamW", type=float)
+class DiffusionSettings(Settings):
+    epochs: int = setting(8, "passes over the training images", least=1)
+    batch_size: int = setting(32, "images in a training step", least=1)
+    lr: float = setting(1e-3, "learning rate of AdamW", check=ABOVE_0)
     model: str = setting("unet", "what is trained", choices=("unet", "dit", "autoencoder"))
     dataset: str = setting("digits", "images", choices=tuple(CHANNELS))
     data_dir: str = setting("data", "folder of CIFAR-10")
     train_size: int | None = setting(None, "train on this many images only", type=int)
     test_size: int | None = setting(None, "test on this many images only", type=int)
-    image_size: int = setting(16, "pixels along an edge, means of those of the data set", type=int, choices=(8, 16, 32))
-    width: int = setting(32, "channels of the first level, of a head of the DiT", type=int)
-    ema: float = setting(0.995, "decay of averaged weights", type=float)
-    bf16: bool = setting(False, "autocast to bfloat16", action="store_true")
+    image_size: int = setting(16, "pixels along an edge, means of those of the data set", choices=(8, 16, 32))
+    width: int = setting(32, "channels of the first level, of a head of the DiT", check=_OF_8)
+    ema: float = setting(0.995, "decay of averaged weights", check=SHARE)
+    bf16: bool = setting(False, "autocast to bfloat16")
 
 
 class Diffusion(Task):
     def __init__(self, settings: DiffusionSettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed, self.device = settings, seed, device
+        super().__init__(settings, seed, device)
         self.is_autoencoder = settings.model == "autoencoder"
         self.model = {"unet": _unet, "dit": _dit, "autoencoder": _autoencoder}[settings.model](settings)
         self.model.to(device).train()
@@ -157,7 +152,7 @@ class Diffusion(Task):
 
     def _images(self, *, train: bool) -> Batches:
         data = self.data
-        normalization = Normalization(*(2 * [(0.5,) * data.channels]))  # from -1 to 1
+        normalization = 2 * ((0.5,) * data.channels,)  # from -1 to 1
         augment = train and data.augment  # by flips
         split, options = data.train if train else data.test, {"augment": augment, "padding": 0, "seed": self.seed}
         return Batches(split, normalization, self.settings.batch_size, device=self.device, train=train, **options)
@@ -197,7 +192,7 @@ def draw_grid(images: Tensor, path: Path, title: str) -> None:
     for axes, image in zip(figure.subplots(len(images) // columns, columns).flat, images, strict=True):
         axes.imshow(image.add(1).div(2).clamp(0, 1).permute(1, 2, 0).numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.axis("off")
-    plots.save(figure, path)
+    save(figure, path)
 
 
 def _unet(settings: DiffusionSettings) -> Any:
@@ -239,15 +234,15 @@ def _autoencoder(settings: DiffusionSettings) -> Any:
     )
 
 
-DOMAIN = Domain(
+RECIPE = Recipe(
     module="recipes.diffusion",
     description=__doc__,
     settings=DiffusionSettings,
     task=Diffusion,
-    metric=Metric("mse", "mean squared error", higher_is_better=False),
+    metric=Metric("mse", "mean squared error"),
     libraries=("diffusers",),
 )
-main = partial(run_command_line, DOMAIN)
+main = partial(command_line.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

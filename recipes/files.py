@@ -1,4 +1,4 @@
-"""Files of a run, each written whole or not at all."""
+"""Files of a folder of runs, each written whole or not at all."""
 
 import csv
 import io
@@ -12,32 +12,38 @@ from typing import IO
 
 import torch
 
-from recipes.errors import RecipeError
+from recipes.recipe import RecipeError, option
+
+SETTINGS, RUNS, EPOCHS, CHECKPOINT = "settings.json", "runs.csv", "epochs.csv", "checkpoint.pt"
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file under another name and renames it, so that an interruption leaves the old content in place."""
+def open_folder(folder: Path, settings: Mapping[str, object], *, resume: bool, overwrite: bool = False) -> None:
+    """Writes down which settings the runs of a folder have, or finds out that they have these."""
+    _check_writable(folder)
+    path = folder / SETTINGS
+    if overwrite:
+        for name in (SETTINGS, RUNS, EPOCHS, CHECKPOINT):
+            (folder / name).unlink(missing_ok=True)
+    if not path.exists():
+        if resume:
+            raise RecipeError(f"no runs to resume: there is no {path}; leave --resume out")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(json.dumps(settings, indent=2).encode() + b"\n"))
+    elif not resume:
+        raise RecipeError(
+            f"{folder} already holds runs; go on with --resume, replace them with --overwrite, or name another folder "
+            "with --out-dir"
+        )
+    else:
+        found = json.loads(path.read_bytes())
+        if names := [option(name) for name in settings if found.get(name) != settings[name]]:
+            raise RecipeError(
+                f"the runs in {folder} have other settings ({', '.join(names)}): give theirs, which are in {path}, or "
+                "name another folder with --out-dir"
+            )
 
-    def write_file(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
 
-    write_path_atomically(path, write_file)
-
-
-def write_path_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Like `write_atomically`, for a function that takes a path; the one it is given has the suffix of `path`."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_writable(folder: Path, option: str = "--out-dir") -> None:
+def _check_writable(folder: Path) -> None:
     """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there."""
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
@@ -46,7 +52,7 @@ def check_writable(folder: Path, option: str = "--out-dir") -> None:
             pass
     except OSError as error:
         raise RecipeError(
-            f"cannot write to {folder} ({error.strerror or error}); name another folder with {option}"
+            f"cannot write to {folder} ({error.strerror or error}); name another folder with --out-dir"
         ) from error
     finally:
         for path in missing:
@@ -54,17 +60,17 @@ def check_writable(folder: Path, option: str = "--out-dir") -> None:
                 path.rmdir()
 
 
-def write_json(path: Path, content: object) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def read_json(path: Path) -> object:
-    """Reads a file of `write_json`."""
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file under another name and renames it, so that an interruption leaves the old content in place."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path} is not readable ({error}); start a new run") from error
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
@@ -76,6 +82,9 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, o
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV; none where there is no such file."""
+    if not path.exists():
+        return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -89,13 +98,13 @@ def read_checkpoint(path: Path) -> dict[str, object]:
     """Reads a checkpoint; it can hold no code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise RecipeError(f"no run to resume: there is no {path}; --resume takes the folder of a run") from error
     except Exception as error:  # a damaged stream of opcodes can raise nearly anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise RecipeError(f"{path} is not a readable checkpoint ({reason}); start a new run") from error
+        raise RecipeError(
+            f"{path} is not a readable checkpoint ({reason}); remove it to start that run anew"
+        ) from error
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} is not a checkpoint: it holds a {type(content).__name__}; start a new run")
+        raise RecipeError(f"{path} holds a {type(content).__name__}, no checkpoint; remove it to start that run anew")
     return content
 
 

@@ -21,17 +21,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes import files
+from recipes import command_line, files
 from recipes.data.tokens import TEXTS, Tokens, load_tokens
-from recipes.domains import Domain, DomainSettings, Metric, Task, library, run_command_line
-from recipes.domains.domain import Region
-from recipes.errors import RecipeError
-from recipes.options import Limit, setting
+from recipes.recipe import ABOVE_0, Metric, Recipe, RecipeError, Settings, Task, library, setting
 
 #: Width, layers and heads of models with random weights.
 SIZES = {"tiny": (128, 4, 4), "small": (512, 8, 8)}
@@ -40,37 +37,28 @@ _WARMUP = 0.1
 
 
 @dataclass(frozen=True)
-class FineTuneSettings(DomainSettings):
-    LIMITS: ClassVar[tuple[Limit, ...]] = (
-        *DomainSettings.LIMITS,
-        ("context", lambda value: value >= 2, "use at least 2"),
-        ("sequences", lambda value: value >= 1, "use at least 1"),
-        ("test_sequences", lambda value: value >= 1, "use at least 1"),
-        ("rank", lambda value: value >= 1, "use at least 1"),
-        ("vocabulary", lambda value: value >= 257, "use at least 257, for all bytes and the end of a text"),
-    )
-
-    epochs: int = setting(6, "rounds of training, each with a measurement", type=int)
-    batch_size: int = setting(8, "sequences in a training step", type=int)
-    lr: float = setting(2e-3, "largest learning rate of AdamW", type=float)
+class FineTuneSettings(Settings):
+    epochs: int = setting(6, "rounds of training, each with a measurement", least=1)
+    batch_size: int = setting(8, "sequences in a training step", least=1)
+    lr: float = setting(2e-3, "largest learning rate of AdamW", check=ABOVE_0)
     weights: str | None = setting(None, "folder or name of a model's weights and tokenizer; without it they are random")
     architecture: str = setting("llama", "of the model with random weights", choices=("llama", "gpt2"))
     size: str = setting("tiny", "of the model with random weights", choices=tuple(SIZES))
-    vocabulary: int = setting(512, "tokens of the model with random weights", type=int)
+    vocabulary: int = setting(512, "tokens of the model with random weights, all bytes among them", least=257)
     method: str = setting("full", "what is trained: all weights, or adapters of low rank", choices=("full", "lora"))
-    rank: int = setting(8, "of LoRA", type=int)
+    rank: int = setting(8, "of LoRA", least=1)
     text: str = setting("python-docs", "text that comes with Python", choices=tuple(TEXTS))
     text_file: str | None = setting(None, "text in UTF-8, in place of that")
-    context: int = setting(128, "tokens in a sequence", type=int)
-    sequences: int = setting(256, "sequences in an epoch", type=int)
-    test_sequences: int = setting(64, "sequences to test on, at most", type=int)
-    bf16: bool = setting(False, "autocast to bfloat16", action="store_true")
-    save: bool = setting(False, "write the model of each variant's first seed, for --weights", action="store_true")
+    context: int = setting(128, "tokens in a sequence", least=2)
+    sequences: int = setting(256, "sequences in an epoch", least=1)
+    test_sequences: int = setting(64, "sequences to test on, at most", least=1)
+    bf16: bool = setting(False, "autocast to bfloat16")
+    save: bool = setting(False, "write the model of each variant's first seed, for --weights")
 
 
 class FineTuning(Task):
     def __init__(self, settings: FineTuneSettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed, self.device = settings, seed, device
+        super().__init__(settings, seed, device)
         transformers = library("transformers")
         transformers.logging.set_verbosity_error()
         model = _random_model(settings) if settings.weights is None else _given_model(settings)
@@ -108,7 +96,7 @@ class FineTuning(Task):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
             return self.model(**batch, use_cache=False).loss
 
-    def train_epoch(self, epoch: int, region: Region, on_step: Callable[[], object]) -> float:
+    def train_epoch(self, epoch: int, on_step: Callable[[], object]) -> float:
         """Lets `transformers.Trainer` take the steps of an epoch, with brevact's callback if the model has a policy."""
         transformers = library("transformers")
         library("accelerate")
@@ -136,7 +124,7 @@ class FineTuning(Task):
             trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, optimizers=optimizers)
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.add_callback(_OnStep(on_step))
-            if region is not nullcontext:
+            if self.region is not nullcontext:
                 from brevact.trainers import HuggingFaceCallback
 
                 HuggingFaceCallback(None, memory=False).add_to(trainer)
@@ -193,7 +181,8 @@ def _random_model(settings: FineTuneSettings) -> Any:
     common = {"vocab_size": settings.vocabulary, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}
     if settings.architecture == "gpt2":
         shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": max(settings.context, 1024)}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **common))
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **drops, **common))
     config = transformers.LlamaConfig(
         hidden_size=width,
         intermediate_size=8 * width // 3 // 32 * 32,
@@ -242,15 +231,15 @@ def _OnStep(on_step: Callable[[], object]) -> Any:
     return OnStep()
 
 
-DOMAIN = Domain(
+RECIPE = Recipe(
     module="recipes.finetune",
     description=__doc__,
     settings=FineTuneSettings,
     task=FineTuning,
-    metric=Metric("bits_per_character", "bits per character", higher_is_better=False),
+    metric=Metric("bits_per_character", "bits per character"),
     libraries=("transformers", "accelerate", "peft"),
 )
-main = partial(run_command_line, DOMAIN)
+main = partial(command_line.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

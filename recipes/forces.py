@@ -1,6 +1,6 @@
 """A potential that learns energies and forces of Lennard-Jones clusters: gradients that are differentiated again.
 
-    python -m recipes.forces --variants 'DitherBackward4bit+*basis=None' DEFAULT --seeds 0 1 2
+    python -m recipes.forces --compare 'DitherBackward4bit+*basis=None' DEFAULT --seeds 0 1 2
 
 makes clusters of two kinds of particles on the spot (`recipes/data/lennard_jones.py` has the potential and its source),
 and trains a small SchNet at full precision and with each policy, from the same weights and on the same batches for each
@@ -19,38 +19,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes import schedules
+from recipes import command_line
 from recipes.data.lennard_jones import Configurations, make_configurations
-from recipes.domains import Domain, DomainSettings, Metric, Task, run_command_line
-from recipes.errors import RecipeError
 from recipes.models.schnet import SchNet
-from recipes.options import setting
+from recipes.recipe import ABOVE_0, Metric, Recipe, RecipeError, Settings, Task, cosine, setting
 
 #: Much of the forces' noise comes from the codes of distances.
 POLICY = "DitherBackward4bit+*basis=None"
+_SIDE = (lambda value: 2 <= value <= 8, "use 2 to 8, since all particles are neighbours of each other")
 _TEST_SEED = 2**20  # of the clusters, which are those of no run's training
 
 
 @dataclass(frozen=True)
-class ForceSettings(DomainSettings):
-    LIMITS = (
-        *DomainSettings.LIMITS,
-        ("side", lambda value: 2 <= value <= 8, "use 2 to 8, since all particles are neighbours of each other"),
-        ("test_size", lambda value: value >= 1, "use at least 1"),
-        ("width", lambda value: value >= 2, "use at least 2"),
-        ("interactions", lambda value: value >= 1, "use at least 1"),
-        ("energy_weight", lambda value: value > 0, "use a value above 0"),
-    )
-
-    epochs: int = setting(30, "passes over the clusters", type=int)
-    batch_size: int = setting(16, "clusters in a step", type=int)
-    lr: float = setting(2e-3, "largest rate of Adam", type=float)
-    side: int = setting(3, "particles along an edge of a cluster", type=int)
-    train_size: int = setting(512, "clusters to train on", type=int)
-    test_size: int = setting(128, "clusters to test on", type=int)
-    width: int = setting(64, "features of a particle", type=int)
-    interactions: int = setting(3, "blocks of the SchNet", type=int)
-    energy_weight: float = setting(1.0, "of energies beside forces", type=float)
+class ForceSettings(Settings):
+    epochs: int = setting(30, "passes over the clusters", least=1)
+    batch_size: int = setting(16, "clusters in a step", least=1)
+    lr: float = setting(2e-3, "largest rate of Adam", check=ABOVE_0)
+    side: int = setting(3, "particles along an edge of a cluster", check=_SIDE)
+    train_size: int = setting(512, "clusters to train on")
+    test_size: int = setting(128, "clusters to test on", least=1)
+    width: int = setting(64, "features of a particle", least=2)
+    interactions: int = setting(3, "blocks of the SchNet", least=1)
+    energy_weight: float = setting(1.0, "of energies beside forces", check=ABOVE_0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +67,7 @@ class ForceTask(Task):
     policy_settings: ClassVar[dict[str, Any]] = {"double_backward": True}
 
     def __init__(self, settings: ForceSettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed, self.device = settings, seed, device
+        super().__init__(settings, seed, device)
         self.train = make_configurations(settings.train_size, settings.side, seed).to(device)
         potential = SchNet(
             *(2, settings.width, settings.interactions),
@@ -87,7 +77,7 @@ class ForceTask(Task):
         self.model = ForceLoss(potential, settings.energy_weight)
         self.steps_per_epoch = settings.train_size // settings.batch_size
         self.optimizer = torch.optim.Adam(potential.parameters(), lr=settings.lr)
-        self.scheduler = schedules.cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
+        self.scheduler = cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
 
     @cached_property
     def test(self) -> Configurations:
@@ -113,15 +103,15 @@ class ForceTask(Task):
         raise RecipeError("--variants checkpoint is not possible: forces are gradients inside of the forward pass")
 
 
-DOMAIN = Domain(
+RECIPE = Recipe(
     module="recipes.forces",
     description=__doc__,
     settings=ForceSettings,
     task=ForceTask,
-    metric=Metric("force_error", "force error", higher_is_better=False),
+    metric=Metric("force_error", "force error"),
     variants=("plain", POLICY),
 )
-main = partial(run_command_line, DOMAIN)
+main = partial(command_line.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,15 +19,25 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from recipes import schedules
-from recipes.domains import Domain, DomainSettings, Metric, Task, checkpoint_each, library, run_command_line
-from recipes.errors import RecipeError
-from recipes.options import setting
-from recipes.plots import save
+from recipes import command_line
+from recipes.recipe import (
+    ABOVE_0,
+    Metric,
+    Recipe,
+    RecipeError,
+    Settings,
+    Task,
+    checkpoint_each,
+    cosine,
+    library,
+    setting,
+)
+from recipes.results import save
 
 NETS = ("unet", "segresnet")
 #: Both networks halve their maps three times.
 MULTIPLE = 8
+_OF_8 = (lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8, such as 16")
 CLASSES = 3
 _NOISE = 0.8
 _TEST_SEED = 2**20  # of the volumes to test on, which are those of no run's training
@@ -36,24 +46,16 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class VolumeSettings(DomainSettings):
-    LIMITS = (
-        *DomainSettings.LIMITS,
-        ("channels", lambda value: value >= 8 and value % 8 == 0, "use a multiple of 8, such as 16"),
-        ("volume", lambda value: value >= 32, "use at least 32"),
-        ("train_size", lambda value: value >= 1, "use at least 1"),
-        ("test_size", lambda value: value >= 1, "use at least 1"),
-    )
-
-    epochs: int = setting(15, "passes over the training volumes", type=int)
-    batch_size: int = setting(2, "patches in a step, each of another volume", type=int)
-    lr: float = setting(4e-3, "largest learning rate of AdamW", type=float)
+class VolumeSettings(Settings):
+    epochs: int = setting(15, "passes over the training volumes", least=1)
+    batch_size: int = setting(2, "patches in a step, each of another volume", least=1)
+    lr: float = setting(4e-3, "largest learning rate of AdamW", check=ABOVE_0)
     net: str = setting("unet", "network of MONAI", choices=NETS)
-    channels: int = setting(16, "channels at full resolution", type=int)
-    patch: int = setting(48, "voxels along each edge of a patch", type=int)
-    volume: int = setting(72, "voxels along each edge of a volume", type=int)
-    train_size: int = setting(16, "volumes to train on", type=int)
-    test_size: int = setting(4, "volumes to test on", type=int)
+    channels: int = setting(16, "channels at full resolution", check=_OF_8)
+    patch: int = setting(48, "voxels along each edge of a patch")
+    volume: int = setting(72, "voxels along each edge of a volume", least=32)
+    train_size: int = setting(16, "volumes to train on", least=1)
+    test_size: int = setting(4, "volumes to test on", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,12 +79,12 @@ class VolumeSettings(DomainSettings):
 
 class VolumeTask(Task):
     def __init__(self, settings: VolumeSettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed, self.device = settings, seed, device
+        super().__init__(settings, seed, device)
         self.model = make_net(settings).to(device)
         self.criterion = library("monai.losses").DiceCELoss(to_onehot_y=True, softmax=True)
         self.steps_per_epoch = settings.train_size // settings.batch_size
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, weight_decay=1e-4)
-        self.scheduler = schedules.cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
+        self.scheduler = cosine(self.optimizer, settings.epochs * self.steps_per_epoch)
 
     @cached_property
     def train_volumes(self) -> list[dict[str, Tensor]]:
@@ -180,15 +182,15 @@ def outermost(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[nn.M
     return found
 
 
-DOMAIN = Domain(
+RECIPE = Recipe(
     module="recipes.segmentation3d",
     description=__doc__,
     settings=VolumeSettings,
     task=VolumeTask,
-    metric=Metric("dice", "Dice", higher_is_better=True),
+    metric=Metric("dice", "Dice"),
     libraries=("monai",),
 )
-main = partial(run_command_line, DOMAIN)
+main = partial(command_line.main, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ are not trained again. Differences are means over pairs, with the ends of their 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 import statistics
@@ -22,12 +21,11 @@ from pathlib import Path
 import torch
 from scipy.stats import t as student
 
-import brevact
 from recipes import efficientnetv2, qat
-from recipes.errors import RecipeError
-from recipes.policy_names import named_policy
-from recipes.runs import build_objective
-from recipes.training import Trainer
+from recipes.files import read_rows, write_rows
+from recipes.policies import variant_of
+from recipes.recipe import RecipeError, torch_device
+from recipes.training import Run
 
 FULL_PRECISION = "None"
 RECIPES = {"efficientnetv2": efficientnetv2.RECIPE, "qat": qat.RECIPE}
@@ -121,28 +119,18 @@ def train(recipe_name: str, policy: str, seed: int, options: argparse.Namespace)
     """Train one run and return its row; without dropout, which would draw from the quantizers' generator."""
     start, recipe = datetime.datetime.now(), RECIPES[recipe_name]
     settings = recipe.settings(
-        **{"dataset": options.dataset, "data_dir": options.data_dir, "epochs": options.epochs, "seed": seed},
-        **{"train_size": options.train_size, "test_size": options.test_size, "batch_size": 64},
-        **{"dropout": 0.0, "label_smoothing": 0.0},
+        **{name: getattr(options, name) for name in ("dataset", "data_dir", "epochs", "train_size", "test_size")},
+        **{"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0},
     )
-    data, device = recipe.load_data(settings), settings.torch_device()
-    torch.manual_seed(seed)
-    objective = build_objective(recipe, settings, data).to(device)
-    batches, tests = recipe.make_batches(settings, data, device)
-    if recipe.prepare is not None:
-        recipe.prepare(objective.model, settings, batches)
-    named_policy(policy).apply(objective.model)
-    trainer = Trainer(objective, settings, device, len(batches))
-    report = brevact.memory_report(objective, next(batches.epoch()))
+    run = Run(recipe, settings, policy, seed, torch_device("auto"))
     for epoch in range(1, settings.epochs + 1):
-        loss = trainer.train_epoch(batches, epoch, lambda: None).loss
-    tested = trainer.evaluate(tests)
+        loss = run.task.train_epoch(epoch, lambda: None)
+    test_loss, accuracy = run.task.scores()
     return {
         **{"dataset": options.dataset, "recipe": recipe_name, "epochs": str(options.epochs)},
         **{"train_size": str(options.train_size or ""), "settings": "", "policy": policy, "seed": str(seed)},
-        **{"train_loss": f"{loss:.5f}", "test_loss": f"{tested.loss:.5f}", "test_accuracy": f"{tested.accuracy:.5f}"},
-        "saved_bytes": str(report.plain_bytes if policy == FULL_PRECISION else report.saved_bytes),
-        "plain_bytes": str(report.plain_bytes),
+        **{"train_loss": f"{loss:.5f}", "test_loss": f"{test_loss:.5f}", "test_accuracy": f"{accuracy:.5f}"},
+        **{"saved_bytes": f"{run.kept_mib * 2**20:.0f}", "plain_bytes": f"{run.plain_mib * 2**20:.0f}"},
         "seconds": f"{(datetime.datetime.now() - start).total_seconds():.0f}",
         **{"torch": torch.__version__, "date": start.strftime("%Y-%m-%d")},
     }
@@ -152,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, train, print the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="efficientnetv2")
-    parser.add_argument("--policies", nargs="+", default=[], metavar="POLICY", help="None is full precision")
+    parser.add_argument(
+        "--policies", nargs="+", type=variant_of, default=[], metavar="POLICY", help="None is full precision"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--dataset", default="digits")
     parser.add_argument("--data-dir", default="data")
@@ -169,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kind = (options.dataset, options.recipe, str(options.epochs), str(options.train_size or ""), "")
                 if (*kind, policy, str(seed)) not in done:
                     rows.append(train(options.recipe, policy, seed, options))
-                    _append(options.csv, rows[-1])
-    except (RecipeError, argparse.ArgumentTypeError) as error:
+                    write_rows(options.csv, COLUMNS, rows)
+    except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for each in comparisons(rows):
@@ -180,22 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read(path: Path) -> list[Row]:
     """The rows of finished runs; none where there is no such file, a RecipeError where it has other columns."""
-    if not path.exists():
-        return []
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(path)
     if rows and tuple(rows[0]) != COLUMNS:
         raise RecipeError(f"--csv {path} has the columns {', '.join(rows[0])}; studies have {', '.join(COLUMNS)}")
     return rows
-
-
-def _append(path: Path, row: Row) -> None:
-    is_new = not path.exists()
-    with open(path, "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

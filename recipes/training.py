@@ -1,224 +1,136 @@
-"""One epoch after another: optimizer, learning-rate schedule, mixed precision, and the state a checkpoint needs."""
+"""Trainings of each variant with each seed: the same weights and batches for a seed, resumed where they stopped."""
 
-import math
-from collections.abc import Callable
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from tqdm import tqdm
 
 import brevact
-from recipes.errors import RecipeError
-from recipes.metrics import Scores
-from recipes.recipe import BatchSource
-from recipes.schedules import warmup_factor
-from recipes.settings import AMP_DTYPES, Settings
-from recipes.statistics import collected_statistics, restore_statistics
+from recipes import files
+from recipes.policies import is_packed, prepare
+from recipes.recipe import Recipe, RecipeError, Task
+
+COLUMNS = ("variant", "seed", "value", "loss", "kept_mib", "plain_mib", "seconds")
+COLUMNS_OF_EPOCHS = ("variant", "seed", "epoch", "loss", "value", "seconds")
+
+Row = dict[str, Any]
 
 
-class Objective(nn.Module):
-    """A model and the loss it trains with as one module, which a backward policy or a memory report may cover whole."""
+class Run:
+    """The training of a task by a variant and a seed, from its start or from a `state_dict`."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+    def __init__(
+        self, recipe: Recipe, settings: Any, variant: str, seed: int, device: torch.device, state: Row | None = None
+    ) -> None:
+        self.variant, self.seed = variant, seed
+        torch.manual_seed(seed)
+        self.task: Task = recipe.task(settings, seed, device)
+        self.fitted = prepare(self.task, variant, state and state["fitted"])
+        self.epochs: list[Row] = []
+        batch = next(iter(self.task.batches(1)))
+        self.report = brevact.memory_report(self.task.model, batch, lambda _, batch: self.task.loss(batch))
+        plain, packed = (each / 2**20 for each in (self.report.plain_bytes, self.report.saved_bytes))
+        self.kept_mib, self.plain_mib = packed if is_packed(variant) else plain, plain
+        torch.manual_seed(seed)
+        if state is not None:
+            self._load(state)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's outputs (... x classes) and the mean loss over all targets (...)."""
-        outputs = self.model(inputs)
-        return outputs, self.loss(outputs.flatten(0, -2), targets.flatten())
+    def train_epoch(self, bar: tqdm) -> Row:
+        """Trains, measures, and adds a row to `epochs`."""
+        number, start = len(self.epochs) + 1, time.perf_counter()
+        loss = self.task.train_epoch(number, bar.update)
+        seconds = time.perf_counter() - start
+        if not abs(loss) < float("inf"):
+            raise RecipeError(f"the training loss became {loss} in epoch {number}; try a smaller --lr")
+        row = {"variant": self.variant, "seed": self.seed, "epoch": number, "loss": loss}
+        self.epochs.append({**row, "value": self.task.evaluate(), "seconds": seconds})
+        return self.epochs[-1]
+
+    def state_dict(self) -> Row:
+        """All that the next epoch depends on."""
+        state: Row = {"variant": self.variant, "seed": self.seed, "epochs": self.epochs, "fitted": self.fitted}
+        state |= {name: part.state_dict() for name, part in self._parts().items()}
+        if torch.cuda.is_available():
+            state["cuda_generator"] = torch.cuda.get_rng_state()
+        state |= {"generator": torch.get_rng_state(), "noise_count": brevact.noise_count()}
+        return {**state, "task": self.task.state_dict()}
+
+    def _load(self, state: Row) -> None:
+        self.task.model.load_state_dict(state["model"])
+        self.task.load_state_dict(state["task"])
+        for name, part in self._parts().items():
+            if name != "model":
+                part.load_state_dict(state[name])
+        self.epochs = list(state["epochs"])
+        brevact.noise_count(state["noise_count"])
+        torch.set_rng_state(state["generator"])
+        if "cuda_generator" in state:
+            torch.cuda.set_rng_state(state["cuda_generator"])
+
+    def _parts(self) -> Row:
+        parts = {"model": self.task.model, "optimizer": self.task.optimizer, "scheduler": self.task.scheduler}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
-class Trainer:
-    """Trains a model with AdamW.
+def train(
+    recipe: Recipe, settings: Any, variants: Sequence[str], seeds: Sequence[int], device: torch.device, folder: Path
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Trains each variant with each seed, those that the folder has already left out.
 
     Args:
-        objective: the model, on its device already, and its loss.
-        settings: of the run.
-        device: of model and batches.
-        steps_per_epoch: optimizer steps in an epoch.
+        recipe: whose task is trained.
+        settings: of all runs.
+        variants: words of `recipes.policies`.
+        seeds: of the runs.
+        device: to train on.
+        folder: receives a row per run, a row per epoch, pictures of the first seed, and the run's checkpoint.
 
-    Raises:
-        RecipeError: the device does not compute in the type that `settings.amp` names.
+    Returns:
+        Rows of all runs of these variants and seeds, with the keys `COLUMNS`; and those of their epochs.
     """
-
-    def __init__(self, objective: Objective, settings: Settings, device: torch.device, steps_per_epoch: int) -> None:
-        self.objective = objective
-        self.model = objective.model
-        self.device = device
-        self.clip_grad_norm = settings.clip_grad_norm
-        self.amp_dtype = AMP_DTYPES[settings.amp]
-        if settings.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise RecipeError(
-                f"--amp bf16: {torch.cuda.get_device_name(device)} does not compute in bfloat16; use fp16"
-            )
-        self._make_optimizer = partial(make_optimizer, self.model, settings, steps_per_epoch)
-        self._capture = brevact.captured if settings.captured else partial
-        self._make_step()
-        self.adaptive: brevact.Adaptive | None = None
-        # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
-
-    @property
-    def lr(self) -> float:
-        return self.scheduler.get_last_lr()[0]
-
-    def train_epoch(self, batches: BatchSource, epoch: int, on_step: Callable[[], object]) -> Scores:
-        """Takes one optimizer step for each batch of an epoch."""
-        self.objective.train()
-        meter = _Meter(self.device)
-        for inputs, targets in batches.epoch(epoch):
-            outputs, loss = self._step(inputs, targets)
-            self.scheduler.step()
-            if self.adaptive is not None:
-                self.adaptive.step((inputs, targets))
-            meter.add(outputs, targets, loss)
-            on_step()
-        scores = meter.scores()
-        if not math.isfinite(scores.loss):
-            raise RecipeError(
-                f"the training loss became {scores.loss} in epoch {epoch}; try a smaller --lr, --clip-grad-norm 1 or "
-                "more --warmup-epochs"
-            )
-        return scores
-
-    def _make_step(self) -> None:
-        """Makes the optimizer of the model's parameters, and the step that trains with it."""
-        self.optimizer, self.scheduler = self._make_optimizer()
-        self._step = self._capture(self._train)
-
-    def _train(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with self.autocast():
-            outputs, loss = self.objective(inputs, targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
-        if self.clip_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return outputs, loss
-
-    def adapt(self, batch: tuple[Tensor, Tensor], every: int) -> None:
-        """From now on bits move to the layers where they matter, at the bytes that the model's policy stores."""
-        with self.autocast():
-            report = brevact.memory_report(self.objective, batch)
-        ratio = report.plain_bytes / report.saved_bytes
-        try:
-            self.adaptive = brevact.Adaptive(self.objective, batch, self._scaled_loss, ratio=ratio, every=every)
-        except ValueError as error:
-            raise RecipeError(f"--adapt-every {every}: {error}") from error
-
-    def fit(self, batches: list[tuple[Tensor, Tensor]], budget: dict[str, float]) -> brevact.Policy:
-        """The policy of least gradient noise of the model and its loss within a budget."""
-        return brevact.fit(self.objective, batches, self._scaled_loss, **budget)
-
-    def _scaled_loss(self, objective: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss whose gradients a step computes."""
-        with self.autocast():
-            _, loss = objective(*batch)
-        return self.scaler.scale(loss)
-
-    @torch.no_grad()
-    def evaluate(self, batches: BatchSource) -> Scores:
-        """Scores of the model in eval mode, with the plain cross-entropy as loss."""
-        objective = Objective(self.model, label_smoothing=0.0).eval()
-        meter = _Meter(self.device)
-        for inputs, targets in batches.epoch():
-            with self.autocast():
-                outputs, loss = objective(inputs, targets)
-            meter.add(outputs, targets, loss)
-        return meter.scores()
-
-    def autocast(self) -> torch.autocast:
-        """The context that forward passes run in; it does nothing at full precision."""
-        return torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None)
-
-    def state_dict(self) -> dict[str, object]:
-        """Everything that the next step depends on, random generators included."""
-        return {
-            **{name: part.state_dict() for name, part in self._parts().items()},
-            "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
-            "statistics": collected_statistics(self.model),
-            "noise_count": brevact.noise_count(),
-            "cpu_generator": torch.get_rng_state(),
-            "cuda_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues from a `state_dict`, on the device of this trainer.
-
-        Loading makes Brevitas replace its activation quantizers, their parameters with them, so the optimizer is built
-        anew once the model has its state.
-        """
-        self.model.load_state_dict(state["model"])
-        restore_statistics(self.model, state["statistics"])
-        self._make_step()
-        for name in ("optimizer", "scheduler", "scaler"):
-            self._parts()[name].load_state_dict(state[name])
-        if self.adaptive is not None:
-            self.adaptive.load_state_dict(state["adaptive"])
-        brevact.noise_count(state["noise_count"])
-        torch.set_rng_state(state["cpu_generator"])
-        if self.device.type == "cuda" and state["cuda_generator"] is not None:
-            torch.cuda.set_rng_state(state["cuda_generator"], self.device)
-
-    def _parts(self) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "scaler": self.scaler,
-        }
+    rows, epochs = ([*files.read_rows(folder / name)] for name in (files.RUNS, files.EPOCHS))
+    done = {(row["variant"], int(row["seed"])) for row in rows}
+    wanted = [(variant, seed) for seed in seeds for variant in variants]
+    for variant, seed in wanted:
+        if (variant, seed) in done:
+            continue
+        run = Run(recipe, settings, variant, seed, device, _state_of(variant, seed, folder / files.CHECKPOINT))
+        _finish(run, settings.epochs, recipe, folder)
+        if seed == seeds[0]:
+            if is_packed(variant):
+                run.report.plot(folder / f"memory-{file_name(variant)}.png")
+            run.task.show(folder / f"{recipe.name}-{file_name(variant)}.png")
+        rows.append({**run.epochs[-1], "kept_mib": run.kept_mib, "plain_mib": run.plain_mib})
+        rows[-1]["seconds"] = sum(row["seconds"] for row in run.epochs)
+        epochs += run.epochs
+        files.write_rows(folder / files.EPOCHS, COLUMNS_OF_EPOCHS, epochs)
+        files.write_rows(folder / files.RUNS, COLUMNS, rows)
+        (folder / files.CHECKPOINT).unlink()
+    mine, its = ([row for row in each if (row["variant"], int(row["seed"])) in wanted] for each in (rows, epochs))
+    return mine, its
 
 
-class _Meter:
-    """Sums loss and correct answers on the device, so that a step does not wait for its figures."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device)
-        self.correct = torch.zeros((), dtype=torch.int64, device=device)
-        self.targets = 0
-
-    def add(self, outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
-        self.loss += loss.detach() * targets.numel()
-        self.correct += (outputs.detach().argmax(-1) == targets).sum()
-        self.targets += targets.numel()
-
-    def scores(self) -> Scores:
-        return Scores(self.loss.item() / self.targets, self.correct.item() / self.targets)
+def _finish(run: Run, epochs: int, recipe: Recipe, folder: Path) -> None:
+    """Trains the epochs that a run lacks, each followed by a checkpoint."""
+    label, steps, metric = f"{run.variant}, seed {run.seed}", run.task.steps_per_epoch, recipe.metric
+    tqdm.write(f"{label}: {run.kept_mib:.2f} of {run.plain_mib:.2f} MiB kept for backward")
+    with tqdm(total=epochs * steps, initial=len(run.epochs) * steps, desc=label, disable=None) as bar:
+        while len(run.epochs) < epochs:
+            row = run.train_epoch(bar)
+            files.write_checkpoint(folder / files.CHECKPOINT, run.state_dict())
+            found = f"loss {row['loss']:.4f}  {metric.words} {row['value']:{metric.spec}}  {row['seconds']:.1f} s"
+            tqdm.write(f"{label}  epoch {row['epoch']}/{epochs}  {found}")
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups for an optimizer: weights decay; biases, norms and other vectors do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def _state_of(variant: str, seed: int, path: Path) -> Row | None:
+    """The checkpoint of a folder, if it is of this run."""
+    state = files.read_checkpoint(path) if path.exists() else {}
+    return state if (state.get("variant"), state.get("seed")) == (variant, seed) else None
 
 
-def make_optimizer(
-    model: nn.Module, settings: Settings, steps_per_epoch: int
-) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """AdamW over the parameters that the model has now, and the schedule of its learning rate."""
-    groups = parameter_groups(model, settings.weight_decay)
-    on_device = settings.captured and next(model.parameters()).is_cuda
-    kernels = {"fused": True, "capturable": True} if on_device else {}
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, **kernels)
-    return optimizer, make_schedule(optimizer, settings, steps_per_epoch)
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_per_epoch: int) -> LRScheduler:
-    """The learning rate of each step of a run, for `Settings.schedule`."""
-    total = settings.epochs * steps_per_epoch
-    warmup = round(settings.warmup_epochs * steps_per_epoch)
-    if settings.schedule == "onecycle":
-        if total < 4:
-            raise RecipeError(f"--schedule onecycle needs at least 4 steps, this run has {total}; use constant")
-        rise = max(2, warmup)  # OneCycleLR divides by the length of its rise, less one
-        return OneCycleLR(optimizer, max_lr=settings.lr, total_steps=total, pct_start=rise / total)
-    decay = settings.schedule == "cosine"
-    return LambdaLR(optimizer, partial(warmup_factor, warmup=warmup, total=total, decay=decay))
+def file_name(variant: str) -> str:
+    """A variant as a part of the name of a file."""
+    return "".join(sign if sign.isalnum() or sign in "-_=." else "_" for sign in variant)

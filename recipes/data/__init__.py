@@ -1,19 +1,6 @@
-"""Data sets of the recipes, as tensors of pixels."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""Data sets of the recipes."""
 
 from recipes.data.batches import Batches
-from recipes.data.cifar import load_cifar10, load_cifar100
-from recipes.data.dataset import ImageDataset, Normalization, Split
-from recipes.data.digits import load_digits
-from recipes.data.tiny_imagenet import load_tiny_imagenet
+from recipes.data.images import LOADERS, ImageDataset, Split
 
-LOADERS: dict[str, Callable[[Path, int | None, int | None], ImageDataset]] = {
-    "digits": load_digits,
-    "cifar10": load_cifar10,
-    "cifar100": load_cifar100,
-    "tiny-imagenet": load_tiny_imagenet,
-}
-
-__all__ = ["LOADERS", "Batches", "ImageDataset", "Normalization", "Split"]
+__all__ = ["LOADERS", "Batches", "ImageDataset", "Split"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from recipes.data.dataset import Normalization, Split
+from recipes.data.images import Split
 
 
 class Batches:
@@ -17,7 +17,7 @@ class Batches:
 
     Args:
         split: images and labels.
-        normalization: applied to each batch.
+        normalization: means and standard deviations of the channels, of pixels scaled to 0..1.
         batch_size: images in a batch.
         device: where the pixels are kept and the batches are made.
         train: shuffle, and leave out the incomplete last batch.
@@ -29,7 +29,7 @@ class Batches:
     def __init__(
         self,
         split: Split,
-        normalization: Normalization,
+        normalization: tuple[tuple[float, ...], tuple[float, ...]],
         batch_size: int,
         *,
         device: torch.device,
@@ -45,8 +45,7 @@ class Batches:
         self.augment = augment
         self.padding = self.images.shape[-1] // 8 if padding is None else padding
         self.seed = seed
-        self._mean = torch.tensor(normalization.mean, device=device).view(1, -1, 1, 1) * 255
-        self._std = torch.tensor(normalization.std, device=device).view(1, -1, 1, 1) * 255
+        self._mean, self._std = (torch.tensor(each, device=device).view(1, -1, 1, 1) * 255 for each in normalization)
 
     def __len__(self) -> int:
         if self.train:

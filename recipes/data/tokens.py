@@ -1,8 +1,15 @@
-"""Texts as tokens of a tokenizer of Hugging Face: trained on the spot, or the one that comes with a model's weights."""
+"""Texts as tokens of a tokenizer of Hugging Face: trained on the spot, or the one that comes with a model's weights.
+
+A tenth of a text is held out, and no paragraph is in both parts. The texts that need no download come with Python,
+under the Python Software Foundation License Version 2: the reference of the language (`pydoc_data.topics`) and the
+source of the standard library. They differ a little from one release of Python to the next.
+"""
 
 import functools
 import hashlib
+import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,31 +17,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.data.text import different_paragraphs, python_reference, read_text, split_paragraphs
-from recipes.errors import RecipeError
+from recipes.recipe import RecipeError
 
 #: Characters that are taken of the source of the standard library.
 _SOURCE_CHARACTERS = 1_000_000
+#: Share of the text that is tested on.
+HELD_OUT = 0.1
+
+
+def python_reference() -> str:
+    """The reference of the Python language, topic after topic in the order of their digests, which mixes subjects."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name].strip("\n") for name in sorted(topics, key=_digest))
 
 
 def python_source() -> str:
-    """Source of modules of Python's standard library, in the order of the digests of their names, which mixes subjects.
-
-    Its licence is the Python Software Foundation License Version 2.
-    """
-    files = sorted(
-        Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: hashlib.sha256(path.name.encode()).digest()
-    )
+    """Source of modules of Python's standard library, in the order of the digests of their names."""
     parts, count = [], 0
-    for path in files:
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: _digest(path.name)):
         if count < _SOURCE_CHARACTERS:
             parts.append(path.read_text("utf-8"))
             count += len(parts[-1])
     return "\n\n".join(parts)
 
 
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
 #: Texts that come with Python, by the name that the command line has for them.
 TEXTS = {"python-docs": python_reference, "python-source": python_source}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"--text-file {path} cannot be read ({error.strerror or error}); name a text file") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"--text-file {path} is not a text in UTF-8 ({error.reason}); convert it") from error
+
+
+def different_paragraphs(text: str) -> list[str]:
+    """The paragraphs of a text, which blank lines separate, without those that repeat an earlier one's words.
+
+    Python's reference repeats whole sections; text that is held out would otherwise have been trained on.
+    """
+    kept: dict[str, str] = {}
+    for paragraph in re.split(r"\n\s*\n", text):
+        if key := " ".join(paragraph.split()):
+            kept.setdefault(key, paragraph)
+    return list(kept.values())
+
+
+def split_paragraphs(paragraphs: Sequence[str]) -> tuple[str, str]:
+    """Two texts; the second has the last `HELD_OUT` of all characters, or up to a paragraph less."""
+    total, count, first = sum(map(len, paragraphs)), 0, len(paragraphs)
+    while first and count + len(paragraphs[first - 1]) <= HELD_OUT * total:
+        first -= 1
+        count += len(paragraphs[first])
+    return "\n\n".join(paragraphs[:first]), "\n\n".join(paragraphs[first:])
 
 
 @dataclass(frozen=True)

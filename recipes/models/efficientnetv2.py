@@ -7,12 +7,12 @@ project's own, small enough to train in a minute on a CPU. Shape suffixes: B ima
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from recipes.models.layers import Layers
-from recipes.models.stochastic_depth import StochasticDepth
+import brevact.nn as bnn
 
 
 @dataclass(frozen=True)
@@ -34,49 +34,120 @@ class Stage:
     blocks: int
 
 
-@dataclass(frozen=True)
-class Size:
-    """The stages of a network and the channels of its last 1x1 convolution."""
-
-    stages: tuple[Stage, ...]
-    head: int
+def _stages(*rows: tuple[Any, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(*row) for row in rows)
 
 
+_FUSED, _MBCONV = "fused", "mbconv"
+#: The stages of each network, and the channels of its last 1x1 convolution.
 SIZES = {
-    "nano": Size(
-        (
-            Stage("fused", 1, 1, 16, 1),
-            Stage("fused", 4, 2, 24, 1),
-            Stage("fused", 4, 2, 32, 1),
-            Stage("mbconv", 4, 2, 48, 2),
-            Stage("mbconv", 4, 1, 64, 1),
-        ),
-        head=256,
+    "nano": (
+        _stages((_FUSED, 1, 1, 16, 1), (_FUSED, 4, 2, 24, 1), (_FUSED, 4, 2, 32, 1))
+        + _stages((_MBCONV, 4, 2, 48, 2), (_MBCONV, 4, 1, 64, 1)),
+        256,
     ),
-    "s": Size(
-        (
-            Stage("fused", 1, 1, 24, 2),
-            Stage("fused", 4, 2, 48, 4),
-            Stage("fused", 4, 2, 64, 4),
-            Stage("mbconv", 4, 2, 128, 6),
-            Stage("mbconv", 6, 1, 160, 9),
-            Stage("mbconv", 6, 2, 256, 15),
-        ),
-        head=1280,
+    "s": (
+        _stages((_FUSED, 1, 1, 24, 2), (_FUSED, 4, 2, 48, 4), (_FUSED, 4, 2, 64, 4))
+        + _stages((_MBCONV, 4, 2, 128, 6), (_MBCONV, 6, 1, 160, 9), (_MBCONV, 6, 2, 256, 15)),
+        1280,
     ),
-    "m": Size(
-        (
-            Stage("fused", 1, 1, 24, 3),
-            Stage("fused", 4, 2, 48, 5),
-            Stage("fused", 4, 2, 80, 5),
-            Stage("mbconv", 4, 2, 160, 7),
-            Stage("mbconv", 6, 1, 176, 14),
-            Stage("mbconv", 6, 2, 304, 18),
-            Stage("mbconv", 6, 1, 512, 5),
-        ),
-        head=1280,
+    "m": (
+        _stages((_FUSED, 1, 1, 24, 3), (_FUSED, 4, 2, 48, 5), (_FUSED, 4, 2, 80, 5))
+        + _stages((_MBCONV, 4, 2, 160, 7), (_MBCONV, 6, 1, 176, 14), (_MBCONV, 6, 2, 304, 18), (_MBCONV, 6, 1, 512, 5)),
+        1280,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Makes convolution, normalization, activation and linear layers of `brevact.nn`.
+
+    The two fields are Brevitas' own forward quantizers and go to every convolution and linear layer; None keeps the
+    forward pass in full precision. `brevact.quantize_backward(model, ...)` later decides the stored tensors of the
+    finished model, ops between layers included (the product in a squeeze-and-excitation, stochastic depth): the same
+    model, with the same `state_dict`, is the full-precision reference.
+
+    Attributes:
+        weight_quant: injector of a weight quantizer, such as `brevitas.quant.Int8WeightPerTensorFloat`.
+        input_quant: injector of an activation quantizer, such as `brevitas.quant.Int8ActPerTensorFloat`.
+    """
+
+    weight_quant: type | None = None
+    input_quant: type | None = None
+
+    def conv(
+        self, channels_in: int, channels_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """A 2-d convolution that keeps the size of the map, up to its stride."""
+        return bnn.QuantConv2d(
+            channels_in,
+            channels_out,
+            kernel,
+            stride=stride,
+            padding=kernel // 2,
+            groups=groups,
+            bias=bias,
+            weight_quant=self.weight_quant,
+            input_quant=self.input_quant,
+        )
+
+    def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
+        return bnn.QuantLinear(
+            features_in, features_out, bias=bias, weight_quant=self.weight_quant, input_quant=self.input_quant
+        )
+
+    def norm(self, channels: int) -> nn.Module:
+        """Batch normalization with EfficientNetV2's epsilon."""
+        return bnn.BatchNorm2d(channels, eps=1e-3)
+
+    def act(self) -> nn.Module:
+        """The activation function of the network."""
+        return bnn.SiLU()
+
+    def gate(self) -> nn.Module:
+        """The function that turns a squeeze-and-excitation's output into factors between 0 and 1."""
+        return bnn.Sigmoid()
+
+    def pool(self) -> nn.Module:
+        """The mean over a map."""
+        return bnn.AdaptiveAvgPool2d(1)
+
+    def dropout(self, probability: float) -> nn.Module:
+        return bnn.Dropout(probability)
+
+
+@dataclass(frozen=True)
+class FloatLayers(Layers):
+    """The same with the convolutions and linear layers of `torch.nn`, which spare the time of Brevitas' own forward."""
+
+    def conv(
+        self, channels_in: int, channels_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """A 2-d convolution that keeps the size of the map, up to its stride."""
+        padding = kernel // 2
+        return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=padding, groups=groups, bias=bias)
+
+    def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
+        return nn.Linear(features_in, features_out, bias=bias)
+
+
+class StochasticDepth(nn.Module):
+    """Drops whole samples of a residual branch: y = x * keep / (1 - p), keep ~ Bernoulli(1 - p) for each sample.
+
+    Source: Huang et al., Deep Networks with Stochastic Depth, arXiv:1603.09382.
+    """
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return x
+        kept = 1.0 - self.probability
+        draws = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device)
+        return x * ((draws < kept).to(x.dtype) / kept)
 
 
 class SqueezeExcitation(nn.Module):
@@ -133,7 +204,8 @@ class EfficientNetV2(nn.Module):
 
     def __init__(
         self,
-        size: Size,
+        stages: tuple[Stage, ...],
+        head: int,
         *,
         classes: int,
         channels_in: int = 3,
@@ -146,26 +218,26 @@ class EfficientNetV2(nn.Module):
         super().__init__()
         layers = layers or Layers()
         ends = ends or layers
-        total = sum(stage.blocks for stage in size.stages)
-        channels = size.stages[0].channels
+        total = sum(stage.blocks for stage in stages)
+        channels = stages[0].channels
         self.stem = nn.Sequential(*conv_norm_act(ends, channels_in, channels, 3, stride=stem_stride))
         blocks: list[nn.Module] = []
-        for stage in size.stages:
+        for stage in stages:
             for index in range(stage.blocks):
                 drop = stochastic_depth * len(blocks) / total
                 blocks.append(Block(layers, stage, channels, stage.stride if index == 0 else 1, drop))
                 channels = stage.channels
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Sequential(*conv_norm_act(layers, channels, size.head, 1), layers.pool(), nn.Flatten())
+        self.head = nn.Sequential(*conv_norm_act(layers, channels, head, 1), layers.pool(), nn.Flatten())
         self.dropout = layers.dropout(dropout)
-        self.classifier = ends.linear(size.head, classes)
+        self.classifier = ends.linear(head, classes)
         self.apply(_initialise)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return self.classifier(self.dropout(self.head(self.blocks(self.stem(x_BCHW)))))
 
 
-def efficientnetv2(name: str, *, image_size: int, **options: object) -> EfficientNetV2:
+def efficientnetv2(name: str, *, image_size: int, **options: Any) -> EfficientNetV2:
     """Builds the size `name` for square images of `image_size` pixels.
 
     Args:
@@ -181,7 +253,7 @@ def efficientnetv2(name: str, *, image_size: int, **options: object) -> Efficien
     """
     if name not in SIZES:
         raise ValueError(f"name={name!r} is not a size of EfficientNetV2; accepted: {', '.join(SIZES)}")
-    return EfficientNetV2(SIZES[name], stem_stride=1 if image_size <= 32 else 2, **options)
+    return EfficientNetV2(*SIZES[name], stem_stride=1 if image_size <= 32 else 2, **options)
 
 
 def conv_norm(layers: Layers, channels_in: int, channels_out: int, kernel: int, **options: int) -> list[nn.Module]:

@@ -1,41 +1,27 @@
-"""Interrupt runs of recipes, and compare their files."""
+"""Run recipes, interrupt them, and compare their files."""
 
 import itertools
 from contextlib import contextmanager
 
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-
-from recipes.files import read_checkpoint, read_rows
+from recipes.files import read_rows
 
 PNG = b"\x89PNG\r\n\x1a\n"
+#: Packs tensors of the smallest runs, too.
+POLICY = "StochBackward4bit:min_numel=0"
 
 
 @contextmanager
 def interrupted_at_forward(kind, number):
-    """Raises KeyboardInterrupt where the forward pass of a model of that kind starts for the `number`-th time."""
-    count = itertools.count(1)
+    """Raises KeyboardInterrupt where the forward pass of a model of that kind starts for the `number`-th time.
 
-    def stop(module, inputs):
-        if isinstance(module, kind) and next(count) == number:
-            raise KeyboardInterrupt
-
-    handle = register_module_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def interrupted_without_hooks(kind, number):
-    """The same of a class with a forward of its own: a hook on all modules would have Brevitas' own quantizers run."""
+    The class gets a forward of its own: a hook on all modules would have Brevitas' own quantizers run.
+    """
     count, forward = itertools.count(1), kind.forward
 
-    def stop(module, *inputs):
+    def stop(module, *inputs, **options):
         if next(count) == number:
             raise KeyboardInterrupt
-        return forward(module, *inputs)
+        return forward(module, *inputs, **options)
 
     kind.forward = stop
     try:
@@ -44,10 +30,17 @@ def interrupted_without_hooks(kind, number):
         kind.forward = forward
 
 
-def same_weights(one, other):
-    first, second = (read_checkpoint(folder / "checkpoint.pt")["trainer"]["model"] for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+def values(folder, name="runs.csv", column="value"):
+    """A column by variant and seed; of the last epoch, if there are several."""
+    return {(row["variant"], int(row["seed"])): row[column] for row in read_rows(folder / name)}
 
 
-def results_without_time(folder):
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rows(folder / "history.csv")]
+def without_time(folder, name="epochs.csv"):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rows(folder / name)]
+
+
+def refused(main, arguments, message, capsys):
+    """Finds out that a command line ends with status 2 and one line that has the message."""
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

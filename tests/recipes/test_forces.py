@@ -7,15 +7,14 @@ from recipes.data.lennard_jones import energies_of, make_configurations
 from recipes.files import read_rows
 from recipes.forces import main
 from recipes.models.schnet import SchNet
+from tests.recipes.running import POLICY, refused
 
 #: Command line of the smallest runs: two steps an epoch.
 TINY = "--side 2 --train-size 8 --test-size 4 --batch-size 4 --epochs 2 --width 8 --interactions 1 --seeds 0 1".split()
-#: Packs tensors of the smallest runs, too.
-POLICY = "StochBackward4bit:min_numel=0"
 
 
 def test_main_trains_pairs(tmp_path, capsys):
-    assert main([*TINY, "--variants", POLICY, "LosslessBackward", "--out-dir", str(tmp_path)]) == 0
+    assert main([*TINY, "--compare", POLICY, "LosslessBackward", "--out-dir", str(tmp_path)]) == 0
     rows = read_rows(tmp_path / "runs.csv")
     plain, packed, lossless = (
         [row for row in rows if row["variant"] == name] for name in ("plain", POLICY, "LosslessBackward")
@@ -35,8 +34,7 @@ def test_main_trains_pairs(tmp_path, capsys):
     ],
 )
 def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys, arguments, message):
-    assert main([*TINY, *arguments, "--out-dir", str(tmp_path / "runs")]) == 2
-    assert message in capsys.readouterr().err
+    refused(main, [*TINY, *arguments, "--out-dir", str(tmp_path / "runs")], message, capsys)
 
 
 def test_configurations_have_the_energies_and_forces_of_their_pairs():

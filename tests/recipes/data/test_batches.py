@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from recipes.data import Batches, Normalization, Split
+from recipes.data import Batches, Split
 from recipes.data.batches import crop_and_flip
 
 CPU = torch.device("cpu")
@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 def make_batches(count=10, batch_size=4, **options):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    normalization = Normalization(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    normalization = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
     return Batches(Split(images, torch.arange(count)), normalization, batch_size, device=CPU, **options)
 
 

@@ -7,17 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes.domains import Domain, DomainSettings, Metric, Task, run_command_line
-from recipes.options import setting
+from recipes import command_line
+from recipes.recipe import Metric, Recipe, Settings, Task, setting
 
 
 @dataclass(frozen=True)
-class TinySettings(DomainSettings):
-    LIMITS = (*DomainSettings.LIMITS, ("width", lambda value: value >= 8, "use at least 8"))
-
-    epochs: int = setting(2, "passes", type=int)
-    batch_size: int = setting(64, "rows in a step", type=int)
-    width: int = setting(64, "features of a row", type=int)
+class TinySettings(Settings):
+    epochs: int = setting(2, "passes", least=1)
+    batch_size: int = setting(64, "rows in a step", least=1)
+    width: int = setting(64, "features of a row", least=8)
 
 
 class Net(nn.Sequential):
@@ -33,7 +31,7 @@ class TinyTask(Task):
     steps_per_epoch = 2
 
     def __init__(self, settings: TinySettings, seed: int, device: torch.device) -> None:
-        self.settings, self.seed = settings, seed
+        super().__init__(settings, seed, device)
         width = settings.width
         blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU()) for _ in range(2)]
         self.model = Net(*blocks, nn.Linear(width, 1))
@@ -74,11 +72,5 @@ class TinyTask(Task):
         path.write_text(f"{self.steps} steps")
 
 
-DOMAIN = Domain(
-    module="tests.recipes.domains.tiny",
-    description=__doc__,
-    settings=TinySettings,
-    task=TinyTask,
-    metric=Metric("error", "error", higher_is_better=False),
-)
-main = partial(run_command_line, DOMAIN)
+RECIPE = Recipe("tests.recipes.tiny", __doc__, TinySettings, TinyTask, Metric("error", "error"))
+main = partial(command_line.main, RECIPE)
