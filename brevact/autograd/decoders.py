@@ -98,7 +98,7 @@ class PackedOnBackward(Decoder):
     seed: int | None
 
     @property
-    def quality(self) -> Quality:
+    def quality(self) -> Quality:  # type: ignore[override]
         return Quality(self.quantizer)
 
     def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
@@ -251,7 +251,6 @@ class SavedByHook:
             self.handles = tuple(pack(x) for x in tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors; raise if one has been modified."""
         if self.unpack is not None:
             return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
@@ -300,7 +299,6 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = Fal
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
-    """Return ``x`` with these strides, itself or a dense copy; unchanged for None."""
     if stride is None or x.stride() == stride:
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
