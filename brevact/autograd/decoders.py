@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, PassesOn, Quality, Saved, one_object_each
-from brevact.autograd.storages import versions_of
+from brevact.autograd.storages import bytes_of, versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
     Layout,
@@ -48,7 +48,7 @@ class _AsItIs(Decoder):
         return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, bytes_of(tensors[0])
 
 
 class _Packed(Decoder):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from brevact.autograd.settings import bits_of
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import bytes_of, storage_address
 
 if TYPE_CHECKING:
     from brevact.autograd.saved import Saved
@@ -99,7 +99,7 @@ class Recorder:
         """Return how a tensor that reaches the hooks around the region is saved."""
         found = self._reported.get(storage_address(x))
         if found is None:
-            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
+            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, bytes_of(x))
         return found
 
 

@@ -101,6 +101,22 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that a sparse tensor consists of, or ``x`` itself."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
+
+
+def bytes_of(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements, or of a sparse tensor's values and indices."""
+    return sum([part.numel() * part.itemsize for part in parts_of(x)])
+
+
 def is_tracked(x: Tensor) -> bool:
     """Return whether the storage of ``x`` carries saved forms: registered ones, or packed ones of its tensors."""
     try:
