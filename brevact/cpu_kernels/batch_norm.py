@@ -269,11 +269,11 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    table = uniform_table(plan, x.dtype, seed is not None)
-    if not table.fused:
+    if not plan.geometry.in_blocks:
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
     if found is not NotImplemented:
+        table = uniform_table(plan, x.dtype, seed is not None)
         quantize(x, table, plan, seed, buffer, words_of(found[1], found[2], place))
     return found
 

@@ -12,23 +12,15 @@ from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, lim
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
-    FUSED,
-    GROUPS,
     INNER,
     KIND,
     MINIMUM_KIND,
     NUMEL,
-    ROWS,
     SCALE_KIND,
     UNEVEN,
     GroupTable,
-    any_flagged,
-    in_one_run,
     is_flagged,
-    place_of,
     read_metadata,
-    run_of,
-    table_of,
     uniform_table,
 )
 from brevact.cpu_kernels.memory import (
@@ -106,47 +98,15 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, leve
 
 
 @inlined
-def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
-    """Replace codes by their values, in place, each in a group of its own."""
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    if flagged and any_flagged(scale, scale_kind, group, count):
-        for g in range(count):
-            m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-            store(q, g, decoded(load(q, g), m, s, top, limit))
-    else:
-        for g in range(count):
-            m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-            store(q, g, limited(m + s * load(q, g), limit))
-
-
-@inlined
-def _decode_segments(q, first, count, scale, minimum, limit, flagged, levels, table):
-    """Replace float32 codes by their values, in place. Without ``flagged`` no group of one element is flagged."""
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+def _decode_segments(q, first, count, scale, minimum, limit, levels, table):
+    """Replace float32 codes by their values, in place."""
+    scale_kind, minimum_kind, inner = load(table, SCALE_KIND), load(table, MINIMUM_KIND), load(table, INNER)
     top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
     while e < count:
-        group, run = run_of(first + e, count - e, table)
-        if load(table, INNER) == 1:
-            _decode_each(advance(q, e), run, group, scale, minimum, top, limit, flagged, table)
-        else:
-            m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
-            _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
-        e += run
-
-
-@inlined
-def emit_rows(values, other, target, first, count, table):
-    """Write values to their places in the tensor of the rows, and multiply; `other`, 0 for none, may be `target`."""
-    kind, inner = load(table, KIND), load(table, INNER)
-    e = 0
-    while e < count:
-        run = min(inner - (first + e) % inner, count - e) if load(table, ROWS) else count
-        place = place_of(first + e, table)
-        if other:
-            emit_product(advance(values, e), other, target, kind, place, run)
-        else:
-            emit(advance(values, e), target, kind, place, run)
+        group, run = (first + e) // inner, min(inner - (first + e) % inner, count - e)
+        m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
+        _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
         e += run
 
 
@@ -159,8 +119,6 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     limit = limit_of(FLOAT32 if norm_at else kind)
     last_limit = limit_of(FLOAT16) if kind == FLOAT16 else np.float32(np.inf)
-    groups = load(table, GROUPS)  # looked through once, unless there are more than elements
-    flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide, levels = f32_scratch(block), u32_scratch(block), f32_scratch(256)
     mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     low, high, bits = u32_scratch(block // 8), u32_scratch(block // 8), u8_scratch(BITS)
@@ -169,12 +127,12 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
         count = min(block, numel - first)
         columns = (count + 7) // 8
         packed = advance(u8_at(codes), first // 8 * bit_width)
-        direct = kind == FLOAT32 and other == 0 and count == 8 * columns and in_one_run(first, count, table)
-        values = advance(f32_at(target), place_of(first, table)) if direct else scratch
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        values = advance(f32_at(target), first) if direct else scratch
         whole = first % inner + count <= inner  # the block lies in one group
-        if bit_width < 8 and (whole or (load(table, FUSED) != 0 and inner % columns == 0 and count == block)):
+        if bit_width < 8 and (whole or (inner % columns == 0 and count == block)):
             bytes_to_words(packed, columns, bit_width, low, high)
-            group = first // inner % load(table, GROUPS)
+            group = first // inner
             planes = 8 if whole else max(inner // columns, 1)
             for i in range(0, 8, planes):
                 m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
@@ -188,7 +146,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
                 bytes_to_codes(packed, columns, bit_width, wide)
                 for e in range(8 * columns):
                     store(values, e, np.float32(np.int32(load(wide, e))))
-            _decode_segments(values, first, count, scale, minimum, limit, flagged, levels, table)
+            _decode_segments(values, first, count, scale, minimum, limit, levels, table)
         if norm_at:
             denormalize_elements(values, first, count, norm_at, mean_of, scale_of, last_limit)
             if other:
@@ -199,11 +157,15 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
                 spread_bits(mask, first, count, bits)
                 for e in range(count):
                     store(values, e, load(values, e) if load(bits, e) else np.float32(0.0))
-        if not direct:
-            emit_rows(values, 0 if norm_at else other, target, first, count, table)
+        if other and not norm_at:
+            emit_product(values, other, target, kind, first, count)
+        elif not direct:
+            emit(values, target, kind, first, count)
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+    if not plan.geometry.in_blocks:
+        return NotImplemented
     dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
 
 
@@ -218,18 +180,14 @@ def denormalize(
     target: Tensor,
 ) -> None:
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
+    if not plan.geometry.in_blocks:
+        return NotImplemented
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
     table = uniform_table(plan, target.dtype)
     dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
-
-
-def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
-    """See `row_dispatch.dequantize_rows`; the plan is that of the 1-D tensor of the rows."""
-    rows = rows.contiguous()
-    dequantize(buffer, table_of(plan, target.dtype, rows=rows.data_ptr()), plan, other, target)
 
 
 def dequantize(

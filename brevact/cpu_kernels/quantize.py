@@ -8,24 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brevact.cpu_kernels.floats import stage
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
     DITHERED,
-    FUSED,
     HIGHEST_KEY,
     INNER,
+    KIND,
     LOWEST_KEY,
-    MINIMUM_KIND,
     NUMEL,
     ROUNDING,
-    SCALE_KIND,
     STOCHASTIC,
     UNEVEN,
     GroupTable,
-    any_flagged,
     calibrate,
-    calibrate_groups,
     extend,
     extend_finite,
     inverse_of,
@@ -33,13 +30,8 @@ from brevact.cpu_kernels.groups import (
     is_finite_range,
     is_flagged,
     place_zeros,
-    range_keys,
-    read_metadata,
-    run_of,
     shows_errors,
-    stage_rows,
     store_shifted,
-    table_of,
     uniform_table,
     zero_in_range,
 )
@@ -93,48 +85,13 @@ def _to_steps_of_group(x, count, m, s, levels, steps):
         _to_steps(x, count, m, inverse_of(s), levels, steps)
 
 
-@inlined
-def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    flags = any_flagged(scale, scale_kind, group, count)
-    for g in range(count):
-        inverse = inverse_of(read_metadata(scale, scale_kind, group + g))
-        t = max((load(x, g) - read_metadata(minimum, minimum_kind, group + g)) * inverse, np.float32(0.0))
-        t = t if t < levels else levels
-        store(steps, g, t if inverse > np.float32(0.0) else np.float32(0.0))
-    if flags:
-        for g in range(count):
-            if is_flagged(read_metadata(scale, scale_kind, group + g)):
-                below = min(load(steps, g), levels - np.float32(1.0))
-                store(steps, g, below if is_finite(load(x, g)) else levels)
-    if shows_errors(table):
-        place_zeros(x, count, steps)
-
-
-@inlined
-def _steps_of_segments(x, first, count, scale, minimum, table, steps):
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    levels = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
-    e = 0
-    while e < count:
-        group, run = run_of(first + e, count - e, table)
-        if load(table, INNER) == 1:
-            _to_steps_of_each(advance(x, e), run, group, scale, minimum, levels, table, advance(steps, e))
-        else:
-            s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)
-            _to_steps_of_group(advance(x, e), run, m, s, levels, advance(steps, e))
-            if m < np.float32(0.0) and shows_errors(table):
-                place_zeros(advance(x, e), run, advance(steps, e))
-        e += run
-
-
 @kernel
 def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, start, stop):
-    """Groups that are not inside blocks must have been calibrated. `norm_at` has words of `normalize`, or is 0."""
+    """`norm_at` has words of `normalize`, or is 0."""
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
-    fused, dithered = load(table, FUSED) != 0, load(table, ROUNDING) == DITHERED
-    stochastic, uneven = load(table, ROUNDING) == STOCHASTIC, load(table, UNEVEN) != 0
+    dithered, stochastic = load(table, ROUNDING) == DITHERED, load(table, ROUNDING) == STOCHASTIC
+    uneven = load(table, UNEVEN) != 0
     k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
@@ -146,55 +103,53 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        x = stage_rows(source, first, count, steps if norm_at else scratch, table)
+        x = stage(source, load(table, KIND), first, count, steps if norm_at else scratch)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
             normalize_elements(x, first, count, norm_at, mean_of, scale_of, scratch)
             x = scratch
         if dithered:
             stochastic = False  # unless there are groups that do not shift their levels
-        if fused:
-            e = 0
-            while e < count:
-                run = min(inner, count - e)
-                low_key, high_key = extend(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                flagged = not is_finite_range(low_key, high_key)
-                if flagged:
-                    low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                if uneven:
-                    low_end, high_end = canonical(low_key), canonical(high_key)
-                    second_low, second_high, takes = HIGHEST_KEY, LOWEST_KEY, flagged
-                    if not flagged:
-                        second_low, second_high, takes = second_ends(advance(x, e), run, low_end, high_end)
-                    if takes:
-                        stochastic = stochastic or dithered
-                        quantize_uneven(
-                            advance(x, e), run, low_end, high_end, second_low, second_high, flagged,
-                            bit_width, (first + e) // inner, scale, minimum, advance(steps, e),
-                        )  # fmt: skip
-                        e += run
-                        continue
-                zero = zero_in_range(advance(x, e), run, low_key, high_key)
-                m, s = calibrate(low_key, high_key, flagged, zero, (first + e) // inner, scale, minimum, table)
-                at = advance(steps, e)
-                _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
-                if zero and m < np.float32(0.0) and shows_errors(table):
-                    place_zeros(advance(x, e), run, at)
-                if dithered:
-                    if not flagged and not zero and is_spread(at, run):
-                        group = (first + e) // inner
-                        shift = shift_of(group, k[0], k[1])
-                        shift_to_levels(at, run, shift, np.float32(top))
-                        store_shifted(m, s, shift, group, minimum, table)
-                    else:
-                        stochastic = True
-                e += run
-        else:
-            _steps_of_segments(x, first, count, scale, minimum, table, steps)
+        e = 0
+        while e < count:
+            run = min(inner, count - e)
+            low_key, high_key = extend(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+            flagged = not is_finite_range(low_key, high_key)
+            if flagged:
+                low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+            if uneven:
+                low_end, high_end = canonical(low_key), canonical(high_key)
+                second_low, second_high, takes = HIGHEST_KEY, LOWEST_KEY, flagged
+                if not flagged:
+                    second_low, second_high, takes = second_ends(advance(x, e), run, low_end, high_end)
+                if takes:
+                    stochastic = stochastic or dithered
+                    quantize_uneven(
+                        advance(x, e), run, low_end, high_end, second_low, second_high, flagged,
+                        bit_width, (first + e) // inner, scale, minimum, advance(steps, e),
+                    )  # fmt: skip
+                    e += run
+                    continue
+            zero = zero_in_range(advance(x, e), run, low_key, high_key)
+            m, s = calibrate(low_key, high_key, flagged, zero, (first + e) // inner, scale, minimum, table)
+            at = advance(steps, e)
+            _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
+            if zero and m < np.float32(0.0) and shows_errors(table):
+                place_zeros(advance(x, e), run, at)
+            if dithered:
+                if not flagged and not zero and is_spread(at, run):
+                    group = (first + e) // inner
+                    shift = shift_of(group, k[0], k[1])
+                    shift_to_levels(at, run, shift, np.float32(top))
+                    store_shifted(m, s, shift, group, minimum, table)
+                else:
+                    stochastic = True
+            e += run
         write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    """One read of the elements where groups lie in blocks, else two."""
+    if not plan.geometry.in_blocks:
+        return NotImplemented
     quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
 
 
@@ -207,16 +162,9 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    table = uniform_table(plan, x.dtype, seed is not None)
-    if not table.fused:
+    if not plan.geometry.in_blocks:
         return NotImplemented
-    quantize(x, table, plan, seed, buffer, words_of(mean, factor, place))
-
-
-def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    """See `row_dispatch.quantize_rows`; without a seed to nearest. The plan is that of the 1-D tensor of the rows."""
-    rows = rows.contiguous()  # in a name, so that its memory lives on
-    quantize(flat, table_of(plan, flat.dtype, seed is not None, rows.data_ptr()), plan, seed, buffer)
+    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer, words_of(mean, factor, place))
 
 
 def quantize(
@@ -229,9 +177,6 @@ def quantize(
 ) -> None:
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
-    if not table.fused:
-        keys = range_keys(source, table, threads)
-        calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
     key, words = 0 if seed is None else int(seed), 0 if norm is None else ctypes.addressof(norm)
     arguments = (source, codes, *metadata, key, table.address, words)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)

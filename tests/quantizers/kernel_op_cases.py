@@ -57,19 +57,15 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         return [(SEED, Unwritten(_N, torch.int64))]
     if name.startswith(("fake_quantize", "decode_integers")):
         return _of_integers(name)
-    if name.endswith("_grid") or name in ("ranges", "moments"):
+    if name.endswith("_grid"):
         return _of_groups(name, other)
     return _of_uniform(name, x, other)
 
 
 def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
     geometry = buckets(_N, 3, 100)
-    grid = random_grid(geometry.groups, 8)
+    grid = random_grid(8)
     x = values_around(grid, _N, torch.float32)
-    if name == "ranges":
-        return [(x, geometry)]
-    if name == "moments":
-        return [(x, geometry, torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4)]
     if name == "quantize_grid":
         return [(x, geometry, grid, seed, Unwritten(geometry.code_bytes)) for seed in (None, SEED, torch.tensor(SEED))]
     codes = torch.empty(geometry.code_bytes, dtype=torch.uint8)
@@ -245,7 +241,6 @@ def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]
             shape = argument.shape or (argument.numel,)
             argument = memory.to(device).view(argument.dtype).view(shape)
         elif isinstance(argument, Grid):
-            parts = (argument.levels, argument.bounds, argument.offset, argument.scale)
-            argument = Grid(*(None if part is None else part.to(device) for part in parts), argument.marks)
+            argument = Grid(argument.levels.to(device), marks=argument.marks)
         placed.append(argument.to(device, copy=True) if isinstance(argument, Tensor) else argument)
     return placed
