@@ -49,7 +49,6 @@ def is_activation(x: Any) -> bool:
 
 
 def is_complex(x: Any) -> bool:
-    """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
     return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, PassesOn, Quality, Saved, one_object_each
-from brevact.autograd.storages import versions_of
+from brevact.autograd.storages import bytes_of, versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
     Layout,
@@ -48,7 +48,7 @@ class _AsItIs(Decoder):
         return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, bytes_of(tensors[0])
 
 
 class _Packed(Decoder):
@@ -98,7 +98,7 @@ class PackedOnBackward(Decoder):
     seed: int | None
 
     @property
-    def quality(self) -> Quality:
+    def quality(self) -> Quality:  # type: ignore[override]
         return Quality(self.quantizer)
 
     def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
@@ -251,7 +251,6 @@ class SavedByHook:
             self.handles = tuple(pack(x) for x in tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the saved tensors; raise if one has been modified."""
         if self.unpack is not None:
             return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
@@ -300,7 +299,6 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = Fal
 
 
 def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
-    """Return ``x`` with these strides, itself or a dense copy; unchanged for None."""
     if stride is None or x.stride() == stride:
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -357,7 +357,6 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Record the result of an op that moves elements of tensors, all known losslessly, whatever the settings."""
     if type(result) is not Tensor or known_values.find(result) is not None:
         return
     operands = []
@@ -421,7 +420,6 @@ _distinct_decoder = one_object_each(_Distinct)
 
 
 def keep_distinct(x: Tensor) -> Saved | None:
-    """Return the saved form of a tensor known by its distinct elements; None for others."""
     record = find_record(x)
     if record is None or record.known is None or type(record.known[6]) is not _Distinct:
         return None

@@ -56,7 +56,6 @@ def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.0) -> Saved:
-    """Return the saved form of a tensor that is ``inside`` where a mask is set and ``outside`` elsewhere."""
     tensors, decoder = mask
     return tensors, _signs(decoder, dtype, inside, outside)
 

@@ -113,7 +113,6 @@ def leave_last() -> FrameType:
 
 
 def _hooks_above(hooks: Any) -> list[Any]:
-    """Pop the saved-tensor hooks above the region's; return them innermost first."""
     found: list[Any] = []
     while not hooks.is_empty and not hooks.are_innermost():
         top = top_hooks(True)
@@ -164,7 +163,6 @@ def before_first_region(function: Callable[[], None]) -> None:
 
 
 def prepare() -> None:
-    """Run the waiting functions; other threads that enter a region block meanwhile."""
     with _lock:
         while waiting:
             waiting[0]()
@@ -219,7 +217,6 @@ def nodes_behind(roots: Iterable[Any], seen: set[Any] | None = None) -> Iterator
 
 
 def is_transformed() -> bool:
-    """Return whether a ``torch.func`` transform or forward-mode AD is active."""
     return forward_ad._current_level >= 0 or functorch_interpreter() is not None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -87,42 +88,27 @@ class Decoder:
 
     __slots__ = ()
 
-    @property
-    def quality(self) -> Quality:
-        """The decoded tensor's quality, for ops that derive other tensors from it."""
-        return EXACT
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the next training step finds this same object, so that tables may be keyed by it."""
-        return False
-
-    @property
-    def allows_double_backward(self) -> bool:
-        """Whether the decoded tensor has a graph, or needs none, so that a second derivative is torch's."""
-        return False
-
-    @property
-    def depth(self) -> int:
-        """Number of layers that are recomputed, one after the other, to decode the tensor."""
-        return 0
-
-    @property
-    def layers_without_sum(self) -> int:
-        """Number of those behind the last sum with a tensor that fewer layers, or none, compute."""
-        return 0
-
-    @property
-    def lingers(self) -> bool:
-        """Whether the decoded tensor is held though its next reader comes much later."""
-        return False
-
+    #: The decoded tensor's quality, for ops that derive other tensors from it.
+    quality: Quality = EXACT
+    #: Whether the next training step finds this same object, so that tables may be keyed by it.
+    lasts: bool = False
+    #: Whether the decoded tensor has a graph, or needs none, so that a second derivative is torch's.
+    allows_double_backward: bool = False
+    #: Number of layers that are recomputed, one after the other, to decode the tensor.
+    depth: int = 0
+    #: Number of those behind the last sum with a tensor that fewer layers, or none, compute.
+    layers_without_sum: int = 0
+    #: Whether the decoded tensor is held though its next reader comes much later.
+    lingers: bool = False
+    #: Number of a norm's statistics at the end of the saved tensors.
+    statistics: int = 0
+    #: Whether :meth:`decode_through` applies the function while it decodes.
+    decodes_through: bool = False
     #: How the activation is saved, for a report.
     how = storage_report.EXACT
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decoded activation."""
         found: int = math.prod(self.shape) * self.dtype.itemsize  # type: ignore[attr-defined]
         return found
 
@@ -130,18 +116,7 @@ class Decoder:
         """Return the saved form of a recomputed layer's or norm's input; None for other decoders."""
         return None
 
-    @property
-    def statistics(self) -> int:
-        """Number of a norm's statistics at the end of the saved tensors."""
-        return 0
-
-    @property
-    def decodes_through(self) -> bool:
-        """Whether :meth:`decode_through` applies the function while it decodes."""
-        return False
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the activation."""
         raise NotImplementedError
 
     def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -149,13 +124,11 @@ class Decoder:
         return self.decode(tensors).to(dtype)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return ``grad`` times the activation."""
         return grad * self.decode(tensors)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
-        """Return a pointwise function of the activation, times ``grad`` if given."""
         values = function(self.decode(tensors))
         return values if grad is None else grad * values
 
@@ -164,8 +137,11 @@ class Decoder:
         return True
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return, for a report, how the activation is saved and its decoded size in bytes."""
         return self.how, self.nbytes
+
+
+def _passed_on(name: str) -> Any:
+    return property(operator.attrgetter(f"decoder.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +149,8 @@ class PassesOn(Decoder):
     """Base of decoders that return another decoder's tensor in another shape, without computing anything."""
 
     decoder: Decoder
-
-    @property
-    def quality(self) -> Quality:
-        return self.decoder.quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.decoder.lasts
-
-    @property
-    def depth(self) -> int:
-        return self.decoder.depth
-
-    @property
-    def layers_without_sum(self) -> int:
-        return self.decoder.layers_without_sum
-
-    @property
-    def allows_double_backward(self) -> bool:
-        return self.decoder.allows_double_backward
+    quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
+    layers_without_sum, allows_double_backward = map(_passed_on, ("layers_without_sum", "allows_double_backward"))
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return self.decoder.is_read_again(tensors)

@@ -169,7 +169,6 @@ class Store:
         return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        """Save a norm's input by a quantizer that has a form for normalized values."""
         with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
             return self._keep(x, self.settings.for_normalized, True, norm)
 
@@ -274,7 +273,6 @@ class Store:
         share_packed(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        """Register a saved form; ``is_dirty``: ``mark_dirty`` follows; ``is_new``: dense, in its own memory."""
         known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
 
@@ -308,7 +306,6 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
 def _plan_of(
     quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[PackedSpec[Any], Decoder] | None:
-    """Return how tensors of these sizes are packed, the same objects in each step; None for those with gaps."""
     layout = Layout.of_sizes(shape, stride, dtype)
     if not layout.is_dense or layout.numel != shape.numel() or dtype not in ACTIVATION_DTYPES:
         return None
@@ -317,7 +314,6 @@ def _plan_of(
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
-    """Pack ``x``, or its normalized values, now, or with this seed when backward starts."""
     if norm is not None:
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:

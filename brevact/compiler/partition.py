@@ -250,6 +250,7 @@ class Packing:
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
             found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
             found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
+            found |= dict.fromkeys(node for each in self.dependence.saved for node in self._saturated(each))
             if not found:
                 return
             kinks = [node for node in found if packet_of(node) in table.KINKS]
@@ -436,6 +437,21 @@ class Packing:
         (node,) = saved.slopes
         if self.may_round(node) and node not in self.saved and nbytes_of(node) <= nbytes_of(saved.node):
             yield node
+
+    def _saturated(self, saved: Saved) -> list[fx.Node]:
+        """The results to save in place of an argument that only tanh or sigmoid read: its range may exceed theirs."""
+        found: list[fx.Node] = []
+        waiting = [saved.node] if saved.use is Use.SMOOTH and self.packs(saved) else []
+        while waiting:
+            node = waiting.pop()
+            if packet_of(node) in table.SATURATING and node is not saved.node:
+                found.append(node)
+            elif len(found) > _MOST_STEPS or not (node is saved.node or packet_of(node) in table.AFFINE):
+                return []
+            else:
+                waiting += readers_of(node, self.read)
+        is_small = sum(map(nbytes_of, found)) <= nbytes_of(saved.node)
+        return found if is_small and all(map(self.may_round, found)) else []
 
     def save_statistics(self) -> None:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""

@@ -33,7 +33,7 @@ from brevact.autograd.norm_decoders import (
     normalized_early,
     packed_decoder,
 )
-from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
     Frozen,
@@ -60,82 +60,96 @@ from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
-def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
-    if has_mean and region.settings.quantizes_forward:
-        return region.is_activation(input) and input.numel() > 0
-    return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
+def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """Run a norm; under double backward, torch's own on its input less its means."""
+    settings, trains = region.settings, requires_grad(input, weight, bias)
+    rounds = norm.has_mean and settings.quantizes_forward
+    reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
+    if not (reacts and input.numel()):
+        return NotImplemented
+    if settings.double_backward:
+        return _by_torch(region, norm, input, weight, bias)
+    if rounds and not (torch.is_grad_enabled() and trains):
+        return _run_levels(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
+    if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
+        norm.packing = _plan_of_call(settings, norm, input, weight, bias)
+        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
+        if found is not NotImplemented:
+            return found
+    out: Tensor = region.apply(Formula, functools.partial(_save, region, norm), None, input, weight, bias)
+    ModelState.mark_activation(out)
+    return out
 
 
-def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    rounds = norm.has_mean and region.settings.quantizes_forward
-    if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        out: Tensor = region.apply(_Normalization, norm, input, weight, bias)
-        ModelState.mark_activation(out)
-        return out
+def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    if isinstance(norm, Frozen) or region.settings.for_normalized is not None or not requires_grad(input, weight):
+        return NotImplemented
+    runner = region.torch_runner(input, *norm.running)
+    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
+
+
+def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
+    reads_x = ctx.needs_input_grad[4] or (ctx.needs_input_grad[3] and not is_frozen)
     x, w, b = _to_autocast(norm, input, weight, bias)
-    return _run_levels(region, norm, input, x, w, b)[0]
+    kept: Saved | None
+    mark = None
+    ctx.gradients = functools.partial(_gradients, norm, x.dtype, None if w is None else w.dtype)
+    if norm.packing is not None and _packs_anew(region, input):
+        out, kept, given = _run_planned(region, norm, input, weight, bias)
+    elif (
+        norm.has_mean
+        and region.settings.for_normalized is not None
+        and (not is_frozen or region.settings.quantizes_forward)
+    ):
+        out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
+    else:
+        out, mean, spread = norm.forward(x, w, b)
+        given = NormInput(norm, mean, spread, x.dtype)
+        kept = region.keep(input, norm=given) if reads_x else None
+    if reads_x:
+        derive_output(region, given, kept, out, w, b)
+        save(ctx, kept, exact=(weight, None, mark))
+    else:
+        save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
+    return out
 
 
-class _Normalization(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
-        reads_x = ctx.needs_input_grad[3] or (ctx.needs_input_grad[2] and not is_frozen)
-        x, w, b = _to_autocast(norm, input, weight, bias)
-        kept: Saved | None
-        mark = None
-        ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
-        if norm.packing is not None and _packs_anew(region, input):
-            out, kept, given = _run_planned(region, norm, input, weight, bias)
-        elif (
-            norm.has_mean
-            and region.settings.for_normalized is not None
-            and (not is_frozen or region.settings.quantizes_forward)
-        ):
-            out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
-        else:
-            out, mean, spread = norm.forward(x, w, b)
-            given = NormInput(norm, mean, spread, x.dtype)
-            kept = region.keep(input, norm=given) if reads_x else None
-        if reads_x:
-            derive_output(region, given, kept, out, w, b)
-            save(ctx, kept, exact=(weight, None, mark))
-        else:
-            save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, spread, mark = load(ctx)
-        norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
-        grad_input = grad_weight = None
-        packing = norm.packing
-        if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
-            buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
-            return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
-        if kept is not None:
-            dtype, weight_dtype = ctx.dtypes
-            of_kernels = packing is not None and dtype is torch.float32
-            if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
-                return None, None, *_backward_of_recomputed(norm, kept, grad, weight, mask)
-            x, mean, invstd = kept.with_statistics()
-            x = x if x.dtype is dtype else x.to(dtype)
-            w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
-            wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
-            grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
-            grad_weight = grad_weight if mark is None else grad_weight + mark
-            if wanted == mask:
-                return None, None, grad_input, grad_weight, grad_bias
-        elif spread is not None and mask[0]:
-            factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
-            grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
-        return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+def _gradients(
+    norm: Any,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    needs: tuple[bool, ...],
+    grad: Tensor,
+    kept: SavedValue | None,
+    weight: Tensor | None,
+    spread: Tensor | None,
+    mark: Tensor | None,
+) -> Gradients:
+    mask, packing = list(needs), norm.packing
+    grad_input = grad_weight = None
+    if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
+        buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
+        return packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
+    if kept is not None:
+        of_kernels = packing is not None and dtype is torch.float32
+        if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+            return _backward_of_recomputed(norm, kept, grad, weight, mask)
+        x, mean, invstd = kept.with_statistics()
+        x = x if x.dtype is dtype else x.to(dtype)
+        w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
+        wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
+        grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
+        grad_weight = grad_weight if mark is None or grad_weight is None else grad_weight + mark
+        if wanted == mask:
+            return grad_input, grad_weight, grad_bias
+    elif spread is not None and mask[0]:
+        factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
+        grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
+    return grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
 
 
 def _packs_anew(region: Any, input: Tensor) -> bool:
-    """Whether a batch norm with a plan just packs its input: no saved form is known, and no report is active."""
     is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
     return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
 
@@ -143,7 +157,6 @@ def _packs_anew(region: Any, input: Tensor) -> bool:
 def _run_planned(
     region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
-    """Run a batch norm, and pack its input by the same kernel if there is one."""
     spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
@@ -235,20 +248,6 @@ def _have_last_dims(input: Any, shape: Any, *weights: Any) -> bool:
     return tuple(input.shape[-len(shape) :]) == tuple(shape) and _fit(tuple(shape), *weights)
 
 
-def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """Run a norm; under double backward, torch's own on its input less its means."""
-    if not reacts(region, input, weight, bias, has_mean=norm.has_mean):
-        return NotImplemented
-    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
-
-
-def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    if region.settings.for_normalized is not None or not requires_grad(input, weight):
-        return NotImplemented
-    runner = region.torch_runner(input, *norm.running)
-    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
-
-
 def _of_statistics(
     kind: type[BatchNorm],
     region: Keeper,
@@ -269,46 +268,28 @@ def _of_statistics(
         return NotImplemented
     if not _has_channels(input, weight, bias, 3 if kind is InstanceNorm else 2):
         return NotImplemented
-    if not reacts(region, input, weight, bias):
-        return NotImplemented
     running = running_mean, running_var
     if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
         return NotImplemented  # torch raises the error
     rest = momentum, eps, cudnn_enabled
     if not by_batch:
-        if region.settings.double_backward:
-            return NotImplemented
         assert running_mean is not None and running_var is not None
         function = torch.instance_norm if kind is InstanceNorm else torch.batch_norm
-        return apply(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
-    norm = kind(*running, *rest)
-    is_torchs = kind is BatchNorm and requires_grad(input, weight) and region.settings.for_normalized is None
-    if is_torchs and not region.settings.double_backward:
-        norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
-        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
-        if found is not NotImplemented:
-            return found
-    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+        return _run(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
+    return _run(region, kind(*running, *rest), input, weight, bias)
 
 
 def _plan_of_call(
-    settings: BackwardSettings,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> NormalizedPlan | None:
-    """Return how batch norm by batch statistics packs its input, in any surroundings; None for unusual arguments."""
     if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
         return None
-    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
+    if type(norm.eps) is not float or norm.eps <= 0.0 or type(input) is not Tensor:
         return None
     if input._is_view() and (is_parameter(input._base) or input._base.numel() != input.numel()):  # type: ignore[union-attr]
         return None
     device = input.device
-    for statistic in (running_mean, running_var):
+    for statistic in norm.running:
         if statistic is not None and not (type(statistic) is Tensor and statistic.device == device):
             return None
     for y in (weight, bias):
@@ -431,7 +412,7 @@ _ONCE = F.instance_norm, torch.instance_norm
 OPS = (
     *(
         Op(
-            *((func,), handler, _STORED, None if func in _ONCE else handler),
+            *((func,), handler, _STORED, func not in _ONCE),
             is_bit_exact=False,
             is_layer=True,
             is_norm=True,

@@ -161,7 +161,6 @@ class OnePass(NamedTuple):
         return x if is_dense else self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
-        """Return whether a gradient has the memory layout of the codes, or a dense layout of its own."""
         if grad.dtype is not self.layout.dtype:
             return False
         if self.layout.matches(grad):

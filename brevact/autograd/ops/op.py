@@ -77,8 +77,7 @@ class Op:
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
             to let torch run (nothing to save, or an argument that torch rejects with an error).
         stored: their row in the documentation.
-        twice: their counterpart for double backward, called like ``handler``: it applies none of our Functions.
-            None: torch runs.
+        twice: whether the counterpart also serves double backward, for which it applies none of our Functions.
         saves: why the tensors of torch's own op may be packed; None: hooks leave them unpacked.
         must_not_round: takes a region and a call's arguments, returns whether the tensors of torch's own op must stay
             unpacked.
@@ -111,7 +110,7 @@ class Op:
     functions: tuple[Callable, ...] = ()
     handler: Callable[..., Any] | None = None
     stored: Stored | None = None
-    twice: Callable[..., Any] | None = None
+    twice: bool = False
     saves: Saves | None = None
     must_not_round: Callable[[Any, tuple], bool] | None = None
     is_bit_exact: bool = True

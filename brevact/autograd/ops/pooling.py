@@ -99,8 +99,6 @@ class _Positions(Decoder):
 
 
 class _Pick(NamedTuple):
-    """Picks elements of a map at flat indices into its last ``rank`` dimensions."""
-
     rank: int
 
     def __call__(self, x: Tensor, index: Tensor) -> Tensor:
@@ -178,7 +176,6 @@ def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
 
 
 def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
-    """Sizes of the result; () where torch raises an error."""
     sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     if len(sizes) != dims:

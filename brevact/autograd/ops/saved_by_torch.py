@@ -135,7 +135,6 @@ _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 
 
 def stores_nothing(func: Callable, args: tuple) -> bool:
-    """Return whether a region may skip a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
     if func is _GETITEM:  # views have a graph node that records their relation to the tensor
         index = args[1]
         return type(index) in _VIEWING or (type(index) is tuple and _VIEWING.issuperset(map(type, index)))
