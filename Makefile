@@ -68,6 +68,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm torchvision
+	@$(RUN) -c 'import torchvision' 2>/dev/null || echo "torchvision does not fit this torch, so that programs with models of" \
+		"transformers fail: $(RUN) -m pip uninstall torchvision, or install one that fits; recipes and tests work with both"
 	touch $(READY)
 
 $(TRAINERS_READY): $(READY)
