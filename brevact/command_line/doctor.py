@@ -178,7 +178,7 @@ def _optional() -> Iterator[Finding]:
         try:
             importlib.import_module("torchvision")
         except (RuntimeError, OSError, ImportError) as error:
-            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", TORCHVISION)
+            yield Finding(NOTE, f"torchvision does not import ({error}), nor do models of transformers", TORCHVISION)
 
 
 #: Quantizers whose kernels differ, by name.

@@ -133,7 +133,7 @@ def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
-_STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)
+_STORED = Stored("products of activations", "each factor once, packed; a weight unpacked", UNBIASED)
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
 _INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
 _DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)

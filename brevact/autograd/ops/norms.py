@@ -394,7 +394,7 @@ def _rms_norm(
 
 _STORED = Stored(
     "batch, layer, group, instance and RMS norm",
-    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations as they are",
+    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations unpacked",
     "bias Var/N of one packed copy, negligible for maps",
 )
 _WITH_MEAN: dict[Callable, Callable] = {

@@ -17,7 +17,7 @@ _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
 #: Texts of gradients and saved tensors that several rows of docs/how.md share.
 EXACT, UNBIASED = "exact", "unbiased"
-MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
+MASKS, NOTHING = "masks, 1 bit per element or channel", "nothing"
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:

@@ -234,7 +234,7 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
 def _are_columns(x: Tensor) -> bool:
