@@ -119,6 +119,19 @@ def test_softmax_over_more_classes_is_unbiased(function, classes, rounding, bit_
     _assert_unbiased(function, bit_width, rounding, classes, torch.randn(classes, 2))
 
 
+def test_gumbel_softmax_is_the_softmax_of_classes_that_it_ends_with():
+    x, g, found = torch.randn(512, 10).requires_grad_(), torch.randn(512, 10), []
+    for function in (
+        lambda x: F.gumbel_softmax(x, 0.5, hard=True),
+        lambda x: torch.softmax((x - torch.empty_like(x).exponential_().log()) / 0.5, -1),
+    ):
+        torch.manual_seed(0)
+        with region(settings(bit_width=4)):
+            out = function(x * 1)
+        found += torch.autograd.grad(out, x, g)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("classes", [4, 10])
 def test_softmax_is_unbiased_before_a_loss_that_reads_it(classes):
     # The loss is quadratic in p: its gradient has the noise of its own copy, independent of that of the softmax.

@@ -183,5 +183,6 @@ OPS = (
         is_bit_exact=False,
     ),
     Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
-    Op(everywhere("softmax", "softmin", "gumbel_softmax"), saves=Saves.BOUNDED),
+    Op((F.gumbel_softmax,), run_inside(F.gumbel_softmax), _STORED),
+    Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )
