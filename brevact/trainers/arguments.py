@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -93,12 +94,26 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_to_fit(model: nn.Module) -> None:
-    """Raise a ValueError for SyncBatchNorm in a distributed run: a single process cannot measure it."""
-    if has_others() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "
-            'one process, save it with policy.save("policy.json"), and pass "policy.json"'
-        )
+    """Raise a ValueError for a model whose forward pass needs all processes: a single one cannot measure it."""
+    if not has_others():
+        return
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        needs = "SyncBatchNorm"
+    elif is_sharded(model):
+        needs = "a model with sharded parameters"
+    else:
+        return
+    raise ValueError(
+        f"policy: a budget is fitted in one process, where {needs} waits for the others; fit it in a run of "
+        'one process, save it with policy.save("policy.json"), and pass "policy.json"'
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a process has parts of a model's parameters: by FSDP, tensor parallelism or DeepSpeed's ZeRO-3."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")  # None if never imported
+    kinds = () if tensor is None else (tensor.DTensor,)
+    return any(isinstance(x, kinds) or hasattr(x, "_is_flat_param") or hasattr(x, "ds_id") for x in model.parameters())
 
 
 def _generators_of(loader: Any) -> Iterator[torch.Generator]:

@@ -22,8 +22,8 @@ from brevact.policy.rules import has_policy
 from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.gradients import gradient_report
-from brevact.reports.in_place import kept_random_state
-from brevact.reports.memory import memory_of
+from brevact.reports.in_place import is_compiled, kept_random_state
+from brevact.reports.memory import memory_of, report_of_graphs
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB
@@ -127,6 +127,8 @@ class TrainingPolicy:
         self._steps = 0
         self._noise: float | None = None
         self._schedule: MixSchedule | None = None
+        self._compiled: nn.Module | None = None
+        self._has_graphs = False  # whether `memory` is of compiled graphs
         #: The object that moves bits between layers in this run, or None.
         self.adaptive: Adaptive | None = None
 
@@ -139,6 +141,7 @@ class TrainingPolicy:
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
         progress: bool = True,
+        compiled: nn.Module | None = None,
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
@@ -153,6 +156,7 @@ class TrainingPolicy:
             steps: number of steps of the run, for a schedule without ``steps``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
             progress: whether fitting a budget shows a bar.
+            compiled: ``torch.compile(model)``, if the loop calls that: the saved bytes are those of its graphs.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
@@ -172,6 +176,7 @@ class TrainingPolicy:
             )
         _owners[model] = weakref.ref(self)
         self._model, self._loss, self._ended = model, loss, None
+        self._compiled = model if is_compiled(model) else compiled
         try:
             with kept_random_state():
                 self._start(model, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
@@ -210,10 +215,23 @@ class TrainingPolicy:
         if self._batches and (self._measures_memory or self._adapt_every):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            if self._adapt_every or not self._measure_graphs():
+                self.memory = memory_of(model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)
+            self._measure_graphs()
+
+    def _measure_graphs(self) -> bool:
+        """Measure the bytes that the run's compiled graphs save, if it has graphs."""
+        if self._compiled is not None and self._measures_memory:
+            loss, batch = self._loss, self._batches[0]
+            assert loss is not None
+            found = report_of_graphs(self._compiled, lambda model: loss(model, batch))
+            if found.rows:
+                self.memory, self._has_graphs = found, True
+                return True
+        return False
 
     def _adapt(self, model: nn.Module, every: int) -> None:
         """Adapt widths to the layers' sensitivities, at the measured bytes."""
@@ -270,7 +288,10 @@ class TrainingPolicy:
         with kept_random_state():
             self._steps += 1
             if self.adaptive is not None:
+                before = self.adaptive.bit_widths
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
+                if self.adaptive.bit_widths != before:
+                    self._measure_graphs()
             if self._schedule is not None:
                 self._schedule.step()
             if self._noise_every is not None and self._steps % self._noise_every == 0:
@@ -293,7 +314,8 @@ class TrainingPolicy:
             found["brevact/noise"] = self.fitted.report.noise
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
-            found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
+            if not self._has_graphs:
+                found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
             found["brevact/bit_width"] = sum(widths) / len(widths)
         if self._noise is not None:
             found["brevact/noise"] = self._noise
@@ -369,3 +391,5 @@ class TrainingPolicy:
         for name, part in (("adaptive", self.adaptive), ("mix_schedule", self._schedule)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+        if self.adaptive is not None:
+            self._measure_graphs()
