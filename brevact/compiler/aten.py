@@ -186,7 +186,7 @@ _CHEAP = frozenset(
         aten,
         "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
         "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-        "reshape alias slice cat embedding exp",
+        "reshape alias slice cat embedding index index_select gather exp",
     )
 ) | frozenset(_packets(prims, "convert_element_type"))
 

@@ -15,7 +15,7 @@ from brevact.autograd.derived import Kind
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
-#: Texts of gradients and saved tensors that several rows of docs/stored.md share.
+#: Texts of gradients and saved tensors that several rows of docs/how.md share.
 EXACT, UNBIASED = "exact", "unbiased"
 MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
 
@@ -58,7 +58,7 @@ class Saves(enum.Enum):
 
 
 class Stored(NamedTuple):
-    """A row of the table in docs/stored.md; rows with equal texts are merged. ``kept``: tensors saved for backward."""
+    """A row of the table in docs/how.md; rows with equal texts are merged. ``kept``: tensors saved for backward."""
 
     op: str
     kept: str
