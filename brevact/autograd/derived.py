@@ -27,12 +27,11 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS, with_strides
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, one_object_each, with_strides
 from brevact.autograd.storages import find_record
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoders import with_strides
 from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
-from brevact.autograd.saved import Decoder, Quality, Saved
+from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 

@@ -31,9 +31,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many, may_be_held
-from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Quality, Saved, SavedByHook, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.geometry import IntegerPlan, IntegerRounding

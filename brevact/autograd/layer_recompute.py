@@ -30,7 +30,6 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decoders import AS_IT_IS, with_strides
 from brevact.autograd.expressions import TensorFunction
 from brevact.autograd.held_outputs import (
     MOST_HELD,
@@ -45,7 +44,7 @@ from brevact.autograd.held_outputs import (
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
 from brevact.autograd.storages import LONE, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled

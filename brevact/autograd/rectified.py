@@ -20,9 +20,8 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derived import function_of
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, Saved, SavedByHook, one_object_each
 from brevact.autograd.storages import find_record, is_tracked, note_held, record_of
 from brevact.autograd.store import keep_mask
 

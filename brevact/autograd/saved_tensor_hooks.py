@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS, Blank, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive, derive_output, keep_distinct
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
@@ -38,7 +37,7 @@ from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
 from brevact.autograd.running import NO_TRANSFORMS
-from brevact.autograd.saved import Decoder, Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
@@ -110,7 +109,7 @@ class _Again(Decoder):
 
 
 def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.decoders.unpack`."""
+    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.saved.unpack`."""
     if isinstance(stored, tuple):
         return unpack(stored)
     if not _is_grad_enabled():

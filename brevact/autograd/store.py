@@ -12,9 +12,14 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES, BoundCall
-from brevact.autograd.decoders import (
+from brevact.autograd.known_values import share_codes
+from brevact.autograd.layer_recompute import DEEP, serves_norms
+from brevact.autograd.norm_decoders import NormInput
+from brevact.autograd.saved import (
     AS_IT_IS,
+    Decoder,
     PackedOnBackward,
+    Saved,
     complex_of,
     decoder_of_mask,
     decoder_of_packed,
@@ -24,10 +29,6 @@ from brevact.autograd.decoders import (
     pairs_of,
     without_gaps,
 )
-from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import DEEP, serves_norms
-from brevact.autograd.norm_decoders import NormInput
-from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, record_of, share_packed
@@ -265,7 +266,9 @@ class Store:
             return None
         known = record.known and known_values.found_in(record.known, x, self.settings, self.hooks.scope)
         if known is None and record.packs and self.settings.derives and self.hooks.scope is None:
-            known = find_packed(x, self.settings, self.seeds.number)  # without a checkpoint it lives until backward
+            if x.layout is torch.strided and not x.is_nested:  # without a checkpoint it lives until backward
+                key, settings = (self.settings.key, False), self.settings
+                known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.serves(settings))
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -290,16 +293,6 @@ def _report_statistics(kept: Saved) -> None:
     tensors, decoder = kept
     for statistic in tensors[len(tensors) - decoder.statistics :]:
         keep_as_it_is(statistic)
-
-
-def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return the packed form of ``x`` that an op outside checkpoints saved, if it is good enough for these settings.
-
-    ``root``: number of the root region that reads ``x``, 0 for any.
-    """
-    if x.layout is not torch.strided or x.is_nested:
-        return None
-    return find_shared(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,10 +23,9 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, is_complex, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derived import function_of
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, Keeper, Saved
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import DisableTorchFunction, is_any_autocast_enabled
 

@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.call_arguments import is_plain
-from brevact.autograd.decoders import AS_IT_IS, distinct_elements, with_strides
+from brevact.autograd.call_arguments import Parameters, is_plain
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Formula, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Keeper, PassesOn, Saved, distinct_elements, one_object_each, with_strides
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -217,19 +216,14 @@ def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _scaled_dot_product_attention(
-    region: Keeper,
-    func: Callable,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    tensors = (query, key, value)
+_PARAMETERS = Parameters("query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False")
+
+
+def _scaled_dot_product_attention(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _PARAMETERS.read(args, kwargs)
+    if given is None:
+        return NotImplemented
+    *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa = given.values()
     if not all(region.is_activation(x) for x in tensors) or not requires_grad(*tensors, attn_mask):
         return NotImplemented
     if attn_mask is not None and not region.is_activation(attn_mask):
@@ -243,7 +237,7 @@ def _scaled_dot_product_attention(
     backend = None
     if dropout_p > 0:
         backend = choose_attention(*tensors, attn_mask, **options._asdict())
-        if not _can_replay(query):
+        if not _can_replay(tensors[0]):
             return NotImplemented
     attend = functools.partial(func, **options._asdict())
     return _apply(region, attend, options, backend, *tensors, attn_mask)

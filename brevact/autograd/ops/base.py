@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call
-from brevact.autograd.decoders import Strides, lay_out
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved, Strides, lay_out
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch

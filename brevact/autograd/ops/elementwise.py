@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import is_activation, is_complex
-from brevact.autograd.decoders import Strides, lay_out
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.ops.base import Formula, is_inplace, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Saved, Strides, lay_out
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 

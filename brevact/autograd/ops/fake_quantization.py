@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.ops.base import Formula, Saving, compute_from_weight, gradients_of, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Saved, decoder_of_mask
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.geometry import IntegerRounding

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import arguments_of
+from brevact.autograd.call_arguments import Parameters, arguments_of
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
@@ -271,19 +271,17 @@ def _goes_by_rows(
     return rows == len(target) and rows > step and last * input.shape[1] >= settings.min_numel
 
 
+_PARAMETERS = Parameters(
+    "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' label_smoothing=None"
+)
+
+
 def _handler(apply: Callable[..., Tensor]) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float | None = None,
-    ) -> Any:
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        given = _PARAMETERS.read(args, kwargs)
+        if given is None:
+            return NotImplemented
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing = given.values()
         if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
             return NotImplemented
         if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:

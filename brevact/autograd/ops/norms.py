@@ -15,7 +15,7 @@ passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
 from brevact.autograd.norm_decoders import (
@@ -238,45 +239,51 @@ def _has_rules(kind: type[Tensor]) -> bool:
     return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def _has_channels(input: Any, weight: Any, bias: Any, least_dims: int = 2) -> bool:
-    return isinstance(input, Tensor) and input.dim() >= least_dims and _fit((input.shape[1],), weight, bias)
-
-
-def _have_last_dims(input: Any, shape: Any, *weights: Any) -> bool:
-    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
-        return False
-    return tuple(input.shape[-len(shape) :]) == tuple(shape) and _fit(tuple(shape), *weights)
-
-
-def _of_statistics(
-    kind: type[BatchNorm],
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: Any = None,
-    momentum: Any = None,
-    eps: Any = None,
-    cudnn_enabled: Any = None,
-    use_input_stats: Any = None,
-) -> Any:
-    by_batch = training if use_input_stats is None else use_input_stats
+def _made(name: str, func: Callable, given: dict[str, Any]) -> Norm | None:
+    """Return a call's norm; None where torch raises the error, or weights have rules of their own."""
+    input, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given["eps"]
+    if not isinstance(input, Tensor) or input.dim() == 0:
+        return None
+    if "normalized_shape" in given:
+        shape = given["normalized_shape"]
+        if not (isinstance(shape, tuple | list) and shape and tuple(input.shape[-len(shape) :]) == tuple(shape)):
+            return None
+        kind = LayerNorm if name == "layer_norm" else RMSNorm
+        return kind(tuple(shape), eps) if _fit(tuple(shape), weight, bias) else None
+    has_channels = input.dim() >= (3 if name == "instance_norm" else 2)
+    if name == "group_norm":
+        groups = given["num_groups"]
+        if func is F.group_norm and has_channels and groups > 0:
+            n, c, *sizes = input.shape
+            verify_batch_size([n * c // groups, groups, *sizes])
+        is_known = has_channels and _fit((input.shape[1],), weight, bias) and groups > 0 and not input.shape[1] % groups
+        return GroupNorm(groups, eps) if is_known else None
+    by_batch = given["training" if name == "batch_norm" else "use_input_stats"]
+    if "cudnn_enabled" not in given:  # torch's Python functions check the sizes
+        if by_batch and input.dim() >= 2:
+            (verify_batch_size if name == "batch_norm" else verify_spatial_size)(input.size())
+        if name == "batch_norm" and (not isinstance(eps, float | int) or eps <= 0):
+            return None
+    cudnn_enabled = given.get("cudnn_enabled", torch.backends.cudnn.enabled)
     if not isinstance(by_batch, bool) or cudnn_enabled is None:
-        return NotImplemented
-    if not _has_channels(input, weight, bias, 3 if kind is InstanceNorm else 2):
-        return NotImplemented
-    running = running_mean, running_var
+        return None
+    running = given["running_mean"], given["running_var"]
+    if not (has_channels and _fit((input.shape[1],), weight, bias)):
+        return None
     if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
-        return NotImplemented  # torch raises the error
-    rest = momentum, eps, cudnn_enabled
+        return None
+    rest = given["momentum"], eps, cudnn_enabled
     if not by_batch:
-        assert running_mean is not None and running_var is not None
-        function = torch.instance_norm if kind is InstanceNorm else torch.batch_norm
-        return _run(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
-    return _run(region, kind(*running, *rest), input, weight, bias)
+        return Frozen(getattr(torch, name), *running, *rest)
+    return (BatchNorm if name == "batch_norm" else InstanceNorm)(*running, *rest)
+
+
+def _norm(name: str, region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _PARAMETERS[func].read(args, kwargs)
+    norm = None if given is None else _made(name, func, given)
+    if given is None or norm is None:
+        return NotImplemented
+    return _run(region, norm, given["input"], given.get("weight"), given.get("bias"))
 
 
 def _plan_of_call(
@@ -308,118 +315,37 @@ def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: 
     return plan_of_channels(quantizer, layout) if shape.numel() == layout.numel > shape[1] else None
 
 
-def _batch_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if training and isinstance(input, Tensor) and input.dim() >= 2:
-        verify_batch_size(input.size())
-    if not isinstance(eps, float | int) or eps <= 0:
-        return NotImplemented
-    options = training, momentum, eps, torch.backends.cudnn.enabled
-    return _of_statistics(BatchNorm, region, func, input, weight, bias, running_mean, running_var, *options)
-
-
-def _instance_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
-        verify_spatial_size(input.size())
-    options = use_input_stats, momentum, eps, torch.backends.cudnn.enabled
-    return _of_statistics(InstanceNorm, region, func, input, weight, bias, running_mean, running_var, *options)
-
-
-def _layer_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
-    if not _have_last_dims(input, normalized_shape, weight, bias):
-        return NotImplemented
-    return _run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
-
-
-def _group_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    if func is F.group_norm and isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
-        n, c, *sizes = input.shape
-        verify_batch_size([n * c // num_groups, num_groups, *sizes])
-    if not _has_channels(input, weight, bias) or num_groups <= 0 or input.shape[1] % num_groups:
-        return NotImplemented
-    return _run(region, GroupNorm(num_groups, eps), input, weight, bias)
-
-
-def _rms_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Any:
-    if not _have_last_dims(input, normalized_shape, weight):
-        return NotImplemented
-    return _run(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
-
-
 _STORED = Stored(
     "batch, layer, group, instance and RMS norm",
     "the normalized input, packed, which has one scale across rows and channels; the inverse deviations unpacked",
     "bias Var/N of one packed copy, negligible for maps",
 )
-_WITH_MEAN: dict[Callable, Callable] = {
-    F.batch_norm: _batch_norm,
-    torch.batch_norm: functools.partial(_of_statistics, BatchNorm),
-    F.instance_norm: _instance_norm,
-    torch.instance_norm: functools.partial(_of_statistics, InstanceNorm),
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    torch.group_norm: _group_norm,
+_OF_STATISTICS = "input weight bias running_mean running_var {} momentum eps cudnn_enabled"
+_OF_MODULES = "input running_mean{0} running_var{0} weight=None bias=None {1} momentum=0.1 eps=1e-5"
+_OF_LAYERS = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True"
+_OF_GROUPS = "input num_groups weight=None bias=None eps=1e-5 cudnn_enabled=True"
+_PARAMETERS: dict[Callable, Parameters] = {
+    F.batch_norm: Parameters(_OF_MODULES.format("", "training=False")),
+    torch.batch_norm: Parameters(_OF_STATISTICS.format("training")),
+    F.instance_norm: Parameters(_OF_MODULES.format("=None", "use_input_stats=True")),
+    torch.instance_norm: Parameters(_OF_STATISTICS.format("use_input_stats")),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), Parameters(_OF_LAYERS)),
+    **dict.fromkeys((F.group_norm, torch.group_norm), Parameters(_OF_GROUPS)),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), Parameters("input normalized_shape weight=None eps=None")),
 }
-#: Torch's own instance norm saves its input in another layout.
-_ONCE = F.instance_norm, torch.instance_norm
 OPS = (
     *(
         Op(
-            *((func,), handler, _STORED, func not in _ONCE),
+            (getattr(F, name), getattr(torch, name)),
+            functools.partial(_norm, name),
+            _STORED,
+            twice=name in ("batch_norm", "layer_norm", "group_norm"),  # instance norm saves its input in another layout
+            rounds_forward=name != "rms_norm",
             is_bit_exact=False,
             is_layer=True,
             is_norm=True,
-            rounds_forward=True,
         )
-        for func, handler in _WITH_MEAN.items()
+        for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
     ),
-    Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),
     Op(everywhere("native_layer_norm", "local_response_norm"), is_layer=True),
 )

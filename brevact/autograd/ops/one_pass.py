@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
 from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Saved, decoder_of_mask, decoder_of_packed
 from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding, packed_bytes
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer

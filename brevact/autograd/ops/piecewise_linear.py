@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import is_complex
-from brevact.autograd.decoders import lay_out
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.ops.base import (
@@ -37,7 +36,7 @@ from brevact.autograd.ops.base import (
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Keeper, lay_out
 from brevact.autograd.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key
 

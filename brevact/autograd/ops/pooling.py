@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import Kind, derive
 from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Formula, blank, save
@@ -105,17 +106,14 @@ class _Pick(NamedTuple):
         return x.flatten(-self.rank).gather(-1, index.flatten(-self.rank)).view(index.shape)
 
 
-def _max_pool(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
+_OF_POOL = Parameters("input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False")
+
+
+def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _OF_POOL.read(args, kwargs)
+    if given is None:
+        return NotImplemented
+    input, kernel_size, stride, padding, dilation, ceil_mode, return_indices = given.values()
     dims, returns_index = _MAX_POOLS[func]
     sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
     if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:

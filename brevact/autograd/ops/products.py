@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall, is_complex
-from brevact.autograd.decoders import Mapped
-from brevact.autograd.layer_recompute import Layer, remember_output
+from brevact.autograd.layer_recompute import remember_output
 from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Mapped, Saved
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
 
@@ -153,23 +152,19 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **nam
         return NotImplemented
 
     out = _apply(region, lambda a, b, _: func(a, b), _Matmul.of(input, other), input, other)
-    _remember(region, _MATMUL, input, other, None, out)
+    _remember(region, input, other, None, out)
     return out
 
 
-class _WithWeight(NamedTuple):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None:
-            return torch.matmul(x, weight)
-        return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
+def _with_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.matmul(x, weight)
+    return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
 
 
-_MATMUL = _WithWeight()
-
-
-def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _remember(region: Keeper, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
-        remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
+        remember_output(region, _with_weight, a, b, bias, out, cost=b.shape[0])
 
 
 def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
@@ -199,7 +194,7 @@ def _multiply_add(
 
     out = _apply(region, multiply, _Matmul.of(first, second), first, second, input, alpha, beta)
     if alpha == beta == 1 and input.dim() == 1:
-        _remember(region, _MATMUL, first, second, input, out)
+        _remember(region, first, second, input, out)
     return out
 
 

@@ -306,11 +306,9 @@ _BOUNDED = Stored(
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 
 
-class _PowerSlope(NamedTuple):
-    exponent: float
-
-    def __call__(self, one: Tensor, x: Tensor) -> Tensor:
-        return torch.pow(x, self.exponent - 1) * self.exponent
+@functools.lru_cache
+def _power_slope(exponent: float) -> Derivative:
+    return lambda one, x: torch.pow(x, exponent - 1) * exponent
 
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
@@ -347,7 +345,7 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     return _smooth_power(region, torch.pow, input, exponent) if exponent > 2 else NotImplemented
 
 
-_smooth_power = smooth_handler(lambda input, exponent: _PowerSlope(exponent))
+_smooth_power = smooth_handler(lambda input, exponent: _power_slope(exponent))
 
 
 def _is_steep(region: Keeper, args: tuple) -> bool:
