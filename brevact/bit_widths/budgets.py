@@ -213,10 +213,7 @@ def budget_of(
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
-    """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths.
-
-    Raises a ValueError, which names the nearest possible budget, if the narrowest widths save more.
-    """
+    """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths."""
     least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:
         low = int(bit_width)

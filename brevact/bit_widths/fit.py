@@ -85,10 +85,7 @@ def levels_of(model: nn.Module, memory: MemoryOfPass, budget: Budget, *, quiet: 
 
 
 def times_of_levels(model: nn.Module, levels: list[int], batch: Any, loss: Loss, budget: Budget) -> dict[int, float]:
-    """Return the times of a step at the levels within a budget of time, over those of plain steps, the last one first.
-
-    Raises a ValueError if there is no such level.
-    """
+    """Return times of a step at the levels within a budget of time, over those of plain steps, the last one first."""
     assert budget.time is not None
     times: dict[int, float] = {}
     for recompute in levels:

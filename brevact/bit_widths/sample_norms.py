@@ -108,10 +108,7 @@ class SampleNorms:
         self.values = total / count.clamp(min=1)
 
     def checked(self, indices: Any) -> Tensor:
-        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU.
-
-        Raises a TypeError unless they are integers, a ValueError if they are empty, not 1-D, or out of range.
-        """
+        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU."""
         accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
         if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
             raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")

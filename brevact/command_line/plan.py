@@ -100,10 +100,7 @@ class Training:
         return found
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded.
-
-        Raises a ValueError if they are not those of equal blocks.
-        """
+        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
         blocks = self.config.num_hidden_layers
         one, two, found = self._sizes(1), self._sizes(2), self._sizes(blocks)
         if any(whole != a + (blocks - 1) * (b - a) for whole, a, b in zip(found[:2], one, two, strict=False)):
@@ -198,10 +195,7 @@ def _liger_of(kind: str) -> Callable[..., None]:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return the plan of a command line.
-
-    Raises an ImportError for a missing library, a ValueError for an unknown model or an impossible argument.
-    """
+    """Return the plan of a command line."""
     memory = _memory(options.memory)
     for name in ("batch", "sequence"):
         if getattr(options, name) < 1:

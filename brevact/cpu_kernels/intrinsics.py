@@ -55,7 +55,7 @@ def _scratch(pointer_type: types.CPointer):
     return scratch
 
 
-f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
+f32_at, i32_at = _pointer_from_address(F32), _pointer_from_address(I32)
 u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
 i64_at = _pointer_from_address(I64)
 as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)

@@ -12,15 +12,13 @@ from brevact.cpu_kernels.batch_norm import (
     packed_batch_norm,
     packed_batch_norm_backward,
 )
-from brevact.cpu_kernels.dequantize import denormalize, dequantize_uniform
 from brevact.cpu_kernels.fake_quantize import fake_quantize
 from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
 from brevact.cpu_kernels.grids import dequantize_grid, quantize_grid
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.cpu_kernels.quantize import quantize_normalized, quantize_uniform
-from brevact.cpu_kernels.rounding import random_words
 from brevact.cpu_kernels.segments import look_up, map_levels
 from brevact.cpu_kernels.teams import takes
+from brevact.cpu_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
 prepare()

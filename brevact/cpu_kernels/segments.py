@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.dequantize import decoded, is_plain
 from brevact.cpu_kernels.floats import (
     BFLOAT16,
     FLOAT16,
@@ -42,6 +41,7 @@ from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
+from brevact.cpu_kernels.uniform import decoded, is_plain
 from brevact.geometry import Place, Segments, UniformPlan
 
 REGISTER = 16

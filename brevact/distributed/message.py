@@ -74,10 +74,7 @@ class Agreement:
         self._groups: set[str] = set()
 
     def reach(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings between the group's processes, which all call this, unless already done.
-
-        Raises a ValueError on all processes if settings differ. `device` must suit the group's backend.
-        """
+        """Compare settings between the group's processes, which all call this, unless already done."""
         if not isinstance(group, distributed.ProcessGroup):
             raise TypeError(
                 f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "

@@ -54,7 +54,7 @@ def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
         return None
     if bit_width.requires_grad or bit_width.numel() != 1 or bit_width.is_meta:
         return None
-    width = _number(bit_width)
+    width = number_of(bit_width)
     if not 1 <= width <= 32 or width != int(width):
         return None
     minimum, maximum = quant.min_int(bit_width), quant.max_int(bit_width)
@@ -80,7 +80,7 @@ def delays(quant: Any) -> bool:
     return type(quant.delay_wrapper.delay_impl) is not bv._NoDelay
 
 
-def _number(x: Tensor) -> float:
+def number_of(x: Tensor) -> float:
     """A constant's value, read only once on a GPU, where reading waits."""
     if x.is_cpu:  # `x.data` is set without a new version
         return float(x.item())

@@ -24,7 +24,7 @@ from brevact.autograd.ops.forward_statistics import (
     scale_of_magnitudes,
     weight_statistics,
 )
-from brevact.injectors.integer_kinds import delays, integers_of
+from brevact.injectors.integer_kinds import delays, integers_of, number_of
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     global_backward_hooks,
@@ -218,7 +218,7 @@ class KnownQuantizer:
         self._zero: Any = _buffer_of(quant.zero_point_impl, "zero_point") if is_zero else None
         self.learned = _Learned.of(self.scaling) if self.is_known else None
         self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
-        self._width: _Width | None = None
+        self._width: tuple[Any, Tensor, Integers | None] | None = None
 
     @property
     def quant(self) -> Any:
@@ -307,41 +307,15 @@ class KnownQuantizer:
         return found
 
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
-        """Return threshold and integers of a bit width, which is a buffer of the module."""
-        known = self._width
-        if known is None or not known.is_of(bit_width):
-            with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
-                threshold = self.quant.int_scaling_impl(bit_width)
+        """Return threshold and integers of a bit width, which is a buffer of the module; by its value."""
+        with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
+            value = None if bit_width.is_meta else number_of(bit_width)
+            key = value, bit_width.dtype, bit_width.device
+            if self._width is None or self._width[0] != key:
                 integers = integers_of(self.quant.int_quant, bit_width)
-                # setting `bit_width.data` leaves the version alone, and shows in the memory that NumPy reads
-                bits = bit_width.detach()
-                bits = bits.view(torch.int16) if bits.dtype is torch.bfloat16 else bits  # which NumPy does not know
-                view = bits.numpy() if bits.is_cpu else None
-            value = None if view is None else float(view)
-            address, version = bit_width.data_ptr(), bit_width._version
-            known = self._width = _Width(bit_width, address, version, view, value, threshold, integers)
-        return known.threshold, known.integers
-
-
-class _Width(NamedTuple):
-    """A bit width, its version, its value (or bits) if the host can read it, and the values computed from them.
-
-    The tensor keeps others from its address. ``share_memory`` moves it, and frees the view's memory.
-    """
-
-    bit_width: Tensor
-    address: int
-    version: int
-    view: Any
-    value: float | None
-    threshold: Tensor
-    integers: Integers | None
-
-    def is_of(self, bit_width: Tensor) -> bool:
-        """Return whether this is the same tensor, unchanged."""
-        if self.address != bit_width.data_ptr() or self.version != bit_width._version:
-            return False
-        return self.view is None or float(self.view) == self.value
+                self._width = key, self.quant.int_scaling_impl(bit_width), integers
+        _, threshold, integers = self._width
+        return threshold, integers
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDictionary()

@@ -80,8 +80,6 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 def from_plain(plain: Mapping[str, Any]) -> Any:
     """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
 
-    A setting that the quantizer lacks raises a TypeError; an unknown name, or a value out of range, a ValueError.
-
     >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}}).bucket_size
     128
     """

@@ -181,8 +181,6 @@ def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
     forward of each layer that uses the proxy a region, whichever slot of the layer it sits in (``input_quant``,
     ``act_quant``, ``output_quant``). Without a stated ``forward_quant``, it warns if it replaces the slot's default
     forward quantizer, or if the layer is a ``QuantIdentity``, which saves nothing for backward by itself.
-
-    It raises a TypeError for slots of weights, of a bias, and of parts of a recurrent layer or an attention.
     """
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)

@@ -90,11 +90,7 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields.
-
-    A value of another type raises a TypeError, an unknown name a ValueError. The module of a Function must be imported
-    already: a file imports none.
-    """
+    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields."""
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:
         raise ValueError(f"got {', '.join(given) or 'none'} of {', '.join(FIELDS)}; accepted is exactly one")

@@ -168,10 +168,7 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 
 def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) -> Assignment:
-    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops.
-
-    Other rules raise a TypeError, unless `skipped`.
-    """
+    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops."""
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and key not in skipped:
             raise TypeError(
@@ -201,10 +198,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 
 
 def ops_of(key: Any) -> tuple[str, ...]:
-    """Return the names of a rule's ops, including a Function or an operator; none for a module rule.
-
-    A torch function whose saved tensors no quantizer changes raises a TypeError.
-    """
+    """Return the names of a rule's ops, including a Function or an operator; none for a module rule."""
     functions = key if isinstance(key, tuple) else (key,)
     others = [other_code.name_of(func) for func in functions]
     if not functions or not all(x or is_torch_function(func) for x, func in zip(others, functions, strict=True)):

@@ -312,7 +312,6 @@ def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:
     return flat.view(-1, place.outer // place.inner, place.row, place.run)
 
 
-@run_by_kernels
 def random_words(seed: int | Tensor, words: Tensor) -> None:
     """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2, as int64."""
     counter = torch.arange(-(-words.numel() // 4), device=words.device)

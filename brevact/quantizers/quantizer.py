@@ -60,8 +60,6 @@ class Quantizer(ABC):
 
         The seed is the key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one
         from torch's generator. It is unused, and not drawn, for nearest.
-
-        Raises: TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
         check_input(x)
         layout = Layout.of(x)

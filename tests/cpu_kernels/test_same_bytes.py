@@ -1,4 +1,4 @@
-"""Kernels on the CPU: the laws of all backends; threads, float64 and roundings."""
+"""Kernels on the CPU: the laws of all backends; threads and roundings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_quantize_bytes_on_several_threads(backend: Backend, four_threads: None)
     torch.manual_seed(0)
     x = torch.randn(5, 3, 13331)  # three shares of 2^16 elements
     x.view(-1)[::97], x.view(-1)[300:420] = float("inf"), float("nan")
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.float32, torch.bfloat16):
         backend.check_quantizer(UniformQuantizer(bit_width=3), x.to(dtype))
 
 
