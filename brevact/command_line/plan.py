@@ -45,18 +45,7 @@ _NOTES = (
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: a configuration of transformers, and options of the command line.
-
-    Args:
-        config: of a text model.
-        batch: sequences in a step.
-        sequence: tokens in each.
-        dtype: of weights and activations.
-        has_quarters: whether frozen weights of blocks are stored in 4 bits.
-        rank: of LoRA's adapters; 0 trains all weights.
-        targets: names of layers with adapters; () for all linear ones of blocks.
-        has_liger: whether Liger's kernels replace norms, activations, rotary embedding and loss.
-    """
+    """What is trained: a configuration of transformers, and options of the command line."""
 
     config: Any
     batch: int
@@ -68,7 +57,6 @@ class Training:
     has_liger: bool = False
 
     def model(self, blocks: int) -> nn.Module:
-        """Return a model with a number of blocks, on the meta device."""
         import transformers
 
         transformers.AttentionInterface.register("brevact_plan", _attention)
@@ -130,7 +118,6 @@ class Training:
         return weights, gradients, largest
 
     def step(self, way: str, blocks: int) -> Allocated:
-        """Count the bytes of a step with a number of blocks."""
         model: Any = self.model(blocks)
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -149,7 +136,6 @@ class Training:
         return bytes_of_step(loss, model)
 
     def allocated(self, way: str) -> Allocated:
-        """Return the bytes of a step of the whole model."""
         one, two = self.step(way, 1), self.step(way, 2)
         of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
         if way == "plain" and self.step(way, 3).kept != two.kept + of_block:

@@ -118,6 +118,5 @@ def emit_product(values, other, target, kind, first, count):
 
 @inlined
 def limited(y, limit):
-    """clamp(y, -limit, limit); NaN stays."""
     y = limit if y > limit else y
     return -limit if y < -limit else y

@@ -66,7 +66,6 @@ def _count(z, count, row, size, q):
 
 @inlined
 def _clip(fraction):
-    """clip(fraction, 0, 1); 0 for NaN."""
     fraction = fraction if fraction > np.float32(0.0) else np.float32(0.0)
     return fraction if fraction < np.float32(1.0) else np.float32(1.0)
 

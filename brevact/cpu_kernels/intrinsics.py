@@ -40,6 +40,17 @@ def _pointer_cast(pointer_type: types.CPointer):
     return cast
 
 
+def _bits_as(source, target, llvm_type: ir.Type):
+    @intrinsic
+    def bits_as(typing_context, value):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], llvm_type)
+
+        return target(source), codegen
+
+    return bits_as
+
+
 def _scratch(pointer_type: types.CPointer):
     """An intrinsic for uninitialised stack memory, freed on return: not in loops; OpenMP's stacks may be small."""
 
@@ -61,6 +72,9 @@ i64_at = _pointer_from_address(I64)
 as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
 f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
 u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
+float_of = _bits_as(types.int32, types.float32, ir.FloatType())
+bits_of = _bits_as(types.float32, types.int32, ir.IntType(32))
+float64_of = _bits_as(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic
@@ -106,29 +120,7 @@ def advance(typing_context, pointer, count):
 
 
 @intrinsic
-def float_of(typing_context, bits):
-    """The float32 with these 32 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@intrinsic
-def bits_of(typing_context, value):
-    """The 32 bits of a float32, as int32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
 def rint(typing_context, value):
-    """A float32 rounded to an integer, half to even."""
-
     def codegen(context, builder, signature, args):
         function = declared(builder.module, "llvm.rint.f32", ir.FunctionType(ir.FloatType(), [ir.FloatType()]))
         return builder.call(function, args)
@@ -138,24 +130,12 @@ def rint(typing_context, value):
 
 @intrinsic
 def fma(typing_context, a, b, c):
-    """The float32 a * b + c, rounded once."""
-
     def codegen(context, builder, signature, args):
         float_type = ir.FloatType()
         function_type = ir.FunctionType(float_type, [float_type] * 3)
         return builder.call(declared(builder.module, "llvm.fma.f32", function_type), args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-@intrinsic
-def float64_of(typing_context, bits):
-    """The float64 with these 64 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), codegen
 
 
 @intrinsic
@@ -185,7 +165,6 @@ def words(count: int):
 
 
 def declared(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir.Function:
-    """The function of this name, which a module declares once."""
     return module.globals.get(name) or ir.Function(module, function_type, name)
 
 

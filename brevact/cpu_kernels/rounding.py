@@ -87,7 +87,6 @@ def is_spread(steps, count):
 
 @inlined
 def shift_to_levels(steps, count, shift, top):
-    """The closest of shifted levels, for each position."""
     for e in range(count):
         t = max(load(steps, e) + shift, np.float32(0.0))
         store(steps, e, rint(t if t < top else top))

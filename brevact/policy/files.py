@@ -62,9 +62,6 @@ FIELDS = ("name", "types", "functions", "predicate")
 def key_to_plain(key: Any) -> dict[str, Any]:
     """Return a rule's key as a field and its value.
 
-    Another library's layer type, or a user's function, raises a TypeError. A Function is written as its import path, an
-    operator as its name.
-
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
     ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
@@ -190,11 +187,7 @@ def _lines(value: Any) -> str:
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:
-    """Return rules, layers and report from the text of a file.
-
-    The ValueError for a text that holds no policy, or names something unknown, mentions `source`, such as the file's
-    path, and `version`, the package's.
-    """
+    """Return rules, layers and report from the text of a file."""
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

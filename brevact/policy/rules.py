@@ -35,11 +35,7 @@ ACCEPTED_KEYS = (
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Backward quantization of an op inside a module, in place of the module's.
-
-    All torch functions of an op share one rule. Rule and backward quantizer are texts; settings are None for full
-    precision.
-    """
+    """Backward quantization of an op inside a module, in place of the module's."""
 
     op: str
     rule: str
@@ -49,11 +45,7 @@ class OpPolicy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Backward quantization of a module by the rules.
-
-    ``settings`` are its region's, including ops with a rule of their own, or None for full precision. ``rule`` is "" if
-    none matches; rule and source are texts. ``ops`` have settings of their own.
-    """
+    """Backward quantization of a module by the rules."""
 
     settings: BackwardSettings | None
     rule: str
@@ -61,7 +53,6 @@ class Assignment:
     ops: tuple[OpPolicy, ...] = ()
 
     def with_ops(self, ops: tuple[OpPolicy, ...]) -> Assignment:
-        """Return the assignment with rules for ops, which take precedence."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
 
@@ -86,7 +77,6 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def refuse_policy(model: nn.Module) -> None:
-    """Raise for a model that has a policy."""
     if has_policy(model):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
 
@@ -109,11 +99,7 @@ def check_rules(rules: Any, argument: str) -> None:
 def assignments(
     model: nn.Module, rules: Mapping[Any, Any], *, optional: Collection[Any] = ()
 ) -> dict[nn.Module, Assignment]:
-    """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins.
-
-    Left out are layers with their own backward quantizer, and modules that no rule matches, except the model if there
-    are rules for ops. A ValueError names a non-optional rule that matches nothing, or only modules of earlier rules.
-    """
+    """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins."""
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
     names: dict[nn.Module, list[str]] = {}
@@ -225,7 +211,6 @@ def _fix_of_key(key: Any) -> str:
 
 
 def rule_text(key: Any) -> str:
-    """Return a rule as a short text."""
     if isinstance(key, tuple):
         return " | ".join(map(rule_text, key))
     if other_code.name_of(key) is not None:
@@ -236,7 +221,6 @@ def rule_text(key: Any) -> str:
 
 
 def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
-    """Return a backward quantizer, with overrides, as a short text."""
     if source is None:
         return "full precision"
     source = source.quantizer if isinstance(source, BackwardSettings) else source

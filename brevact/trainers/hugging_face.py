@@ -13,9 +13,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from brevact.policy.attach import region_of_step
-from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.trainers.arguments import in_region
-from brevact.trainers.training_policy import TrainingPolicy
+from brevact.reports.gradient_noise import Loss, check_loss
+from brevact.trainers.training_policy import TrainingPolicy, in_region
 
 
 class HuggingFaceCallback(TrainerCallback, ExportableState):

@@ -182,11 +182,7 @@ def rows_in_groups(geometry: Geometry) -> bool:
 
 
 def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, **values: Any) -> Program:
-    """The program of a kernel that loops over `tile`: tiles of whole blocks if blocks are a power of two, else blocks.
-
-    A thread's part of a plane is one widest access; a tile has at least `least` elements, a power of two. `values` are
-    those of `Program`, and replace the geometry's.
-    """
+    """The program of a kernel that loops over `tile`: of whole blocks if blocks are a power of two, else blocks."""
     block = geometry.block_size
     blocks, columns, a_thread = -(-geometry.numel // block), next_power_of_2(block // 8), WIDEST_ACCESS // itemsize
     if 8 * columns != block:

@@ -84,10 +84,10 @@ def test_main_lets_gpt2_write_no_more_than_its_positions(tmp_path):
 def test_policies_pack_in_trainer(method, monkeypatch):
     """The loss is in the region, too: `Trainer` computes it there."""
     from brevact.policy.attach import region_of_step
-    from brevact.trainers import arguments
+    from brevact.trainers import training_policy
 
     entered = []
-    monkeypatch.setattr(arguments, "region_of_step", lambda model: entered.append(1) or region_of_step(model))
+    monkeypatch.setattr(training_policy, "region_of_step", lambda model: entered.append(1) or region_of_step(model))
     task = FineTuning(replace(FineTuneSettings(**SMALL), method=method), 0, CPU)
     task.train_epoch(1, prepare(task, POLICY), lambda: None)
     assert len(entered) == task.steps_per_epoch

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import brevact
 from brevact.policy.rules import has_policy
 from brevact.trainers import TrainingPolicy
-from brevact.trainers.arguments import first_batches
+from brevact.trainers.training_policy import first_batches
 
 BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
 
