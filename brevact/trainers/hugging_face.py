@@ -110,7 +110,8 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         model, loss, progress = kwargs["model"], self._loss_of_run(), not args.disable_tqdm
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        compiled = torch.compile(model, **options) if args.torch_compile else None  # shares the trainer's graphs
+        # It shares the trainer's graphs.
+        compiled: Any = torch.compile(model, **options) if args.torch_compile else None
         self.policy.begin(model, batches, loss, steps=state.max_steps, progress=progress, compiled=compiled)
         self._enter_trainer()
 

@@ -385,6 +385,7 @@ class TrainingPolicy:
             batch, loss = self._batches[0], StepLoss(self._loss)
             if self._adapt_every or not self._measure_graphs():
                 self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            assert self.memory is not None
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)

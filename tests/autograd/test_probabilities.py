@@ -186,6 +186,24 @@ def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():
     torch.testing.assert_close(grad, weights - p * weights.sum(1, keepdim=True))
 
 
+@pytest.mark.parametrize(("dim", "keepdim"), [(1, False), (-2, True), ((0, 2), False), ((2, 1), True)])
+def test_logsumexp_gradient_is_the_formula_on_the_decoded_probabilities(dim, keepdim):
+    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
+    x = torch.randn(8, 16, 4)
+    x[0, :2], x[:, 3, 1] = -torch.inf, -1e9
+    out, grad = run_loss(lambda x: torch.logsumexp(x, dim, keepdim), x, chosen)
+    of_rows = x.logsumexp(dim, True)
+    p = chosen.quantizer.quantize((x - of_rows).exp()).dequantize()
+    torch.testing.assert_close(grad, p * torch.arange(1.0, out.numel() + 1).sin().view_as(of_rows))
+
+
+def test_logsumexp_of_infinities_and_numbers_is_torchs():
+    x = torch.zeros(4, 8)
+    x[1], x[2, 3] = -torch.inf, torch.inf
+    assert_loss_as_torch(lambda x: torch.logsumexp(x, 1)[[0, 1, 3]], x)
+    assert_loss_as_torch(lambda x: x.logsumexp(0), torch.randn(()))
+
+
 def test_softmax_shares_its_copy_with_the_next_op():
     x, linear = torch.randn(4, 8, 64, requires_grad=True), torch.nn.Linear(64, 3)
     with watch_saved() as saved, region(settings()):
