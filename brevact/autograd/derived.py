@@ -356,17 +356,24 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    if type(result) is not Tensor or known_values.find(result) is not None:
-        return
+    tensors = tensors_of_call(args, kwargs)
+    if tensors and type(result) is Tensor and known_values.find(result) is None:
+        record_exactly(bound_call(func, args, kwargs), tensors, result, known_values.find)
+
+
+def record_exactly(
+    compute: TensorFunction, tensors: list[Tensor], result: Tensor, find: Callable[[Tensor], Saved | None]
+) -> None:
+    """Record that a result is a function of tensors, if ``find`` returns a saved form of each."""
     operands = []
-    for x in tensors_of_call(args, kwargs):
-        known = known_values.find(x)
-        if known is None:
+    for x in tensors:
+        operand = find(x)
+        if operand is None:
             return
-        operands.append(known)
-    found = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False) if operands else None
-    if found is not None:
-        known_values.register(result, *found)
+        operands.append(operand)
+    kept = function_of(compute, operands, result, is_pointwise=False)
+    if kept is not None:
+        known_values.register(result, *kept)
 
 
 def track_derived(

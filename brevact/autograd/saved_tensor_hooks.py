@@ -35,7 +35,7 @@ from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, 
 from brevact.autograd.norm_decoders import Centred, NormInput
 from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
-from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
+from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.settings import BackwardSettings
@@ -251,7 +251,7 @@ class SavedTensorHooks:
                 found = kept
             else:
                 with self.suspended:
-                    found = keep_signs(mask_of(x.detach()), x.dtype) if mask_of else keep(x.detach())  # type: ignore[misc]
+                    found = stand_in(keep_mask(mask_of(x.detach())), x.dtype) if mask_of else keep(x.detach())  # type: ignore[misc]
             packed = self._hand_on(found)
             is_rounded = not (kept or mask_of or found[1].quality.is_exact)
             if isinstance(packed, SavedByHook) and (offers or mask_of or is_rounded):

@@ -82,14 +82,10 @@ class Integers:
         low, high = self.residual
         return ResidualQuantizer(bit_width=bit_width, low=low, high=high)
 
-    def quantized(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
-    ) -> Tensor:
-        if self.kind is not None:
-            one_pass = one_pass_for(self.kind, False, x, scale, zero_point, pre_scale, pre_zero_point)
-            if one_pass is not None:
-                return one_pass.values(x, scale, zero_point)
-        return self.by_ops(x, scale, zero_point, pre_scale, pre_zero_point)
+    def quantized(self, x: Tensor, *given: Tensor) -> Tensor:
+        """Return the values; ``given``: the scale and the zero point, and those before rounding."""
+        one_pass = None if self.kind is None else one_pass_for(self.kind, False, x, *given)
+        return self.by_ops(x, *given) if one_pass is None else one_pass.values(x, *given[:2])
 
     def by_ops(self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor) -> Tensor:
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
@@ -118,17 +114,9 @@ class _FakeQuantization(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        integers: Integers,
-        rectifier: Rectifier | None,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        pre_scale: Tensor,
-        pre_zero_point: Tensor,
+        ctx: Any, region: Keeper, integers: Integers, rectifier: Rectifier | None, x: Tensor, *given: Tensor
     ) -> Tensor:
-        given = scale, zero_point, pre_scale, pre_zero_point
+        scale, zero_point, pre_scale, pre_zero_point = given
         needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
         in_bits = needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8
         residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None

@@ -189,9 +189,7 @@ OPS = (
         kind=Kind.MOVE,
     ),
     Op(
-        everywhere(
-            *("index_select", "index_fill", "index_put", "scatter", "scatter_add", "getitem", "setitem"),
-        ),
+        everywhere("index_select index_fill index_put scatter scatter_add getitem setitem"),
         saves=Saves.PLACES,
         places=places_in_first,
     ),

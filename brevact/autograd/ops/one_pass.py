@@ -107,7 +107,7 @@ class OnePass(NamedTuple):
         residual: Tensor | None = None,
         zero_learns: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of x, scale, zero point, and pre-rounding scale and zero point, as ``_gradients`` does.
+        """Return gradients of x, scale, zero point, and pre-rounding scale and zero point, as stock ops do.
 
         Scales' are None if only a mask is saved; zero points' are None unless they are learned. Without codes,
         everything is recomputed from ``values``, the ReLU's output.

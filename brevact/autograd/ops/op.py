@@ -21,7 +21,8 @@ MASKS, NOTHING = "masks, 1 bit per element or channel", "nothing"
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:
-    """Return all torch functions, methods and operators with these names, including in-place ones."""
+    """Return all torch functions, methods and operators with these names, parted by spaces, and in-place ones."""
+    names = tuple(" ".join(names).split())
     found = [getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in _HOMES]
     found += [getattr(Tensor, f"__{prefix}{name}__", None) for name in names for prefix in ("", "i", "r")]
     return tuple(function for function in found if callable(function))

@@ -130,20 +130,10 @@ def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _maxima(
-    region: Keeper,
-    pool: Callable,
-    pool_backward: Callable,
-    windows: _Windows,
-    input: Tensor,
-    dims: int,
-    returns_index: bool,
+    region: Keeper, pool: Callable, pool_backward: Callable, windows: _Windows, input: Tensor, dims: int, index: bool
 ) -> Any:
-    """Run a max-pooling; a 1-d one runs as 2-d over maps of height one."""
-    if dims == 1:
-        out, index = (
-            x.squeeze(-2) for x in _maxima(region, pool, pool_backward, windows, input.unsqueeze(-2), 2, True)
-        )
-        return (out, index) if returns_index else out
+    """Run a max-pooling, which may return the ``index``; a 1-d one runs as 2-d over maps of height one."""
+    input = input.unsqueeze(-2) if dims == 1 else input
     input_like = input.shape, input.stride(), input.dtype
 
     def run(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +153,8 @@ def _maxima(
         return (pool_backward(grad, blank(input_like, grad), index),)
 
     found = region.apply(Formula, run, gradients, input)
-    return found if returns_index else found[0]
+    found = tuple([x.squeeze(-2) for x in found]) if dims == 1 else found
+    return found if index else found[0]
 
 
 def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
@@ -192,15 +183,8 @@ def _adaptive_max_pool(
     size = flat + size
     windows = _adaptive_windows(flat + tuple(input.shape[-dims:]), size)
     pool, pool_backward = _ATEN_ADAPTIVE_MAX[len(size)]
-    return _maxima(
-        region,
-        lambda x: pool(x, size),
-        pool_backward,
-        windows,
-        input,
-        dims,
-        return_indices if returns_index is None else returns_index,
-    )
+    returns_index = return_indices if returns_index is None else returns_index
+    return _maxima(region, lambda x: pool(x, size), pool_backward, windows, input, dims, returns_index)
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
