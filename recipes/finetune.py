@@ -93,13 +93,13 @@ class FineTuning(Task):
         transformers.logging.set_verbosity_error()
         model = _random_model(settings) if settings.weights is None else _given_model(settings)
         if settings.liger:
-            _take_liger(model, has_fused_loss=settings.trainer == "trainer")
+            take_liger(model, has_fused_loss=settings.trainer == "trainer")
         if settings.weights_4bit:
-            _take_quarters(model)
+            take_quarters(model)
         #: Of DPO: the model before training, when adapters are 0.
         self.reference = copy.deepcopy(model).to(device).requires_grad_(False) if settings.trainer == "dpo" else None
         if settings.method == "lora":
-            model = _with_adapters(model, settings.rank)
+            model = with_adapters(model, settings.rank)
         self.model = model.to(device).train()
         self.steps_per_epoch = max(1, settings.sequences // settings.batch_size)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -287,7 +287,7 @@ def _own_forwards(*models: Any) -> Iterator[None]:
             part.update(own)
 
 
-def _take_liger(model: Any, has_fused_loss: bool) -> None:
+def take_liger(model: Any, has_fused_loss: bool) -> None:
     """Gives a model Liger's kernels, in place."""
     library("triton")
     from recipes.liger import liger
@@ -305,7 +305,7 @@ def _without_scales(layer: nn.Module, state: dict[str, Any], prefix: str, metada
         del state[name]
 
 
-def _take_quarters(model: Any) -> None:
+def take_quarters(model: Any) -> None:
     """Gives a model linear layers of bitsandbytes, whose weights have 4 bits, but for its head; in place."""
     bitsandbytes = library("bitsandbytes")
     for name, layer in list(model.named_modules()):
@@ -359,7 +359,7 @@ def _given_model(settings: FineTuneSettings) -> Any:
     return model
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def with_adapters(model: Any, rank: int) -> Any:
     peft = library("peft")
     kind = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, **kind))
