@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import RECOMPUTE, DitherBackward4bit, LosslessBackward, Policy, StochBackward4bit, StochBackward8bit
-from recipes.liger import liger
+from recipes.liger import liger as interpreted
 from tests.quantizers.subjects import uniform_step
 from tests.trainers.running import VOCABULARY, transformers
 
-liger = liger()
+liger = importlib.import_module("liger_kernel.transformers")
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32},
@@ -118,5 +118,6 @@ def check_model() -> None:
 
 
 if __name__ == "__main__":
+    interpreted()
     for check in sys.argv[1:]:
         globals()[check]()
