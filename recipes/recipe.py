@@ -21,6 +21,8 @@ from recipes.torchvision_ops import declare_missing_ops
 _INSTALL = {
     "segmentation_models_pytorch": "pip install --no-deps segmentation-models-pytorch timm torchvision",
     "torchvision": "pip install --no-deps torchvision",
+    **dict.fromkeys(("bitsandbytes", "datasets", "trl"), "pip install '.[trainers]'"),
+    **dict.fromkeys(("liger_kernel", "triton"), "pip install liger-kernel"),
 }
 #: Whether a value is accepted (None always is), and what to do if it is not.
 Check = tuple[Callable[[Any], bool], str]

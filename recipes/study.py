@@ -10,6 +10,7 @@ are not trained again. Differences are means over pairs, with the ends of their 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import math
 import statistics
@@ -22,7 +23,7 @@ import torch
 from scipy.stats import t as student
 
 from recipes import efficientnetv2, qat
-from recipes.files import read_rows, write_rows
+from recipes.files import read_rows
 from recipes.policies import variant_of
 from recipes.recipe import RecipeError, torch_device
 from recipes.training import Run
@@ -37,12 +38,17 @@ COLUMNS = (
 )
 #: From this many epochs on 10,000 images, a study counts as long.
 _LONG = 10
+#: The fewest pairs of an interval.
+LEAST_PAIRS = 6
 Row = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference over pairs, and half the width of its 95 % interval; NaN for one pair."""
+    """A mean difference over pairs, and half the width of its 95 % interval; NaN for fewer than six pairs.
+
+    Intervals of three pairs are narrow by chance too often to be printed.
+    """
 
     mean: float
     half_width: float
@@ -52,19 +58,19 @@ class Interval:
     def of(cls, differences: Sequence[float], decimals: int) -> Interval:
         """The interval of paired differences.
 
-        >>> str(Interval.of([1.0, 2.0, 3.0], 2))
-        '+2.00 [-0.48, 4.48]'
+        >>> str(Interval.of([1.0, 2.0, 3.0], 2)), str(Interval.of([1.0, 2.0, 3.0] * 2, 2))
+        ('+2.00', '+2.00 [1.06, 2.94]')
         """
         count = len(differences)
-        if count < 2:
-            return cls(differences[0], math.nan, decimals)
+        if count < LEAST_PAIRS:
+            return cls(statistics.fmean(differences), math.nan, decimals)
         width = float(student.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
         return cls(statistics.fmean(differences), width, decimals)
 
     def __str__(self) -> str:
         mean = f"{self.mean:+.{self.decimals}f}"
         if math.isnan(self.half_width):
-            return f"{mean} (one pair)"
+            return mean
         low, high = (f"{self.mean + half:.{self.decimals}f}" for half in (-self.half_width, self.half_width))
         return f"{mean} [{low}, {high}]"
 
@@ -89,7 +95,7 @@ class Comparison:
         """The kind and the policy, for a table."""
         _, recipe, epochs, size, settings = self.kind
         words = {"efficientnetv2": "EfficientNetV2 nano", "qat": "the same at W4A4"}.get(recipe, recipe)
-        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), f"`{self.policy}`"
+        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), self.policy
 
 
 def comparisons(rows: Iterable[Mapping[str, str]]) -> list[Comparison]:
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kind = (options.dataset, options.recipe, str(options.epochs), str(options.train_size or ""), "")
                 if (*kind, policy, str(seed)) not in done:
                     rows.append(train(options.recipe, policy, seed, options))
-                    write_rows(options.csv, COLUMNS, rows)
+                    _append(options.csv, rows[-1])
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -174,6 +180,15 @@ def read(path: Path) -> list[Row]:
     if rows and tuple(rows[0]) != COLUMNS:
         raise RecipeError(f"--csv {path} has the columns {', '.join(rows[0])}; studies have {', '.join(COLUMNS)}")
     return rows
+
+
+def _append(path: Path, row: Row) -> None:
+    """Appends a row, beside those of other processes."""
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerow(row)
 
 
 if __name__ == "__main__":
