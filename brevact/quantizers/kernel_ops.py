@@ -24,12 +24,12 @@ from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.reference import (
     ROUNDS,
+    by_groups,
     calibrate,
     chunks,
     element_bits,
     group_index,
     group_ranges,
-    group_zeros,
     pack_chunk,
     parts_of_steps,
     philox4x32,
@@ -328,10 +328,10 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Te
     elements that are not finite, and whether an element is 0.
     """
     refuse_wrapped(flat)
-    low, high, missing = group_ranges(flat, geometry)
+    low, high, missing, zeros = group_ranges(flat, geometry)
     empty = low > high
     low, high = ((end + 0.0).masked_fill(empty, float("nan")) for end in (low, high))
-    return low, high, missing, group_zeros(flat, geometry)
+    return low, high, missing, zeros
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
@@ -343,13 +343,13 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
     """
     refuse_wrapped(flat)
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
-    for start, stop, _ in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        z = (flat[start:stop].float() - offset[group]) * inverse[group]
+    for groups, part, low, factor in by_groups(flat, geometry, offset, inverse):
+        z = (part.float() - low) * factor
         r = z.abs().round().clamp(max=LARGEST_UNIT).nan_to_num(nan=0.0).to(torch.int64)
-        negative, positive = (z < 0) & z.isfinite(), (z > 0) & z.isfinite()
-        columns = [part for side in (negative, positive) for part in (side.to(torch.int64), r * side, r * r * side)]
-        sums.index_add_(0, group, torch.stack(columns, 1))
+        for first, side in enumerate(((z < 0) & z.isfinite(), (z > 0) & z.isfinite())):
+            units = r * side
+            columns = [each.sum((0, 2)) for each in (side, units, units * units)]
+            sums[groups, 3 * first : 3 * first + 3] += torch.stack(columns, 1)
     return sums
 
 
