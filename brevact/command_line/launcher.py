@@ -20,8 +20,8 @@ from brevact.heap import is_left_alone
 #: Libraries by their command-line names, best first.
 ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
 _FIX = (
-    "pip install '.[run]' in a checkout of brevact, which has mimalloc for Linux, or the system's package, such as "
-    "libmimalloc2.0; or --allocator PATH, a shared library; or --allocator none"
+    "pip install cmeel-mimalloc, which has mimalloc for Linux, or the system's package, such as libmimalloc2.0; "
+    "or --allocator PATH, a shared library; or --allocator none"
 )
 
 

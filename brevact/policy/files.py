@@ -2,7 +2,7 @@
 
 A file holds the package's version, rules in their order, and the layers that a fitted policy is for:
 
-    {"brevact": "0.1.0",
+    {"brevact": "0.2.0",
      "rules": [{"types": ["torch.nn.LayerNorm"], "quantizer": "StochBackward4bit", "settings": {"bucket_size": 128}},
                {"name": "*", "quantizer": "StochBackward2bit"}]}
 

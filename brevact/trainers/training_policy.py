@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -28,8 +29,8 @@ from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.gradients import gradient_report
-from brevact.reports.in_place import kept_random_state
-from brevact.reports.memory import memory_of
+from brevact.reports.in_place import is_compiled, kept_random_state
+from brevact.reports.memory import memory_of, report_of_graphs
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB
@@ -105,12 +106,26 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_to_fit(model: nn.Module) -> None:
-    """Raise a ValueError for SyncBatchNorm in a distributed run: a single process cannot measure it."""
-    if has_others() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "
-            'one process, save it with policy.save("policy.json"), and pass "policy.json"'
-        )
+    """Raise a ValueError for a model whose forward pass needs all processes: a single one cannot measure it."""
+    if not has_others():
+        return
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        needs = "SyncBatchNorm"
+    elif is_sharded(model):
+        needs = "a model with sharded parameters"
+    else:
+        return
+    raise ValueError(
+        f"policy: a budget is fitted in one process, where {needs} waits for the others; fit it in a run of "
+        'one process, save it with policy.save("policy.json"), and pass "policy.json"'
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a process has parts of a model's parameters: by FSDP, tensor parallelism or DeepSpeed's ZeRO-3."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")  # None if never imported
+    kinds = () if tensor is None else (tensor.DTensor,)
+    return any(isinstance(x, kinds) or hasattr(x, "_is_flat_param") or hasattr(x, "ds_id") for x in model.parameters())
 
 
 def _generators_of(loader: Any) -> Iterator[torch.Generator]:
@@ -280,6 +295,8 @@ class TrainingPolicy:
         self._steps = 0
         self._noise: float | None = None
         self._schedule: MixSchedule | None = None
+        self._compiled: nn.Module | None = None
+        self._has_graphs = False  # whether `memory` is of compiled graphs
         #: The object that moves bits between layers in this run, or None.
         self.adaptive: Adaptive | None = None
 
@@ -292,6 +309,7 @@ class TrainingPolicy:
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
         progress: bool = True,
+        compiled: nn.Module | None = None,
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
@@ -306,6 +324,7 @@ class TrainingPolicy:
             steps: number of steps of the run, for a schedule without ``steps``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
             progress: whether fitting a budget shows a bar.
+            compiled: ``torch.compile(model)``, if the loop calls that: the saved bytes are those of its graphs.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
@@ -325,6 +344,7 @@ class TrainingPolicy:
             )
         _owners[model] = weakref.ref(self)
         self._model, self._loss, self._ended = model, loss, None
+        self._compiled = model if is_compiled(model) else compiled
         try:
             with kept_random_state():
                 self._start(model, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
@@ -363,10 +383,24 @@ class TrainingPolicy:
         if self._batches and (self._measures_memory or self._adapt_every):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            if self._adapt_every or not self._measure_graphs():
+                self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            assert self.memory is not None
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)
+            self._measure_graphs()
+
+    def _measure_graphs(self) -> bool:
+        """Measure the bytes that the run's compiled graphs save, if it has graphs."""
+        if self._compiled is not None and self._measures_memory:
+            loss, batch = self._loss, self._batches[0]
+            assert loss is not None
+            found = report_of_graphs(self._compiled, lambda model: loss(model, batch))
+            if found.rows:
+                self.memory, self._has_graphs = found, True
+                return True
+        return False
 
     def _adapt(self, model: nn.Module, every: int) -> None:
         """Adapt widths to the layers' sensitivities, at the measured bytes."""
@@ -423,7 +457,10 @@ class TrainingPolicy:
         with kept_random_state():
             self._steps += 1
             if self.adaptive is not None:
+                before = self.adaptive.bit_widths
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
+                if self.adaptive.bit_widths != before:
+                    self._measure_graphs()
             if self._schedule is not None:
                 self._schedule.step()
             if self._noise_every is not None and self._steps % self._noise_every == 0:
@@ -446,7 +483,8 @@ class TrainingPolicy:
             found["brevact/noise"] = self.fitted.report.noise
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
-            found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
+            if not self._has_graphs:
+                found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
             found["brevact/bit_width"] = sum(widths) / len(widths)
         if self._noise is not None:
             found["brevact/noise"] = self._noise
@@ -521,3 +559,5 @@ class TrainingPolicy:
         for name, part in (("adaptive", self.adaptive), ("mix_schedule", self._schedule)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+        if self.adaptive is not None:
+            self._measure_graphs()
