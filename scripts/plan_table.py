@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import csv
 
-from brevact.command_line.model_sizes import configuration
-from brevact.command_line.plan import GIB, Training, most, on_the_meta_device
+from brevact.command_line.plan import GIB, Training, configuration, most, on_the_meta_device
 from recipes.torchvision_ops import declare_missing_ops
 from scripts.figures import DOCS
 

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd.running import is_distributed
 from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, kept_on_error, plan_of
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, plan_of
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
@@ -28,7 +28,7 @@ from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import tensors_of
 from brevact.reports.gradient_noise import Loss, as_it_was, check_loss, gradients, squared_distance
-from brevact.reports.in_place import in_place
+from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
@@ -262,8 +262,12 @@ class Adaptive:
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
-        with kept_on_error(self._model):
+        before = ModelBefore(self._model)
+        try:
             self._start(batch, ratio, bit_width, samples)
+        except BaseException:
+            before.restore()
+            raise
 
     def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
         if not has_policy(self._model):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.reference import moved_seed, seed_value
-from brevact.reports.in_place import ModelBefore, in_place
+from brevact.reports.in_place import in_place
 from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory
 
@@ -53,12 +52,7 @@ def has_width(settings: BackwardSettings | None) -> bool:
 
 
 class LayerWidths:
-    """The regions of a model's policy whose widths may change, by module name.
-
-    Each module gets its own region, with the settings of the region around it. Settings of one kind and width are one
-    object, so that a run makes no more of them than there are widths. With `weights`, bucketed quantizers have a width
-    per sample, with these factors.
-    """
+    """The regions of a model's policy whose widths may change, by module name."""
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
         self.model = model
@@ -84,17 +78,6 @@ class LayerWidths:
             return stored_ops(self.model, run)
 
 
-@contextmanager
-def kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore a model, with its policy or without one, if the block fails."""
-    before = ModelBefore(model)
-    try:
-        yield
-    except BaseException:
-        before.restore()
-        raise
-
-
 class Group(NamedTuple):
     """Layers with one width, since they pack the same tensors or derive from each other's."""
 
@@ -103,15 +86,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Layers, groups and bytes from which to choose widths.
-
-    Args:
-        layers: layers to set.
-        groups: groups of layers with one width.
-        groups_of: indices of the groups whose least width a layer gets: its own group, or for a layer that packs
-            nothing, the groups from which it derives, or all. With more bits, it would pack its own tensor.
-        uniform_bytes: total bytes, by the width of all layers.
-    """
+    """Layers, groups and bytes from which to choose widths."""
 
     layers: LayerWidths
     groups: tuple[Group, ...]

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from brevact.command_line.doctor import doctor
 from brevact.command_line.launcher import ALLOCATORS, run
 from brevact.command_line.model_report import report
-from brevact.command_line.model_sizes import names
-from brevact.command_line.plan import plan
+from brevact.command_line.plan import names, plan
 from brevact.version import __version__
 
 _DESCRIPTION = "Train PyTorch and Brevitas models with a fraction of the activation memory."

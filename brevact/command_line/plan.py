@@ -7,24 +7,186 @@ blocks keep what the second one keeps.
 from __future__ import annotations
 
 import argparse
+import copy
+import difflib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.command_line.meta_step import Allocated, as_on_a_gpu, bytes_of_step, without_launches
-from brevact.command_line.model_sizes import configuration
 from brevact.policy.attach import quantize_backward, region_of_step
 from brevact.policy.presets import DEFAULT, RECOMPUTE
 from brevact.policy.text import budget_of
+from brevact.private_names.of_torch import DispatchMode, flash_attention, tree_leaves
 from brevact.tables import text_table
+
+#: Figures of config.json by the model's name on huggingface.co, where each stands in the file of that name.
+SIZES: dict[str, dict[str, Any]] = {
+    "meta-llama/Meta-Llama-3-8B": {
+        **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+    "mistralai/Mistral-7B-v0.3": {
+        **{"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
+    },
+    "Qwen/Qwen3-8B": {
+        **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288},
+        **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "Qwen/Qwen3-32B": {
+        **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600},
+        **{"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+    },
+    "google/gemma-3-1b-pt": {
+        **{"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912},
+        **{"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
+    },
+    "google/gemma-3-4b-pt": {
+        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240},
+        **{"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    },
+    "google/gemma-3-12b-pt": {
+        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360},
+        **{"num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
+    },
+    "google/gemma-3-27b-pt": {
+        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504},
+        **{"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128},
+    },
+}
+
+
+def configuration(name: str) -> Any:
+    """Return the configuration of a text model: of the table, of a path, or of a name in the local cache."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"MODEL {name}: transformers makes it; pip install transformers") from error
+    found = _named(name)
+    if found is not None:
+        figures = dict(SIZES[found])
+        return transformers.AutoConfig.for_model(figures.pop("model_type"), **figures)
+    try:
+        given = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        text = copy.deepcopy(given.get_text_config(decoder=True))
+        assert text.num_hidden_layers >= 1
+    except (OSError, ValueError, KeyError, AttributeError, AssertionError) as error:
+        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.6)
+        raise ValueError(
+            f"MODEL {name}: {'no such file' if '.' in Path(name).name and '/' in name else 'not known'}"
+            f"{f'; nearest: {near[0]}' if near else ''}. Accepted are {', '.join(names())}; the path of a "
+            "config.json of a language model, or of its folder; and the name of a model in the local cache of "
+            "huggingface.co (nothing is downloaded)"
+        ) from error
+    return text
+
+
+def names() -> dict[str, str]:
+    """Return the full names by the last part of each."""
+    return {name.rpartition("/")[2]: name for name in SIZES}
+
+
+def _named(name: str) -> str | None:
+    small = {key.lower(): full for short, full in names().items() for key in (short, full)}
+    return small.get(name.lower()) if not Path(name).exists() else None
+
+
+class Allocated(NamedTuple):
+    """Bytes of tensors above those at the start of a step: at the end of its forward pass, and at its peak."""
+
+    kept: int
+    peak: int
+
+
+class _Live(DispatchMode):
+    """Counts the bytes of living storages that ops make."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._storages: dict[int, Any] = {x.untyped_storage()._cdata: x for x in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._count(storage, storage._cdata, storage.nbytes())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, key: int, nbytes: int) -> None:
+        def end(_: object) -> None:
+            self.now -= nbytes
+            del self._storages[key]
+
+        self._storages[key] = weakref.ref(storage, end)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module) -> Allocated:
+    """Count the bytes that a step on the meta device allocates; gradients of parameters exist before it."""
+    weights = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    gradients = [x.grad for x in weights if x.grad is not None]
+    with _Live([*weights, *gradients]) as live:
+        result = loss()
+        kept = live.now
+        result.backward()
+    return Allocated(kept, live.most)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    out: Tensor = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let attention of meta tensors run as the GPU's flash kernel, and values that losses read be 1."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
+    library.impl("item", lambda x: 1, "AutogradMeta")
+    library.impl("equal", lambda x, y: True, "Meta")  # whether a loss's gradient is 1
+    try:
+        yield
+    finally:
+        del library
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Let Triton's kernels do nothing."""
+    from brevact.private_names.of_triton import kernel_interface
+
+    launch = kernel_interface.__getitem__
+    kernel_interface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        kernel_interface.__getitem__ = launch
+
 
 GIB = 2**30
 #: Ways to train, and the policy of each.

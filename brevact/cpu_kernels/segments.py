@@ -41,7 +41,7 @@ from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
-from brevact.cpu_kernels.uniform import decoded, is_plain
+from brevact.cpu_kernels.uniform import decoded
 from brevact.geometry import Place, Segments, UniformPlan
 
 REGISTER = 16
@@ -77,9 +77,6 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
         m, s = read_metadata(minimum, minimum_kind, bucket), read_metadata(scale, scale_kind, bucket)
         if load(table, UNEVEN) != 0 and is_flagged(s):
             uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
-        elif is_plain(m, s, top, limit):
-            for q in range(REGISTER):
-                store(levels, q, m + s * np.float32(np.int32(q)))
         else:
             for q in range(REGISTER):
                 store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))

@@ -323,7 +323,7 @@ class KnownQuantizer:
         self.tree = Tree.of(module)
         is_fused = type(module) is bv.FusedActivationQuantProxy
         quant: Any = module.tensor_quant if is_fused else module
-        self._quant = weakref.ref(quant)  # `_known` must not keep quantizers and their weights alive
+        self._quant: Any = weakref.ref(quant)  # `_known` must not keep quantizers and their weights alive
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
         self.is_known = _is_known(quant) and (not is_fused or _is_known_before(module.activation_impl, quant))
         self.reads_weight = self.is_known and _reads_weight(quant.scaling_impl)
@@ -336,14 +336,9 @@ class KnownQuantizer:
         self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
         self._width: tuple[Any, Tensor, Integers | None] | None = None
 
-    @property
-    def quant(self) -> Any:
-        """The quantizer, kept alive by the caller."""
-        return self._quant()
-
     def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
         """Return the modules' results: values, scale, zero point, bit width; NotImplemented for other modules."""
-        quant = self.quant
+        quant = self._quant()
         if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
@@ -424,8 +419,8 @@ class KnownQuantizer:
             value = None if bit_width.is_meta else number_of(bit_width)
             key = value, bit_width.dtype, bit_width.device
             if self._width is None or self._width[0] != key:
-                integers = integers_of(self.quant.int_quant, bit_width)
-                self._width = key, self.quant.int_scaling_impl(bit_width), integers
+                integers = integers_of(self._quant().int_quant, bit_width)
+                self._width = key, self._quant().int_scaling_impl(bit_width), integers
         _, threshold, integers = self._width
         return threshold, integers
 

@@ -16,6 +16,8 @@ same in all ops:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,12 @@ from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.reference import (
     ROUNDS,
+    by_groups,
     calibrate,
     chunks,
     element_bits,
     group_index,
     group_ranges,
-    group_zeros,
     pack_chunk,
     parts_of_steps,
     philox4x32,
@@ -101,28 +103,28 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale, has_zero = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
+    top = (1 << geometry.bit_width) - 1
+    steps = torch.empty_like(flat, dtype=torch.float32)
+    for (groups, part), (_, own) in zip(by_groups(flat, geometry), by_groups(steps, geometry), strict=True):
+        own.copy_(_positions(part.float(), (groups, None), minimum, scale, top))
     shift = None
     if plan.dithered and key is not None:
-        shift = _shifts(flat, geometry, minimum, scale, key).masked_fill(has_zero, float("nan"))
-    own_steps = _uneven_positions(flat, plan, minimum, scale, shift) if plan.uneven else None
+        shift = _shifts(steps, geometry, scale, key).masked_fill(has_zero, float("nan"))
+    uneven_steps = _uneven_positions(flat, plan, minimum, scale, shift) if plan.uneven else None
     for start, values in ((plan.minimum_at, _shifted(minimum, scale, shift)), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw
-    top = (1 << geometry.bit_width) - 1
+    for _, own, u in by_groups(steps, geometry, shift) if shift is not None else ():
+        own.copy_(torch.where(u.isnan(), own, (own + u).clamp(0.0, float(top)).round()))
+    if uneven_steps is not None:
+        steps = torch.where(uneven_steps < 0, steps, uneven_steps)
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        steps = _positions(flat[start:stop].float(), group, minimum, scale, top)
-        if shift is not None:
-            u = shift[group]
-            steps = torch.where(u.isnan(), steps, (steps + u).clamp(0.0, float(top)).round())
-        if own_steps is not None:
-            steps = torch.where(own_steps[start:stop] < 0, steps, own_steps[start:stop])
         bits = None if key is None else element_bits(start, stop, columns, key)
-        chunk = round_codes(steps, bits).clamp(max=top)
+        chunk = round_codes(steps[start:stop], bits).clamp(max=top)
         pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, buffer)
 
 
-def _positions(z: Tensor, group: Tensor, minimum: Tensor, scale: Tensor, top: int) -> Tensor:
+def _positions(z: Tensor, group: Any, minimum: Tensor, scale: Tensor, top: int) -> Tensor:
     """Positions of elements on the grids of their groups, in [0, top]; 0 in constant and empty groups."""
     base, step, flagged = minimum.float()[group], scale.float().abs()[group], torch.signbit(scale)[group]
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
@@ -132,16 +134,13 @@ def _positions(z: Tensor, group: Tensor, minimum: Tensor, scale: Tensor, top: in
     return steps.masked_fill(inverse == 0, 0.0).masked_fill(flagged & ~z.isfinite(), float(top))
 
 
-def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, key: Tensor) -> Tensor:
+def _shifts(steps: Tensor, geometry: Geometry, scale: Tensor, key: Tensor) -> Tensor:
     """(G,) float32 shifts of groups, NaN of those that round stochastically."""
-    sums = torch.zeros(4, geometry.groups, dtype=torch.int64, device=flat.device)
-    top = (1 << geometry.bit_width) - 1
-    for start, stop, _ in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        steps = _positions(flat[start:stop].float(), group, minimum, scale, top)
-        part = parts_of_steps(steps)
+    sums = torch.zeros(4, geometry.groups, dtype=torch.int64, device=steps.device)
+    for groups, own in by_groups(steps, geometry):
+        part = parts_of_steps(own)
         counts = part * (256 - part), part >> 7 & 1, part + 64 >> 7 & 1, torch.ones_like(part)
-        sums.index_add_(1, group, torch.stack(counts))
+        sums[:, groups] += torch.stack([each.sum((0, 2)) for each in counts])
     is_shifted = spreads(*sums) & ~torch.signbit(scale)
     return shifts(key, geometry.groups).masked_fill(~is_shifted, float("nan"))
 
@@ -181,17 +180,17 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
     In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
     for all other elements, m is moved to the middle, m + |s| / 2.
     """
-    geometry = plan.geometry
+    geometry, bit_width = plan.geometry, plan.geometry.bit_width
     flat = flat_memory(target, geometry.numel)
-    factor = None if other is None else flat_memory(other, geometry.numel)
-    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, buffer.device)
-        q = unpack_chunk(buffer, geometry.bit_width, start, stop, columns, geometry.block_size)
-        y = _decoded(q, group, buffer, plan, flat.dtype)
-        flat[start:stop] = y if factor is None else y * factor[start:stop]
+    factor = flat if other is None else flat_memory(other, geometry.numel)
+    codes = reference.unpack(plan.split(buffer)[0], bit_width, geometry.numel, geometry.block_size)
+    pieces = zip(*(by_groups(each, geometry) for each in (codes, factor, flat)), strict=True)
+    for (groups, q), (_, by), (_, out) in pieces:
+        y = _decoded(q, (groups, None), buffer, plan, flat.dtype)
+        out.copy_(y if other is None else y * by)
 
 
-def _decoded(q: Tensor, group: Tensor, buffer: Tensor, plan: UniformPlan, dtype: torch.dtype) -> Tensor:
+def _decoded(q: Tensor, group: Any, buffer: Tensor, plan: UniformPlan, dtype: torch.dtype) -> Tensor:
     """Values of codes in groups, of shapes that broadcast; see `dequantize_uniform`."""
     _, minimum, scale = plan.split(buffer)
     base, step, flagged = minimum[group].float(), scale[group].float().abs(), torch.signbit(scale[group])
@@ -328,10 +327,10 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Te
     elements that are not finite, and whether an element is 0.
     """
     refuse_wrapped(flat)
-    low, high, missing = group_ranges(flat, geometry)
+    low, high, missing, zeros = group_ranges(flat, geometry)
     empty = low > high
     low, high = ((end + 0.0).masked_fill(empty, float("nan")) for end in (low, high))
-    return low, high, missing, group_zeros(flat, geometry)
+    return low, high, missing, zeros
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
@@ -343,13 +342,13 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
     """
     refuse_wrapped(flat)
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
-    for start, stop, _ in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        z = (flat[start:stop].float() - offset[group]) * inverse[group]
+    for groups, part, low, factor in by_groups(flat, geometry, offset, inverse):
+        z = (part.float() - low) * factor
         r = z.abs().round().clamp(max=LARGEST_UNIT).nan_to_num(nan=0.0).to(torch.int64)
-        negative, positive = (z < 0) & z.isfinite(), (z > 0) & z.isfinite()
-        columns = [part for side in (negative, positive) for part in (side.to(torch.int64), r * side, r * r * side)]
-        sums.index_add_(0, group, torch.stack(columns, 1))
+        for first, side in enumerate(((z < 0) & z.isfinite(), (z > 0) & z.isfinite())):
+            units = r * side
+            columns = [each.sum((0, 2)) for each in (side, units, units * units)]
+            sums[groups, 3 * first : 3 * first + 3] += torch.stack(columns, 1)
     return sums
 
 

@@ -155,13 +155,6 @@ class NormalizedPlan(NamedTuple):
     >>> kernel_ops.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
     >>> bool((plan.dequantize_centred(buffer, invstd) - x).abs().max() < 0.05)
     True
-
-    Args:
-        spec: Of the packed normalized values, in float32.
-        plan: The same for the kernel ops.
-        place: Which statistics are whose.
-        layout: Of the tensors.
-        order: Of the dimensions of the statistics in the tensors' memory order; None if they lie in it.
     """
 
     spec: PackedSpec[UniformQuantizer]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, PackedActivation, PackedSpec, Part
-from brevact.quantizers.reference import seed_value
+from brevact.quantizers.reference import by_groups, seed_value
 from brevact.quantizers.rounding import Rounding
 
 
@@ -155,7 +154,7 @@ def _to_levels(flat: Tensor, geometry: Geometry, grid: Grid) -> Tensor:
     if grid.offset is None and grid.scale is None:
         return flat
     z, most = flat.to(torch.float32, copy=True), torch.finfo(torch.float32).max
-    for part, offset, inverse in _by_group(z, geometry, grid.offset, grid.inverse):
+    for _, part, offset, inverse in by_groups(z, geometry, grid.offset, grid.inverse):
         if offset is not None:
             part.sub_(offset)
         if inverse is not None:
@@ -167,21 +166,8 @@ def _to_levels(flat: Tensor, geometry: Geometry, grid: Grid) -> Tensor:
 
 def _from_levels(values: Tensor, geometry: Geometry, grid: Grid) -> None:
     """x = offset + |scale| * level in place; NaN for the last level of flagged groups."""
-    for part, offset, scale in _by_group(values, geometry, grid.offset, grid.scale):
+    for _, part, offset, scale in by_groups(values, geometry, grid.offset, grid.scale):
         if scale is not None:
             part.masked_fill_((part == grid.levels[0, -1]) & torch.signbit(scale), torch.nan).mul_(scale.abs())
         if offset is not None:
             part.add_(offset)
-
-
-def _by_group(x: Tensor, geometry: Geometry, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Views of (n,) elements with one group along an axis, and beside each the groups' (G,) values as (G, 1)."""
-    columns = [None if value is None else value[:, None] for value in values]
-    if not geometry.one_run:
-        yield x.view(-1, geometry.groups, geometry.inner), *columns
-        return
-    whole = x.numel() // geometry.inner
-    for groups, run in ((slice(whole), x[: whole * geometry.inner]), (slice(whole, None), x[whole * geometry.inner :])):
-        if run.numel():
-            width = min(run.numel(), geometry.inner)
-            yield run.view(-1, width), *(None if value is None else value[groups] for value in columns)

@@ -6,7 +6,9 @@ order) and float arithmetic is float32 with one rounding an operation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,8 +144,8 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     A group with an element that is exactly 0 has a level there: see `aligned`. At 1 bit there is none where elements
     have both signs; a flagged group of 1 bit, in which one code is left, gets m = s = 0.
     """
-    low, high, missing = group_ranges(flat, geometry)
-    flagged, empty, has_zero = missing > 0, low > high, group_zeros(flat, geometry)
+    low, high, missing, has_zero = group_ranges(flat, geometry)
+    flagged, empty = missing > 0, low > high
     low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
     top = (1 << geometry.bit_width) - 1
     is_aligned = has_zero & (low < 0.0) & ((high <= 0.0) | (top > 1))
@@ -299,29 +301,31 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
     return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
 
 
-def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """(G,) float32 ends of finite values, infinity and -infinity without any, and int64 numbers of other elements."""
-    flat = flat.float()
-    if not geometry.one_run:
-        return finite_range(flat.view(-1, geometry.groups, geometry.inner), (0, 2))
-    low, high, missing = (
-        torch.cat(parts) for parts in zip(*(finite_range(run, 1) for run in _runs(flat, geometry)), strict=True)
-    )
-    return low, high, missing
+def by_groups(flat: Tensor, geometry: Geometry, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """(groups, elements, values) of pieces: which groups, (repeats, groups, inner) views, their (groups, 1) values."""
+    inner = geometry.inner
+    if geometry.one_run:
+        step, whole = max(_CHUNK // inner, 1), flat.numel() // inner
+        ends = [*range(0, max(whole, 1), step), whole]  # nothing is one piece, without groups
+        pieces = [(slice(a, b), flat[a * inner : b * inner].view(1, b - a, inner)) for a, b in itertools.pairwise(ends)]
+        if flat.numel() % inner:
+            pieces.append((slice(whole, None), flat[whole * inner :].view(1, 1, -1)))
+    else:
+        repeats = flat.view(-1, geometry.groups, inner).split(max(_CHUNK // (inner * geometry.groups), 1))
+        pieces = [(slice(None), part) for part in repeats]
+    for groups, part in pieces:
+        yield groups, part, *(None if each is None else each[groups, None] for each in values)
 
 
-def group_zeros(flat: Tensor, geometry: Geometry) -> Tensor:
-    is_zero = flat.float() == 0
-    if not geometry.one_run:
-        return is_zero.view(-1, geometry.groups, geometry.inner).any(2).any(0)
-    return torch.cat([run.any(1) for run in _runs(is_zero, geometry)])
-
-
-def _runs(flat: Tensor, geometry: Geometry) -> list[Tensor]:
-    """Whole groups as rows, and the ragged last one; rows of nothing for an empty tensor."""
-    whole = geometry.numel // geometry.inner * geometry.inner
-    rows, last = flat[:whole].view(-1, geometry.inner), flat[whole:].view(1, -1)
-    return [rows, last] if last.numel() else [rows]
+def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(G,) float32 ends of finite values (infinity and -infinity without any), int64 numbers of others, any zeros."""
+    parts = [part.float() for _, part in by_groups(flat, geometry)]
+    found = zip(*((*finite_range(part, (0, 2)), (part == 0).any(2).any(0)) for part in parts), strict=True)
+    if geometry.one_run:
+        low, high, missing, zeros = map(torch.cat, found)
+        return low, high, missing, zeros
+    low, high, missing, zeros = map(torch.stack, found)
+    return low.amin(0), high.amax(0), missing.sum(0), zeros.any(0)
 
 
 def finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,14 +51,6 @@ class Program:
 
     Triton finds the compiled kernel by inspecting each argument, in Python, and queries the driver about each pointer:
     many times the work of the launch. A program finds it by the types of its tensors and by their alignment.
-
-    Args:
-        kernel: Made by `triton.jit`.
-        grid: Programs of the GPU.
-        threads: Of a program of the GPU.
-        registers: The most of a thread, where CUDA's assembler chooses them; None for as many as it likes.
-        values: Numbers by parameter, constants by parameter in capitals, and the `Part` of a buffer that a pointer
-            reads or writes; other pointers are those of whole tensors. The kernel may lack some of them.
     """
 
     __slots__ = (

@@ -10,9 +10,7 @@ import torch
 
 import brevact
 from brevact.command_line.main import main
-from brevact.command_line.meta_step import as_on_a_gpu
-from brevact.command_line.model_sizes import configuration
-from brevact.command_line.plan import GIB, WAYS, Training
+from brevact.command_line.plan import GIB, WAYS, Training, as_on_a_gpu, configuration
 
 transformers = pytest.importorskip("transformers")
 BATCH, SEQUENCE, BLOCKS = 2, 256, 8

@@ -139,14 +139,6 @@ class DrawnMix(Quantizer):
 
     Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next
     multiple of 4; a mask of one bit a bucket, set where it is high. The ragged last bucket is one as well.
-
-    Args:
-        low: Quantizer of most buckets.
-        high: Quantizer of the others.
-        numel: Elements of the tensors.
-        size: Elements of a bucket.
-        high_count: How many full buckets are high.
-        high_tail: Whether the ragged last bucket is.
     """
 
     low: BucketQuantizer
