@@ -178,7 +178,7 @@ def _optional() -> Iterator[Finding]:
         try:
             importlib.import_module("torchvision")
         except (RuntimeError, OSError, ImportError) as error:
-            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", TORCHVISION)
+            yield Finding(NOTE, f"torchvision does not import ({error}), nor do models of transformers", TORCHVISION)
 
 
 #: Quantizers whose kernels differ, by name.
@@ -197,7 +197,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernels_of(device: torch.device) -> str | None:
-    """Return the name of the kernels' compiler on a device; None if plain torch runs."""
     if kernels_for((torch.zeros(64, device=device),)) is None:
         return None
     return "Numba" if device.type == "cpu" else "Triton"
@@ -221,7 +220,6 @@ def _written(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_without_kernels(run: Callable[[], tuple[Tensor, ...]]) -> bool:
-    """Return whether a function returns the same bytes with kernels and without."""
     found = run()
     with without_kernels():
         expected = run()

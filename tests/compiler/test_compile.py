@@ -14,6 +14,8 @@ from tests.autograd.measuring import watch_saved
 
 X = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
 MIB = 2**20
+#: Lossy policies let other compilers than Inductor decompose ops as Inductor does.
+DECOMPOSED = "aot_eager_decomp_partition"
 
 
 def perceptron(blocks: int = 3) -> nn.Sequential:
@@ -109,12 +111,24 @@ def test_a_part_saves_less_and_computes_again():
         assert float((gradient - exact).norm() / exact.norm()) < 10 / 255
 
 
-@pytest.mark.parametrize("budget", ["10x", "25x", "0.3MiB", "10000x"])  # the last computes all layers again
-def test_bytes_and_ratios_hold(budget):
-    plain, _ = kept(torch.compile(perceptron(), backend="aot_eager"))
-    nbytes, _ = kept(compiled(perceptron(), budget=budget))
-    ratio = float(budget[:-1]) if budget.endswith("x") else 0
-    assert nbytes <= (plain / ratio if ratio else float(budget[:-3]) * MIB)
+@pytest.mark.parametrize("budget", ["10x", "15x", "30x", "100x", "0.3MiB"])
+def test_bytes_and_ratios_are_used(budget):
+    """At 8 bits, the largest tensor of this model takes 1 to 23 % of these."""
+    plain, _ = kept(torch.compile(perceptron(10), backend=DECOMPOSED))
+    nbytes, _ = kept(compiled(perceptron(10), budget=budget))
+    limit = plain / float(budget[:-1]) if budget.endswith("x") else float(budget[:-3]) * MIB
+    assert 0.85 * limit <= nbytes <= limit
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [brevact.StochBackward8bit.let(bit_width=16), brevact.L4Backward, brevact.WeibullBackward3bit],
+    ids=["16 bits", "normalized", "Weibull"],
+)
+def test_formats_and_bits_within_a_budget(policy):
+    """Bits above 8 are lowered where computing layers again does not suffice; formats without 8 bits become uniform."""
+    plain, _ = kept(torch.compile(perceptron(), backend=DECOMPOSED))
+    assert kept(compiled(perceptron(), policy=policy, budget="60x"))[0] <= plain / 60
 
 
 @pytest.mark.parametrize("source", [brevact.StochBackward8bit.let(bit_width=16), brevact.LosslessBackward])

@@ -174,7 +174,7 @@ class Ways(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool1d(self.norm(self.linear(x).relu()), 2, 1, 1)[..., :64]
-        return self.head(x.logsumexp(1, keepdim=True) * x[:, :1].sqrt())
+        return self.head(x.cumprod(1)[:, -1:] * x[:, :1].sqrt())
 
 
 def test_ops_say_how_each_tensor_is_stored_and_why():
@@ -188,7 +188,7 @@ def test_ops_say_how_each_tensor_is_stored_and_why():
         ("norm", "layer_norm", "packed", ""),
         ("norm", "layer_norm", "exact", storage_report.NEEDED),
         ("", "max_pool1d", "exact", storage_report.NEEDED),
-        ("", "logsumexp", "exact", storage_report.NOT_NOISE),
+        ("", "cumprod", "exact", storage_report.NOT_NOISE),
         ("", "sqrt", "exact", storage_report.NOT_NOISE),
         ("", "mul", "full precision", storage_report.SMALL),
         ("head", "linear", "full precision", storage_report.NO_QUANTIZER),

@@ -213,7 +213,7 @@ def _transposed(
 
 
 STORED = Stored(
-    "convolution, transposed convolution", "the input, packed; the weight as it is", "input exact, weight unbiased"
+    "convolution, transposed convolution", "the input, packed; the weight unpacked", "input exact, weight unbiased"
 )
 
 

@@ -310,7 +310,7 @@ OPS: tuple[Op, ...] = (
         _handler(_cross_entropy),
         Stored(
             "cross-entropy",
-            "the probabilities, packed; targets that are indices as they are, those made in the step in the smallest "
+            "the probabilities, packed; index targets unpacked, those made in the step in the smallest "
             "integers; others packed",
             UNBIASED,
         ),
@@ -320,7 +320,7 @@ OPS: tuple[Op, ...] = (
         (F.nll_loss,),
         _handler(_negative_log_likelihood),
         Stored(
-            "negative log-likelihood", "the targets as they are, those made in the step in the smallest integers", EXACT
+            "negative log-likelihood", "the targets unpacked, those made in the step in the smallest integers", EXACT
         ),
         is_bit_exact=False,
     ),

@@ -317,7 +317,7 @@ def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: 
 
 _STORED = Stored(
     "batch, layer, group, instance and RMS norm",
-    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations as they are",
+    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations unpacked",
     "bias Var/N of one packed copy, negligible for maps",
 )
 _OF_STATISTICS = "input weight bias running_mean running_var {} momentum eps cudnn_enabled"

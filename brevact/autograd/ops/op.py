@@ -17,7 +17,7 @@ _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
 #: Texts of gradients and saved tensors that several rows of docs/how.md share.
 EXACT, UNBIASED = "exact", "unbiased"
-MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
+MASKS, NOTHING = "masks, 1 bit per element or channel", "nothing"
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:
@@ -42,8 +42,8 @@ class Saves(enum.Enum):
     operators of other libraries. A torch function without a kind saves its tensors unpacked, as does one that a later
     torch adds, since nobody has checked its gradient, which may be
 
-    - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, exp(y) of a log-sum-exp,
-      a matrix inverse): a rounding error, a fraction of the range, changes the gradient instead of adding noise;
+    - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, a matrix
+      inverse): a rounding error, a fraction of the range, changes the gradient instead of adding noise;
     - a *choice* by the saved tensor (which element is the largest, between which elements a grid point lies);
     - a *loss* or another reduction in one torch function, which hides the ops inside;
     - *attention or a norm* whose counterpart does not support the arguments: a saved log-sum of scores does not match

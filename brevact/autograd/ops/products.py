@@ -242,7 +242,7 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
 def _are_columns(x: Tensor) -> bool:
@@ -460,7 +460,7 @@ def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
-_OF_ELEMENTS = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)
+_OF_ELEMENTS = Stored("products of activations", "each factor once, packed; a weight unpacked", UNBIASED)
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
 _INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
 _DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)

@@ -51,8 +51,8 @@ OPS = (
         everywhere("lstm", "gru", "rnn_tanh"),
         stored=Stored(
             "LSTM, GRU, RNN",
-            "input, states and gates, packed; weights as they are. An LSTM on a CPU: its input and output, packed; "
-            "oneDNN's workspace, bytes of no known meaning, as it is. An RNN with ReLU: as in PyTorch, since its "
+            "input, states and gates, packed; weights unpacked. An LSTM on a CPU: its input and output, packed; "
+            "oneDNN's workspace, bytes of no known meaning, unpacked. An RNN with ReLU: as in PyTorch, since its "
             "gradient asks for the sign",
             "noise, biased where steps multiply it",
         ),
@@ -105,7 +105,7 @@ OPS = (
         everywhere("exp exp2 var var_mean trapezoid trapz cumulative_trapezoid affine_grid affine_grid_generator stft"),
         stored=Stored(
             "exp, var, lerp, addcmul and other ops of a closed table",
-            "activations packed, masks 1 bit, weights and indices as they are",
+            "activations packed, masks 1 bit, weights and indices unpacked",
             "unbiased where linear in what is stored",
         ),
         saves=Saves.FACTORS,

@@ -246,12 +246,12 @@ def _normalize(
 _VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
-    "the normalized input, packed; the norms as they are",
+    "the normalized input, packed; the norms unpacked",
     UNBIASED,
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, shared with its readers; the norms as they are",
+    "the output, packed, shared with its readers; the norms unpacked",
     "bias Var of one packed copy",
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
