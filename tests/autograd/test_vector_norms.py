@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from brevact.autograd import region
+from brevact.autograd.rows import OP_NAMES
 from tests.autograd.exactness import assert_exact, run_exactly
 from tests.autograd.measuring import settings
 
@@ -88,3 +89,8 @@ def test_vectors_whose_norm_overflows_have_the_gradients_of_torch():
             out = F.cosine_similarity(x * 1, x.roll(1, 0), dim=-1)
         grads.append(torch.autograd.grad(out.sum(), x)[0])
     assert grads[0].isfinite().all() and torch.equal(grads[1], grads[0])
+
+
+def test_rules_name_norms_apart():
+    functions = torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm
+    assert [OP_NAMES[function] for function in functions] == ["norm", "norm", "vector_norm", "matrix_norm"]

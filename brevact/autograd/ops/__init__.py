@@ -5,12 +5,10 @@ from __future__ import annotations
 from brevact.autograd.ops import (
     attention,
     convolution,
-    dropout,
-    elementwise,
     lookups,
     losses,
+    masks,
     norms,
-    piecewise_linear,
     pooling,
     probabilities,
     products,
@@ -24,7 +22,7 @@ from brevact.autograd.ops.op import Op
 
 #: All rows, in the order of docs/how.md.
 OPS: tuple[Op, ...] = (
-    *(*convolution.OPS, *norms.OPS, *smooth.OPS, *piecewise_linear.OPS, *dropout.OPS, *selections.OPS, *pooling.OPS),
+    *(*convolution.OPS, *norms.OPS, *smooth.OPS, *masks.OPS, *masks.DROPOUTS, *selections.OPS, *pooling.OPS),
     *(*products.OPS, *attention.OPS, *probabilities.OPS, *losses.OPS, *vector_norms.OPS),
-    *(*lookups.OPS, *elementwise.OPS, *torch_fake_quantization.OPS, *saved_by_torch.OPS),
+    *(*lookups.OPS, *products.ELEMENTWISE, *torch_fake_quantization.OPS, *saved_by_torch.OPS),
 )

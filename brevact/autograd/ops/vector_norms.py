@@ -20,6 +20,7 @@ precision. It also runs all other norms, whose gradients choose by elements or a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -253,16 +254,14 @@ _NORMALIZED = Stored(
     "the output, packed, shared with its readers; the norms unpacked",
     "bias Var of one packed copy",
 )
+_HANDLERS: dict[tuple[Callable, ...], Callable] = {
+    **{(func,): functools.partial(_norm) for func in _ORDERS},  # rules name them apart
+    (torch.pairwise_distance, F.pairwise_distance): _pairwise_distance,
+    (torch.dist, Tensor.dist): _dist,
+    (torch.std, Tensor.std, torch.std_mean, *_VARIANCES): _deviation,
+    (torch.cosine_similarity, F.cosine_similarity): _cosine_similarity,
+}
 OPS = (
-    *(
-        Op(funcs, handler, _STORED, is_bit_exact=False)
-        for funcs, handler in (
-            (tuple(_ORDERS), _norm),
-            ((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
-            ((torch.dist, Tensor.dist), _dist),
-            ((torch.std, Tensor.std, torch.std_mean, *_VARIANCES), _deviation),
-            ((torch.cosine_similarity, F.cosine_similarity), _cosine_similarity),
-        )
-    ),
+    *(Op(funcs, handler, _STORED, is_bit_exact=False) for funcs, handler in _HANDLERS.items()),
     Op((F.normalize,), _normalize, _NORMALIZED, is_bit_exact=False),
 )
