@@ -57,7 +57,6 @@ class Alignment(NamedTuple):
     of_last_dims: bool = False
 
     def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reshape statistics so that they broadcast over a tensor of this shape."""
         if self.of_last_dims:
             return statistic
         if self.groups:
@@ -66,7 +65,6 @@ class Alignment(NamedTuple):
         return along_channels(statistic, shape)
 
     def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reshape a weight or bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
         if self.of_last_dims:
             return weight.view(*[1] * (len(shape) - weight.dim()), *weight.shape)
         return along_channels(weight, shape)
@@ -92,9 +90,7 @@ def aligned(
 
 @dataclass(frozen=True, slots=True)
 class Unpacked(PassesOn):
-    """Decoder of a losslessly saved norm input; its last tensors are the norm's statistics."""
-
-    statistics: int = field()  # otherwise the base class's property would be the default
+    statistics: int = field()  # otherwise the base class's value would be the default
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors[: -self.statistics])
@@ -125,7 +121,6 @@ class Centred(Decoder):
         raise NotImplementedError
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the normalized values."""
         raise NotImplementedError
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -167,16 +162,11 @@ class PackedDecoder(Centred):
 class PackedOnBackward(Centred):
     """Decoder of a full-precision input; its tensors are the input, a seed if it is on a device, and the statistics."""
 
-    __slots__ = ("_quantizer", "_seed")
-    lasts = False
+    __slots__ = ("_quantizer", "_seed", "quality")
 
     def __init__(self, alignment: Alignment, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
         self._alignment, self._quantizer, self._seed = alignment, quantizer, seed
-        self._dtype, self.statistics = dtype, statistics
-
-    @property
-    def quality(self) -> Quality:
-        return Quality(self._quantizer)
+        self._dtype, self.statistics, self.quality = dtype, statistics, Quality(quantizer)
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
         return Layout.of(tensors[0]).result_stride
@@ -302,7 +292,6 @@ class NormInput(NamedTuple):
 
     @property
     def key(self) -> Hashable | None:
-        """Key under which ops may share the packed values."""
         key = self.norm.key
         return None if key is None else (key, self.dtype)
 
@@ -347,7 +336,6 @@ class NormInput(NamedTuple):
 def output_of(
     region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
-    """Return a norm's output as an affine function of its normalized input; None if that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None

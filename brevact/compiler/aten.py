@@ -91,6 +91,10 @@ PRODUCTS = (
 SUMS = frozenset(_packets(aten, "sum mean"))
 #: Smooth functions of all arguments, without a steep place.
 SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc sin cos atan asinh var var_mean"))
+#: Smooth functions whose slopes follow from their results, which have a bound.
+SATURATING = frozenset((aten.tanh, aten.sigmoid))
+#: Ops between a layer's output and functions of it.
+AFFINE = MOVES | CASTS | frozenset((aten.add, aten.sub, aten.mul, aten.div, aten.neg))
 #: Ops whose results have the values of no argument.
 SIZES = frozenset(
     _packets(
@@ -182,7 +186,7 @@ _CHEAP = frozenset(
         aten,
         "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
         "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-        "reshape alias slice cat embedding exp",
+        "reshape alias slice cat embedding index index_select gather exp",
     )
 ) | frozenset(_packets(prims, "convert_element_type"))
 

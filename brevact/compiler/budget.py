@@ -7,7 +7,8 @@ how many bytes it takes, and whether computing layers again saves them.
 
 from __future__ import annotations
 
-import math
+import functools
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -17,27 +18,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 from brevact.compiler.partition import Packing, is_random, numel_of
 from brevact.private_names.of_compiler import OrderedSet, functorch_config, partitioners
 
-#: Parts of the bytes that are saved where no layer is computed again, and bit widths, among which a limit chooses.
-_PARTS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1)
-BITS = (8, 7, 6, 5, 4, 3, 2)
 _MOST_CUTS = 3
+#: Bytes of codes of 8 bits, as a multiple of a limit, up to which codes of fewer bits meet it, not another layer.
+_NARROWED = 4 / 3
 _FAR = 10**9  # PyTorch's distance of nodes that backward does not need
 
 
 class Plan(NamedTuple):
-    """What packing makes of saved nodes, in a copy of a graph; ``marks.bits`` are bits in place of the settings'."""
+    """What packing makes of saved nodes, in a copy of a graph."""
 
     packing: Packing
     copies: dict[fx.Node, fx.Node]
-    marks: Any
 
     @property
     def nbytes(self) -> float:
         return sum(nbytes for _, nbytes, _ in self.packing.costs())
-
-    @property
-    def noise(self) -> float:
-        return sum(noise for *_, noise in self.packing.costs())
 
 
 class Recomputation:
@@ -53,35 +48,42 @@ class Recomputation:
         self._graph, self._node_info, self._plan = graph, node_info, plan
         self._usual, banned = self._cut(())
         self._times = {node: _time_of(node) for node in banned if _is_layer(node)}
-        packing, copies, _ = plan(self._usual)
+        packing, copies = plan(self._usual)
         costs = {node: nbytes for node, nbytes, _ in packing.costs()}
         least = {node.name: nbytes for node, nbytes, _ in plan(self._cut(self._times)[0]).packing.costs()}
         #: Bytes that are saved where no layer is computed again.
         self.most = sum(costs.values())
         layers = {copies[node]: node for node in self._times}
-        self._tensors: dict[frozenset[fx.Node], float] = {}
+        tensors: dict[frozenset[fx.Node], float] = {}
         for node, nbytes in costs.items():
             gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, packing.saved, layers)
             if gain > 0 and behind:
-                self._tensors[behind] = self._tensors.get(behind, 0) + gain
+                tensors[behind] = tensors.get(behind, 0) + gain
+        self._order: list[tuple[frozenset[fx.Node], float]] = []  # layers and the bytes that they free, the best first
+        again: frozenset[fx.Node] = frozenset()
+        while tensors:
+            best = max(tensors, key=lambda layers: tensors[layers] / self._time(layers - again))
+            self._order.append((best, tensors.pop(best)))
+            again |= best
 
-    def within(self, nbytes: float, most_cuts: int = _MOST_CUTS) -> list[fx.Node]:
+    def within(self, nbytes: float) -> list[fx.Node]:
         """Nodes to save, whose plan takes at most ``nbytes`` where that can be, in little time of backward."""
-        again: set[fx.Node] = set()
-        tensors, excess, saved = dict(self._tensors), self.most - nbytes, self._usual
-        for cut in range(most_cuts):
-            if excess <= 0 or not tensors:
+        count, excess, saved = 0, self.most - nbytes, self._usual
+        for cut in range(_MOST_CUTS):
+            if excess <= 0 or count == len(self._order):
                 break
-            while excess > 0 and tensors:
-                best = max(tensors, key=lambda layers: tensors[layers] / self._time(layers - again))
-                excess -= tensors.pop(best)
-                again |= best
-            saved = self._cut(again)[0]
-            excess = self._plan(saved).nbytes - nbytes if cut < most_cuts - 1 else 0
+            while excess > 0 and count < len(self._order):
+                excess -= self._order[count][1]
+                count += 1
+            saved = self._cut(self._layers(count))[0]
+            excess = self._plan(saved).nbytes - nbytes if cut < _MOST_CUTS - 1 else 0
         return saved
 
-    def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], int]:
-        """Nodes to save within ``limit`` bytes, and bits, by which the estimated noise is least.
+    def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], dict[str, int]]:
+        """Nodes to save within ``limit`` bytes, and bit widths of tensors by name.
+
+        As few layers are computed again as codes of 8 bits, or of the settings' if they have more, allow. Where all
+        layers do not suffice, codes of fewer bits are those that add least noise.
 
         Args:
             usual: nodes that PyTorch saves.
@@ -90,25 +92,26 @@ class Recomputation:
         Raises:
             ValueError: none are within the limit.
         """
-        least, best, before = math.inf, (math.inf, usual, 0), None
-        for part in (None, *_PARTS, 0.0):
-            if part == 0 and best[0] < math.inf:
-                break  # computing all layers again is for limits that nothing else meets
-            saved = usual if part is None else self.within(part * self.most, most_cuts=1)
-            if saved == before:
-                continue
-            plan, before = self._plan(saved), saved
-            for plan.marks.bits in BITS:
-                nbytes, noise = plan.nbytes, plan.noise
-                least = min(least, nbytes)
-                if nbytes <= limit and noise < best[0]:
-                    best = noise, saved, plan.marks.bits
-        if math.isinf(best[0]):
+        plan = self._plan(usual)
+        if plan.nbytes > limit:
+            fits = bisect_left(range(len(self._order)), True, key=lambda count: self._first(count)[1].nbytes <= limit)
+            before = self._first(max(fits - 1, 0))
+            usual, plan = before if before[1].nbytes <= _NARROWED * limit else self._first(fits)
+        widths, least = plan.packing.widths_within(limit)
+        if least > limit:
             raise ValueError(
                 f"budget: a graph saves {least:,.0f} bytes at least, more than {limit:,.0f}; accepted is a budget of "
                 "at least that, or settings that pack more (min_numel=0)"
             )
-        return best[1:]
+        return usual, widths
+
+    @functools.cache  # noqa: B019 - of a graph that is compiled
+    def _first(self, count: int) -> tuple[list[fx.Node], Plan]:
+        saved = self._cut(self._layers(count))[0]
+        return saved, self._plan(saved)
+
+    def _layers(self, count: int) -> frozenset[fx.Node]:
+        return frozenset[fx.Node]().union(*(layers for layers, _ in self._order[:count]))
 
     def _time(self, layers: Iterable[fx.Node]) -> float:
         return 1 + sum(self._times[each] for each in layers)

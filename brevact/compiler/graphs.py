@@ -19,9 +19,10 @@ from brevact.autograd.rows import row_of
 from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
-from brevact.compiler.budget import BITS, Plan, Recomputation
+from brevact.compiler.budget import Plan, Recomputation
 from brevact.compiler.constants import constants_of
 from brevact.compiler.partition import (
+    WIDTHS,
     Row,
     SettingsOf,
     Sizes,
@@ -30,6 +31,7 @@ from brevact.compiler.partition import (
     pack_saved,
     planned,
     recomputed_layers,
+    with_bits,
 )
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
@@ -199,19 +201,11 @@ def mark_of(node: fx.Node) -> str | None:
     return custom.get(MARK) if isinstance(custom, dict) else None
 
 
-@functools.cache
-def _with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
-    if not 0 < bits_of(settings.quantizer) <= BITS[0]:
-        return settings
-    quantizer = dataclasses.replace(settings.quantizer, bit_width=bits)
-    return dataclasses.replace(settings, quantizer=quantizer, score_bit_width=max(bits, settings.score_bit_width))
-
-
 class _Marks:
     """Settings of the nodes of a joint graph, by their marks."""
 
-    def __init__(self, graph: fx.Graph, bits: int | None = None) -> None:
-        self.bits = bits  # in place of the settings'
+    def __init__(self, graph: fx.Graph, least_bits: int = 0) -> None:
+        self.least_bits = least_bits
         forward: dict[int, str | None] = {}
         for node in graph.nodes:
             if (number := node.meta.get("seq_nr")) is not None and node.meta.get("partitioner_tag") != "is_backward":
@@ -232,7 +226,7 @@ class _Marks:
             return None
         found = [from_text(mark) for mark in marks]
         finest = max(found, key=lambda settings: (settings.is_exact, bits_of(settings.quantizer)))
-        return finest if self.bits is None else _with_bits(finest, self.bits)
+        return with_bits(finest, max(self.least_bits, bits_of(finest.quantizer))) if self.least_bits else finest
 
 
 def _is_exact() -> bool:
@@ -264,10 +258,14 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     partitioner = _current.partitioner
     if partitioner is None or not _current.texts:
         return _choose(joint_graph, node_info, memory_budget)
-    marks = _Marks(joint_graph)
+    kind, size = partitioner.budget or ("part", memory_budget)
+    if kind == "ratio":
+        plain = sum(nbytes_of(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
+        kind, size = "bytes", plain / size
+    marks = _Marks(joint_graph, WIDTHS[0] if kind == "bytes" else 0)
     with _recomputing(joint_graph, marks.settings_of):
-        saved = _saved(partitioner, joint_graph, node_info, memory_budget, marks)
-    saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of)
+        saved, widths = _saved(kind, size, joint_graph, node_info, partitioner.sizes, marks)
+    saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of, widths)
     if _current.rows is not None:
         _current.rows += rows
     return saved
@@ -295,26 +293,23 @@ def _recomputing(graph: fx.Graph, settings_of: SettingsOf) -> Iterator[None]:
                 del node.meta["recompute"]
 
 
-def _saved(partitioner: Partitioner, graph: fx.Graph, node_info: Any, part: float, marks: _Marks) -> list[fx.Node]:
-    """Nodes to save within the partitioner's budget, or else PyTorch's; a budget in bytes sets the bits of marks."""
-    kind, size = partitioner.budget or ("part", part)
+def _saved(
+    kind: str, size: float, graph: fx.Graph, node_info: Any, sizes: Sizes, marks: _Marks
+) -> tuple[list[fx.Node], dict[str, int]]:
+    """Nodes to save within a part or bytes, and bit widths by name within bytes."""
     if kind == "part" and (_is_exact() or size == 1):
-        return _choose(graph, node_info, size or 1e-9)  # at 0, PyTorch draws random numbers again
+        return _choose(graph, node_info, size or 1e-9), {}  # at 0, PyTorch draws random numbers again
 
     def plan(saved: Iterable[fx.Node]) -> Plan:
         new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         new.output(new.graph_copy(graph, copies))
-        of_copy = _Marks(new)
-        nodes = [copies[node] for node in saved]
-        return Plan(planned(new, nodes, partitioner.sizes, of_copy.settings_of), copies, of_copy)
+        of_copy = _Marks(new, marks.least_bits)
+        return Plan(planned(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies)
 
     found = Recomputation(graph, node_info, plan)
     if kind == "part":
-        return found.within(size * found.most)
-    usual = _choose(graph, node_info, 1.0)
-    plain = sum(nbytes_of(node) for node in usual if node.op != "placeholder")
-    saved, marks.bits = found.least_noise(usual, plain / size if kind == "ratio" else size)
-    return saved
+        return found.within(size * found.most), {}
+    return found.least_noise(_choose(graph, node_info, 1.0), size)
 
 
 partitioners.choose_saved_values_set = _choose_packed

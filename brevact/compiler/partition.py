@@ -7,6 +7,8 @@ tensors that may not be rounded by smaller ones where it can, and adds nodes tha
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,6 +51,8 @@ _LEAST_MASK = 4096
 _BLOCK = 512
 #: Bytes per element of minima and scales.
 _METADATA = 6 / 512
+#: Bit widths that a limit chooses among.
+WIDTHS = (8, 7, 6, 5, 4, 3, 2)
 #: Noise of sources of recomputed layers, as a multiple of other tensors'.
 _DEEP_NOISE = 4.0
 
@@ -69,6 +73,23 @@ class Row(NamedTuple):
     nbytes: int
 
 
+@functools.cache
+def with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
+    """The settings at a bit width, in the uniform format if theirs does not have it."""
+    if bits_of(settings.quantizer) in (0, bits):
+        return settings
+    try:
+        quantizer = dataclasses.replace(settings.quantizer, bit_width=bits)
+    except (TypeError, ValueError):
+        quantizer = _uniform(settings.quantizer, bits)
+    return dataclasses.replace(settings, quantizer=quantizer, score_bit_width=max(bits, settings.score_bit_width))
+
+
+def _uniform(quantizer: Any, bits: int) -> UniformQuantizer:
+    rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
+    return UniformQuantizer(bit_width=bits, rounding=rounding)
+
+
 class Sizes(NamedTuple):
     """Kinds of results and inputs of a joint graph.
 
@@ -86,7 +107,11 @@ class Sizes(NamedTuple):
 
 
 def pack_saved(
-    graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf
+    graph: fx.Graph,
+    saved: list[fx.Node],
+    sizes: Sizes,
+    settings_of: SettingsOf,
+    widths: Mapping[str, int] | None = None,
 ) -> tuple[list[fx.Node], list[Row]]:
     """Pack saved nodes of a joint graph, in which backward then reads decoded ones.
 
@@ -95,15 +120,22 @@ def pack_saved(
         saved: nodes that PyTorch chose to save.
         sizes: kinds of results and inputs.
         settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
+        widths: bits in place of the settings', by name of the tensor; the fewest for others.
 
     Returns:
         Nodes to save, and a description of each tensor among them.
     """
-    return planned(graph, saved, sizes, settings_of).pack()
+    return planned(graph, saved, sizes, settings_of, widths).pack()
 
 
-def planned(graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> Packing:
-    packing = Packing(graph, saved, sizes, settings_of)
+def planned(
+    graph: fx.Graph,
+    saved: list[fx.Node],
+    sizes: Sizes,
+    settings_of: SettingsOf,
+    widths: Mapping[str, int] | None = None,
+) -> Packing:
+    packing = Packing(graph, saved, sizes, settings_of, widths or {})
     packing.unite_masks()
     packing.unite_views()
     packing.read_sizes_alone()
@@ -127,8 +159,15 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
 
 
 class Packing:
-    def __init__(self, graph: fx.Graph, saved: list[fx.Node], sizes: Sizes, settings_of: SettingsOf) -> None:
-        self.graph, self.settings_of, self.outputs = graph, settings_of, sizes.outputs
+    def __init__(
+        self,
+        graph: fx.Graph,
+        saved: list[fx.Node],
+        sizes: Sizes,
+        settings_of: SettingsOf,
+        widths: Mapping[str, int] = {},
+    ) -> None:
+        self.graph, self.settings_of, self.outputs, self.widths = graph, settings_of, sizes.outputs, widths
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.of_forward = [each for each in self.output.args[0][: sizes.outputs] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -250,6 +289,7 @@ class Packing:
             exact = [each for each in self.dependence.saved if each.use is Use.EXACT and self.packs(each)]
             found = dict.fromkeys(node for each in exact for node in self._instead(each) if node not in self.saved)
             found |= dict.fromkeys(node for each in self.dependence.saved for node in self._slope(each))
+            found |= dict.fromkeys(node for each in self.dependence.saved for node in self._saturated(each))
             if not found:
                 return
             kinks = [node for node in found if packet_of(node) in table.KINKS]
@@ -437,6 +477,21 @@ class Packing:
         if self.may_round(node) and node not in self.saved and nbytes_of(node) <= nbytes_of(saved.node):
             yield node
 
+    def _saturated(self, saved: Saved) -> list[fx.Node]:
+        """The results to save in place of an argument that only tanh or sigmoid read: its range may exceed theirs."""
+        found: list[fx.Node] = []
+        waiting = [saved.node] if saved.use is Use.SMOOTH and self.packs(saved) else []
+        while waiting:
+            node = waiting.pop()
+            if packet_of(node) in table.SATURATING and node is not saved.node:
+                found.append(node)
+            elif len(found) > _MOST_STEPS or not (node is saved.node or packet_of(node) in table.AFFINE):
+                return []
+            else:
+                waiting += readers_of(node, self.read)
+        is_small = sum(map(nbytes_of, found)) <= nbytes_of(saved.node)
+        return found if is_small and all(map(self.may_round, found)) else []
+
     def save_statistics(self) -> None:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
         found: dict[fx.Node, None] = {}
@@ -454,15 +509,22 @@ class Packing:
             return False
         return not self.is_spread(saved.node)
 
+    def settings_for(self, saved: Saved, width: int | None = None) -> BackwardSettings:
+        """The settings of a saved tensor, at a bit width if there is one for it."""
+        settings: BackwardSettings = self.settings_of(saved.readers)
+        if width is None and self.widths:
+            width = self.widths.get(saved.node.name) or min(self.widths.values())
+        return settings if width is None else with_bits(settings, width)
+
     def bits(self, saved: Saved) -> float:
         """Bits of an element of a saved tensor."""
         if saved.use is Use.EXACT or not self.packs(saved):
             return 8.0 * saved.node.meta["val"].itemsize
         return bits_of(self.quantizer_of(saved)) + 8 * _METADATA
 
-    def quantizer_of(self, saved: Saved) -> Any:
+    def quantizer_of(self, saved: Saved, width: int | None = None) -> Any:
         """The settings' quantizer, or a finer one for a tensor that backward reads in another way than linearly."""
-        settings = self.settings_of(saved.readers)
+        settings = self.settings_for(saved, width)
         quantizer, least = settings.quantizer, 0
         if saved.use is Use.SCORES:
             least = settings.score_bit_width
@@ -472,8 +534,7 @@ class Packing:
             least = max(least, DEEP_BITS, next((each for each in BIT_WIDTHS if each >= bits_of(quantizer) + 2), 0))
         if not 0 < bits_of(quantizer) < least:
             return quantizer
-        rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
-        return UniformQuantizer(bit_width=least, rounding=rounding)
+        return _uniform(quantizer, least)
 
     def is_spread(self, node: fx.Node) -> bool:
         """Whether backward reads a tensor, and functions of its elements, only by broadcasting."""
@@ -492,18 +553,43 @@ class Packing:
                     return False
         return is_spread
 
-    def costs(self) -> Iterator[tuple[fx.Node, float, float]]:
+    def costs(self, width: int | None = None) -> Iterator[tuple[fx.Node, float, float]]:
         """Saved tensors, their bytes, and a figure for their noise: variances in units of squared ranges."""
         uses = {each.node: each for each in self.dependence.saved}
         for node in self.saved:
             value, use = node.meta.get("val"), uses.get(node)
             if not isinstance(value, Tensor) or node.op == "placeholder":
                 continue
-            if use is not None and use.use is not Use.EXACT and self.packs(use):
-                bits, size = bits_of(self.quantizer_of(use)), numel_of(node)
-                yield node, size * (bits / 8 + _METADATA), size * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)
+            if self.is_lossy(node, use):
+                bits, size = bits_of(self.quantizer_of(use, width)), numel_of(node)  # type: ignore[arg-type]
+                noise = size * 4.0**-bits * (_DEEP_NOISE if use.is_deep else 1.0)  # type: ignore[union-attr]
+                yield node, size * (bits / 8 + _METADATA), noise
             else:
                 yield node, self.bits_of(node) / 8, 0.0
+
+    def is_lossy(self, node: fx.Node, use: Saved | None) -> bool:
+        return use is not None and use.use is not Use.EXACT and self.codes_of(node, use) is None and self.packs(use)
+
+    def widths_within(self, limit: float) -> tuple[dict[str, int], float]:
+        """Bit widths of tensors by name, of least noise within a limit or else the least ones, and their bytes."""
+        lossy = [each for each in self.dependence.saved if self.is_lossy(each.node, each)]
+        widths = {each.node.name: bits_of(self.settings_of(each.readers).quantizer) for each in lossy}
+        steps: list[tuple[float, str, int, float]] = []  # noise per byte
+        before, total = dict[str, tuple[float, float]](), 0.0
+        for width in (None, *WIDTHS):
+            for node, nbytes, noise in self.costs(width):
+                more, less = before.get(node.name, (noise, nbytes))
+                if width is None:
+                    total += nbytes
+                elif nbytes < less:
+                    steps.append(((noise - more) / (less - nbytes), node.name, width, less - nbytes))
+                if nbytes <= less:
+                    before[node.name] = noise, nbytes
+        for _, name, width, nbytes in sorted(steps):
+            if total <= limit:
+                break
+            widths[name], total = width, total - nbytes
+        return widths, total
 
     # --- packing
 
@@ -524,8 +610,7 @@ class Packing:
                 if self.settings_of(readers_of(node, self.read)) is not None:
                     stored, bits = self.pack_integers(node, codes, decoded), codes.width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
-                settings = self.settings_of(use.readers)
-                quantizer = self.quantizer_of(use)
+                settings, quantizer = self.settings_for(use), self.quantizer_of(use)
                 if hasattr(quantizer, "with_drawn_size"):
                     self.count += 1
                     quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + self.count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,8 +12,11 @@ from torch import fx
 
 from brevact.autograd import storage_report
 from brevact.autograd.running import active
+from brevact.compiler import MARK
 from brevact.private_names.of_torch import (
     COMPILED,
+    CompileContext,
+    convert_frame,
     function_stack_at,
     len_function_stack,
     pop_function_mode,
@@ -53,6 +57,7 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         from brevact.compiler.graphs import packing  # it imports Inductor
 
+        _policies[CompileContext.current_compile_id()] = _policy_of(graph, compiler)
         with packing(graph, inputs) as rows:
             run = compiler(graph, inputs, **options)
         if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
@@ -61,6 +66,35 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
     compile_watched.is_brevact = True  # type: ignore[attr-defined]
     return compile_watched
+
+
+_count = convert_frame.compute_cache_size
+_policies: dict[Any, Any] = {}  # of compiled functions, by PyTorch's number of them
+
+
+def _policy_of(graph: fx.GraphModule, compiler: Any) -> Any:
+    """The marks of a graph by module, and the budget of its compiler."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    nodes = (node.meta for each in graph.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes)
+    marks = {(*(meta.get("nn_module_stack") or ("",)), (meta.get("custom") or {}).get(MARK)) for meta in nodes}
+    budget = getattr(compiler, "budget", None) or getattr(compiler, "config", {}).get("custom_partitioner_fn")
+    return frozenset(marks), budget
+
+
+@functools.wraps(_count)
+def _count_of_one_policy(frame: Any, entries: Any, *others: Any) -> Any:
+    """Let Dynamo's limit of compiled graphs of a function hold for each policy, not for all of them together."""
+    found, counts, rest = _count(frame, entries, *others), Counter[Any](), entries
+    while rest:  # a linked list before PyTorch 2.13
+        entry, rest = (rest[0], rest[1:]) if isinstance(rest, list) else (rest, rest.next)
+        counts[_policies.get(entry.compile_id)] += 1
+    most = max(counts.values(), default=0)
+    found.num_cache_entries_with_same_id_matched_objs = min(found.num_cache_entries_with_same_id_matched_objs, most)
+    return found
+
+
+convert_frame.compute_cache_size = _count_of_one_policy
 
 
 def _in_region(run: Callable[..., Any], rows: list[Any]) -> Callable[..., Any]:

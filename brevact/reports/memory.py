@@ -35,7 +35,7 @@ from brevact.autograd.storages import WeakStorage, bytes_of, parts_of, storage_a
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
-from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss, device_of, peak_of_step
@@ -148,13 +148,7 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
 
 
 class MemoryOfPass:
-    """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once.
-
-    Args:
-        model: to measure.
-        run: runs the model, and may compute a loss from its output, whose saved tensors then count, too.
-        arguments: inputs that it uses.
-    """
+    """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once."""
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
         self._model, self._run, self._arguments = model, run, arguments
@@ -207,7 +201,6 @@ class _Measured:
     is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
-        """Return a note on the tensor that a layer derives from, "" if the layer saves bytes of its own."""
         rows = [row for row in self.ops if row.layer == layer]
         if any(row.saved_bytes for row in rows):
             return ""

@@ -151,6 +151,8 @@ FUNCTIONS = {
     "a maximum": lambda x: (x - x.amax(-1, keepdim=True)).exp(),
     "a comparison": lambda x: torch.where(x > x.roll(1), x * x, x),
     "scores": lambda x: F.scaled_dot_product_attention(x.view(1, 2, 8, 8), x.view(1, 2, 8, 8), x.view(1, 2, 8, 8)),
+    "a saturated function": lambda x: (30 * x).tanh() * (30 * x).tanh().roll(1),
+    "saturated gates": lambda x: (20 * x[:, :8]).sigmoid() * (20 * x[:, 8:]).tanh(),
     "between graphs": lambda x: LSTM(x[None])[0],
 }
 

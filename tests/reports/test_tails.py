@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.reports.tails import tails_of_inputs
+from brevact.reports.gradients import tails_of_inputs
 
 WIDTH, VOCABULARY = 256, 256
 IDS = torch.randint(VOCABULARY, (2, 128), generator=torch.Generator().manual_seed(1))

@@ -67,7 +67,6 @@ _FEW = (2, 3)
 
 
 def _saves_products(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
-    """Save p_0 p_1, and for three classes p_1 p_2 and p_2 p_0, along the same dimension."""
     p = out.detach().unbind(dim)
     products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
     return (region.keep(torch.stack(products, dim), share=False),)
@@ -115,7 +114,6 @@ _LOGARITHMS = _Rule(lambda region, out, dim: (region.keep(out.exp(), share=False
 
 @functools.lru_cache(maxsize=64)
 def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, BackwardSettings]:
-    """Return how to pack probabilities with independent errors, and how to pack squared errors."""
     quantizer = settings.quantizer
     if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # it rounds a bucket's elements by one shift
         quantizer = replace(quantizer, rounding=Rounding.STOCHASTIC)
@@ -124,7 +122,6 @@ def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, Backward
 
 
 def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Rule:
-    """Return the rule of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
         return _WHOLE
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
