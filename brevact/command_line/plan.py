@@ -11,6 +11,7 @@ import copy
 import difflib
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -249,6 +250,16 @@ class Training:
         found: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).to(self.dtype)
         return found
 
+    def most_positions(self) -> int | None:
+        """Return the longest sequence of a model with a table of positions (GPT-2, OPT); None for others.
+
+        On the meta device a lookup beyond the end of the table raises no error.
+        """
+        model, most = self.model(1), getattr(self.config, "max_position_embeddings", None)
+        words = model.get_input_embeddings()  # type: ignore[operator]
+        tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+        return most if most and any(each.num_embeddings >= most for each in tables) else None
+
     def sizes(self) -> tuple[int, int, int]:
         """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
         blocks = self.config.num_hidden_layers
@@ -382,6 +393,13 @@ def on_the_meta_device(training: Training) -> Iterator[None]:
 
 
 def _planned(training: Training, memory: int | None, options: argparse.Namespace) -> str:
+    positions = training.most_positions()
+    if positions is not None and training.sequence > positions:
+        raise ValueError(
+            f"--sequence {training.sequence}: {type(training.config).__name__} has a table of {positions} positions; "
+            f"accepted is at most {positions}, or a configuration with a larger max_position_embeddings (GPT-2: "
+            "n_positions)"
+        )
     weights, gradients, largest = training.sizes()
     fixed = weights + 3 * gradients + largest
     rows = []
@@ -416,13 +434,14 @@ def _gib(count: int) -> str:
 def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
     """Return the largest batch or length of a sequence whose peak fits, 0 for none; peaks are nearly proportional."""
     step = _STEPS[name]
+    limit = training.most_positions() if name == "sequence" else None
 
     def peak_at(number: int) -> int:
         return replace(training, **{name: number}).allocated(way).peak  # type: ignore[arg-type]
 
     number = getattr(training, name)
     for _ in range(_TRIALS):
-        number = int(number * room / peak) // step * step
+        number = min(int(number * room / peak), limit or sys.maxsize) // step * step
         if number < step:
             return 0
         peak = peak_at(number)

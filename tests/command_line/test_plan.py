@@ -10,7 +10,7 @@ import torch
 
 import brevact
 from brevact.command_line.main import main
-from brevact.command_line.plan import GIB, WAYS, Training, as_on_a_gpu, configuration
+from brevact.command_line.plan import GIB, WAYS, Training, as_on_a_gpu, configuration, most
 
 transformers = pytest.importorskip("transformers")
 BATCH, SEQUENCE, BLOCKS = 2, 256, 8
@@ -139,7 +139,11 @@ SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 5, "num_atten
             [],
             "MODEL: blocks of Qwen2MoeConfig differ; only models of equal blocks can be planned",
         ),
-        (lambda: transformers.BertConfig(**SMALL), ["--sequence", "600"], "a step of BertConfig, of batch 1 and sequ"),
+        (
+            lambda: transformers.BertConfig(**SMALL),
+            ["--sequence", "600"],
+            "--sequence 600: BertConfig has a table of 512 pos",
+        ),
         (lambda: transformers.GPT2Config(n_embd=64, n_head=4), ["--lora"], "--lora: GPT2Config has no torch.nn.Linear"),
     ],
 )
@@ -149,6 +153,17 @@ def test_plan_names_what_of_a_model_it_cannot_size(config, words, message, tmp_p
     config().save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plan_refuses_sequences_beyond_a_table_of_positions(tmp_path, capsys):
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    transformers.GPT2Config(**sizes).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--sequence", "129"]) == 2
+    assert "--sequence 129: GPT2Config has a table of 128 positions; accepted is at most 128" in capsys.readouterr().err
+    training = Training(configuration(str(tmp_path)), 1, 64, dtype=torch.float32)
+    with as_on_a_gpu():
+        assert most(training, "plain", "sequence", training.allocated("plain").peak, GIB) == 128
+        assert replace(training, config=small()).most_positions() is None  # rotary positions have no table
 
 
 def test_plan_takes_configurations_whose_types_of_layers_are_fixed(tmp_path, capsys):
