@@ -1,7 +1,8 @@
 # make demo     train a small EfficientNetV2 twice, full precision and the default backward quantization, and compare (two minutes); results in runs/demo
 # make test     the test suite
 # make test-exhaustive  the full crosses, of which it runs a part
-# make test-all both, with the trainers that brevact.trainers is for
+# make test-trainers    the full crosses, with the trainers that brevact.trainers is for
+# make test-all test and test-trainers
 # make test-versions  the test suite in new environments, with the oldest, the pinned and the newest torch
 # make lint     ruff (rules and format) and mypy
 # make docs     the documentation as a site in site/; a broken link or anchor fails it
@@ -20,7 +21,7 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-exhaustive test-all test-versions lint docs
+.PHONY: help demo picture test test-exhaustive test-trainers test-all test-versions lint docs
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -37,6 +38,9 @@ test: $(READY)
 
 test-exhaustive: $(READY)
 	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
+
+test-trainers: $(TRAINERS_READY)
+	$(MAKE) test-exhaustive
 
 test-all: $(TRAINERS_READY)
 	$(MAKE) test
@@ -64,6 +68,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm torchvision
+	@$(RUN) -c 'import torchvision' 2>/dev/null || echo "torchvision does not fit this torch, so that programs with models of" \
+		"transformers fail: $(RUN) -m pip uninstall torchvision, or install one that fits; recipes and tests work with both"
 	touch $(READY)
 
 $(TRAINERS_READY): $(READY)

@@ -35,7 +35,7 @@ from brevact import triton_kernels
 from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
-from brevact.triton_kernels.launch import Program, one_pass, rows_in_groups
+from brevact.triton_kernels.launch import Program, one_pass
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -44,7 +44,7 @@ TARGETS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
-GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
+GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize")
 NORM_OPERATIONS = ("normalize", "denormalize", "denormalize_add")
 TABLE_OPERATIONS = ("map_levels", "look_up", "look_up_multiply")
 INTEGER_OPERATIONS = ("fake_quantize", "fake_quantize_backward", "decode_integers")
@@ -57,8 +57,7 @@ OPERATIONS = (
     *INTEGER_OPERATIONS,
 )
 BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
-"""Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
-ALIGNED_RUN = 16  # elements: a multiple lets Triton see that the runs of groups are aligned
+"""Bucket sizes; groups of integers' scales and of levels; and "huge": the default size in a tensor of 2^31 elements."""
 
 Row = dict[str, object]
 
@@ -75,8 +74,12 @@ class Variant:
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a quantizer: dithered buckets lie in blocks."""
-        return self.operation != "dithered" or self.bucket in ("512", "64", "16", "100", "4096", "huge")
+        """Whether kernels run: dithered buckets lie in blocks, others in tiles."""
+        if self.operation == "dithered":
+            return self.bucket in ("512", "64", "16", "100", "4096", "huge")
+        return (
+            self.bucket.isdigit() or self.bucket == "huge" or self.operation in (*GRID_OPERATIONS, *INTEGER_OPERATIONS)
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,10 +209,7 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     with collected() as launches:
         triton_kernels.quantize_uniform(x, plan, _seed(quantizer.is_stochastic), buffer)
     for launch in launches:
-        constants = launch.program.constants
-        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.geometry.inner % ALIGNED_RUN == 0
-        in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
-        yield launch, 8 * in_tiles or int(in_runs), 0
+        yield launch, 8 * (launch.program.constants["ROWS"] > 0), 0
 
 
 def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
@@ -263,31 +263,20 @@ def _table_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
 
 
 def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Channels have offsets and scales, and a whole tensor has nothing but levels."""
-    if variant.bit_width > 8:
+    if variant.bit_width > 8 or variant.bucket != "tensor":
         return
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
     geometry, size = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512), 1 << variant.bit_width
-    per_group = _meta(geometry.groups, torch.float32)
-    affine = None if variant.bucket == "tensor" else per_group
-    grid = Grid(_meta((1, size), torch.float32), None, affine, affine)
-    codes = spec.split(spec.empty(x))[0]
+    grid = Grid(_meta((1, size), torch.float32))
+    codes, decodes = spec.split(spec.empty(x))[0], variant.operation == "grid_dequantize"
     with collected() as launches:
-        if variant.operation == "grid_moments":
-            triton_kernels.moments(x, geometry, per_group, per_group)
-        elif variant.operation == "grid_dequantize":
+        if decodes:
             triton_kernels.dequantize_grid(codes, geometry, grid, None, x)
         else:
             triton_kernels.quantize_grid(x, geometry, grid, _seed(variant.operation == "grid_stochastic"), codes)
     (launch,) = launches
-    if variant.operation == "grid_moments":
-        yield launch, int(launch.program.constants["INNER_TILE"] > 1 and geometry.inner % ALIGNED_RUN == 0), 0
-    elif variant.operation == "grid_dequantize":
-        yield launch, 0, 8
-    else:
-        wide = affine is None or rows_in_groups(geometry) or x.itemsize == 4
-        yield launch, 8 * wide, 0
+    yield launch, 0 if decodes else 8, 8 if decodes else 0
 
 
 def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:

@@ -21,8 +21,7 @@ import brevact
 from benchmarks.models import MODELS
 from benchmarks.step import Step
 from brevact.policy.text import budget_of
-from brevact.reports.gradient_noise import ExactGradients, exact_gradients, in_units, noise_of_batches
-from brevact.reports.gradient_passes import squared_norm
+from brevact.reports.gradient_noise import ExactGradients, exact_gradients, in_units, noise_of_batches, squared_norm
 from brevact.reports.step import StepLoss, device_of, peak_of
 
 #: Ways to train that are not policies of brevact.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.domain_models import DOMAINS
+from benchmarks.kernel_models import KERNELS
 from benchmarks.large_models import CIFAR10, COMPILED, LARGE, TRAINED
 from benchmarks.qat_nets import QAT
 from benchmarks.small_models import CONVOLUTIONAL, IMAGE_MODELS, TRANSFORMERS
@@ -10,6 +11,6 @@ from benchmarks.step import Model
 
 GROUPS: dict[str, dict[str, Model]] = {
     **{"small": TRANSFORMERS | CONVOLUTIONAL, "images": IMAGE_MODELS, "domains": DOMAINS},
-    **{"qat": QAT, "large": LARGE, "compiled": COMPILED, "trained": TRAINED, "cifar10": CIFAR10},
+    **{"qat": QAT, "large": LARGE, "compiled": COMPILED, "trained": TRAINED, "cifar10": CIFAR10, "kernels": KERNELS},
 }
 MODELS: dict[str, Model] = {name: model for group in GROUPS.values() for name, model in group.items()}

@@ -176,10 +176,7 @@ class _Captured:
             warn(f"brevact.captured: {name} runs without a CUDA graph: {reason}", RuntimeWarning)
 
     def _run_aside(self, args: Any, kwargs: Any, tensors: list[Tensor], is_last: bool) -> tuple[Any, bool, str]:
-        """Run a step on the side stream, as PyTorch asks before a capture.
-
-        Returns its result, whether its modules were known, and why it cannot be captured, if so.
-        """
+        """Run a step on the side stream, as PyTorch asks before a capture."""
         program = self._program
         if self._side is None:
             self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()

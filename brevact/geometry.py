@@ -75,6 +75,11 @@ class Geometry:
         return Geometry(numel, bit_width, DEFAULT_BLOCK, inner, groups if numel else 0, inner * groups >= numel)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether each group is one run of elements inside of a packing block, as kernels of uniform codes want it."""
+        return self.one_run and self.block_size % self.inner == 0
+
+    @property
     def code_bytes(self) -> int:
         return packed_bytes(self.numel, self.bit_width, self.block_size)
 
@@ -147,8 +152,8 @@ class UniformPlan:
         True for groups of at least 8 elements that each lie in one block, with 2 to 8 bits and the default metadata.
         """
         size, dtypes = self.geometry.inner, (self.scale_dtype, self.minimum_dtype)
-        in_blocks = self.geometry.one_run and self.geometry.block_size % size == 0
-        return in_blocks and size >= 8 and 2 <= self.geometry.bit_width <= 8 and dtypes == _DEFAULT_METADATA
+        is_wide = size >= 8 and 2 <= self.geometry.bit_width <= 8
+        return self.geometry.in_blocks and is_wide and dtypes == _DEFAULT_METADATA
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a uint8 buffer: the codes, the (G,) minima and the (G,) scales."""
@@ -195,18 +200,6 @@ class Segments(NamedTuple):
             run = place.run if place.row > 1 else place.outer
             slots = (run - math.gcd(inner, run) + inner - 1) // run + 1
         return Segments(inner, run, slots, -(-geometry.numel // inner) * slots)
-
-
-def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge (parts, 4, G) int32 rows of keys into the results of `quantizers.kernel_ops.ranges`.
-
-    Rows are keys of the lowest and the highest finite value, numbers of other elements, and whether one is 0.
-    """
-    joined = keys[:, 0].amin(0), keys[:, 1].amax(0)
-    empty = joined[0] > joined[1]
-    low, high = ((key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32) for key in joined)
-    low, high = (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan"))
-    return low, high, keys[:, 2].sum(0), keys[:, 3].amax(0) > 0
 
 
 class IntegerRounding(enum.IntEnum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +15,11 @@ MIB = 2**20
 
 def size_text(count: int) -> str:
     return f"{count / MIB:.3f} MiB" if count >= 1024 else f"{count} B"
+
+
+def write_csv(path: str | os.PathLike[str], rows: Iterable[Sequence[object]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
 
 
 def figure_kind(report: str, max_layers: int) -> Any:

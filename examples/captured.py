@@ -12,7 +12,8 @@ optimizer = torch.optim.AdamW(model.parameters(), capturable=device == "cuda")
 @brevact.captured
 def step(inputs, targets):
     optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    with brevact.backward_quant(model):
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
     optimizer.step()
     return loss

@@ -13,4 +13,6 @@ class SmallBuckets(brevact.StochBackward2bit):
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
 nearest = brevact.StochBackward4bit.let(rounding="nearest")
 brevact.quantize_backward(model, {"0": Int8ActPerTensorFloat, "2": nearest, "*": SmallBuckets})
-model(torch.randn(128, 64)).square().mean().backward()
+with brevact.backward_quant(model):
+    loss = model(torch.randn(128, 64)).square().mean()
+loss.backward()

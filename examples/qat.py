@@ -11,5 +11,7 @@ relu = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4)
 model = torch.nn.Sequential(conv, torch.nn.BatchNorm2d(32), relu, torch.nn.AvgPool2d(2))
 brevact.quantize_backward(model)
 images = torch.randn(8, 3, 32, 32)
-model(images).square().mean().backward()
+with brevact.backward_quant(model):
+    loss = model(images).square().mean()
+loss.backward()
 print(brevact.memory_report(model, images))

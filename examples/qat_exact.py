@@ -10,5 +10,7 @@ conv = qnn.QuantConv2d(32, 32, 3, weight_quant=Int8WeightPerChannelFloat, weight
 model = torch.nn.Sequential(qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4), conv)
 brevact.quantize_backward(model, brevact.LosslessBackward)
 images = torch.randn(8, 32, 32, 32, requires_grad=True)
-model(images).square().mean().backward()
+with brevact.backward_quant(model):
+    loss = model(images).square().mean()
+loss.backward()
 print(brevact.memory_report(model, images))

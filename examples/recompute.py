@@ -9,5 +9,7 @@ layers += [torch.nn.Conv2d(32, 32, 3, padding=1, groups=32), torch.nn.BatchNorm2
 model = torch.nn.Sequential(*layers, torch.nn.Conv2d(32, 8, 1))
 batch = torch.randn(16, 8, 32, 32)
 brevact.quantize_backward(model, brevact.RECOMPUTE)
-model(batch).square().mean().backward()
+with brevact.backward_quant(model):
+    loss = model(batch).square().mean()
+loss.backward()
 print(brevact.memory_report(model, batch))

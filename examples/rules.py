@@ -12,5 +12,7 @@ rules = {
     "*": brevact.DitherBackward4bit,
 }
 brevact.quantize_backward(model, rules)
-model(torch.randint(0, 100, (8, 128))).square().mean().backward()
+with brevact.backward_quant(model):
+    loss = model(torch.randint(0, 100, (8, 128))).square().mean()
+loss.backward()
 print(brevact.backward_policy(model))

@@ -11,20 +11,25 @@ Hugging Face's hub, or a folder that `save_pretrained` wrote, such as that of `-
     python -m recipes.finetune --weights runs/base/finetune-plain --text python-source --method lora --lr 5e-4
 
 An epoch is a run of `Trainer` with brevact's callback, and with the optimizer and the schedule of the whole training.
+Kernels, weights and trainers of the field are options:
+
+    python -m recipes.finetune --method lora --weights-4bit --packed --trainer sft
+    TRITON_INTERPRET=1 python -m recipes.finetune --liger --context 16 --sequences 8 --test-sequences 2 --epochs 1
 """
 
+import copy
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes import files
 from recipes.data.tokens import TEXTS, Tokens, load_tokens
@@ -37,6 +42,10 @@ from recipes.options import Limit, setting
 SIZES = {"tiny": (128, 4, 4), "small": (512, 8, 8)}
 _CLIP = 1.0
 _WARMUP = 0.1
+#: Mean tokens of a text in a packed sequence, as a part of the sequence.
+_PIECE = 0.125
+#: Attributes of a model that trainers set, and the recipe takes away: forward passes in autocast, or with a fused head.
+_FORWARDS = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class FineTuneSettings(DomainSettings):
         ("sequences", lambda value: value >= 1, "use at least 1"),
         ("test_sequences", lambda value: value >= 1, "use at least 1"),
         ("rank", lambda value: value >= 1, "use at least 1"),
+        ("checkpoint_every", lambda value: value >= 1, "use at least 1"),
         ("vocabulary", lambda value: value >= 257, "use at least 257, for all bytes and the end of a text"),
     )
 
@@ -64,6 +74,13 @@ class FineTuneSettings(DomainSettings):
     context: int = setting(128, "tokens in a sequence", type=int)
     sequences: int = setting(256, "sequences in an epoch", type=int)
     test_sequences: int = setting(64, "sequences to test on, at most", type=int)
+    trainer: str = setting(
+        "trainer", "of transformers, or TRL's SFTTrainer or DPOTrainer", choices=("trainer", "sft", "dpo")
+    )
+    packed: bool = setting(False, "several texts in a sequence, which attend to themselves alone", action="store_true")
+    liger: bool = setting(False, "Liger's kernels", action="store_true")
+    weights_4bit: bool = setting(False, "bitsandbytes' weights of 4 bits under LoRA", action="store_true")
+    checkpoint_every: int = setting(1, "blocks of which one is checkpointed, in variants with checkpoints", type=int)
     bf16: bool = setting(False, "autocast to bfloat16", action="store_true")
     save: bool = setting(False, "write the model of each variant's first seed, for --weights", action="store_true")
 
@@ -71,11 +88,18 @@ class FineTuneSettings(DomainSettings):
 class FineTuning(Task):
     def __init__(self, settings: FineTuneSettings, seed: int, device: torch.device) -> None:
         self.settings, self.seed, self.device = settings, seed, device
+        _check_combination(settings)
         transformers = library("transformers")
         transformers.logging.set_verbosity_error()
         model = _random_model(settings) if settings.weights is None else _given_model(settings)
+        if settings.liger:
+            take_liger(model, has_fused_loss=settings.trainer == "trainer")
+        if settings.weights_4bit:
+            take_quarters(model)
+        #: Of DPO: the model before training, when adapters are 0.
+        self.reference = copy.deepcopy(model).to(device).requires_grad_(False) if settings.trainer == "dpo" else None
         if settings.method == "lora":
-            model = _with_adapters(model, settings.rank)
+            model = with_adapters(model, settings.rank)
         self.model = model.to(device).train()
         self.steps_per_epoch = max(1, settings.sequences // settings.batch_size)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -95,55 +119,82 @@ class FineTuning(Task):
         return found
 
     def batches(self, epoch: int) -> Iterator[dict[str, Tensor]]:
-        """Sequences that start anywhere in the text."""
-        text = self.tokens().train
+        """Sequences of texts that start anywhere in the text; for DPO, their ends, before ends of others."""
+        own, text = self.settings, self.tokens().train
         generator = torch.Generator().manual_seed(self.seed * 2**20 + epoch)
-        most = len(text) - self.settings.context + 1
+        most = len(text) - own.context + 1
+        shape, place_T = (own.batch_size, own.context), torch.arange(own.context)
         for _ in range(self.steps_per_epoch):
-            starts_B = torch.randint(most, (self.settings.batch_size,), generator=generator)
-            yield self._batch(text[starts_B[:, None] + torch.arange(self.settings.context)])
+            from_BT = torch.randint(most, (own.batch_size, own.context if own.packed else 1), generator=generator)
+            is_first_BT = (place_T == 0).expand(shape)
+            if own.packed:
+                is_first_BT = is_first_BT | (torch.rand(shape, generator=generator) * own.context * _PIECE < 1)
+            first_BT = torch.where(is_first_BT, place_T, 0).cummax(1).values
+            from_BT = from_BT.expand(shape).gather(1, first_BT)
+            position_BT = place_T - first_BT
+            batch = self._batch(text[from_BT + position_BT], is_first_BT)
+            if own.trainer == "dpo":
+                batch = _pairs(batch["input_ids"])
+            elif own.packed or own.trainer == "sft":
+                batch["position_ids"] = position_BT.to(self.device)
+            yield batch
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """The model's own: mean cross-entropy of the next token, in nats."""
+        """The model's own, mean cross-entropy of the next token in nats, or that of TRL's trainer."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
-            return self.model(**batch, use_cache=False).loss
+            if self.settings.trainer == "trainer":
+                return self.model(**batch, use_cache=False).loss
+            with tempfile.TemporaryDirectory() as folder, _own_forwards(self.model, self.reference):
+                return self._trainer(folder, [batch], 0).compute_loss(self.model, dict(batch))
 
     def train_epoch(self, epoch: int, region: Region, on_step: Callable[[], object]) -> float:
-        """Lets `transformers.Trainer` take the steps of an epoch, with brevact's callback if the model has a policy."""
-        transformers = library("transformers")
-        library("accelerate")
-        own = self.settings
-        rows = [
-            {name: values[i] for name, values in batch.items()}
-            for batch in self.batches(epoch)
-            for i in range(own.batch_size)
-        ]
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = transformers.TrainingArguments(
-                folder,
-                num_train_epochs=1,
-                per_device_train_batch_size=own.batch_size,
-                train_sampling_strategy="sequential",
-                max_grad_norm=_CLIP,
-                seed=1000 * self.seed + epoch,
-                bf16=own.bf16,
-                use_cpu=self.device.type == "cpu",
-                **dict.fromkeys(("save_strategy", "logging_strategy"), "no"),
-                report_to=[],
-                disable_tqdm=True,
-            )
-            optimizers = (self.optimizer, self.scheduler)
-            trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, optimizers=optimizers)
-            trainer.remove_callback(transformers.PrinterCallback)
+        """Lets the trainer take the steps of an epoch, with brevact's callback if the model has a policy."""
+        with tempfile.TemporaryDirectory() as folder, _own_forwards(self.model, self.reference):
+            trainer = self._trainer(folder, list(self.batches(epoch)), epoch)
             trainer.add_callback(_OnStep(on_step))
             if region is not nullcontext:
                 from brevact.trainers import HuggingFaceCallback
 
                 HuggingFaceCallback(None, memory=False).add_to(trainer)
-            loss = trainer.train().training_loss
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):  # autocast, which the next epoch adds
-            vars(self.model).pop(name, None)
-        return loss
+            return trainer.train().training_loss
+
+    def _trainer(self, folder: str, batches: list[dict[str, Tensor]], epoch: int) -> Any:
+        """A trainer whose data are numbers of these batches."""
+        transformers = library("transformers")
+        library("accelerate")
+        own = self.settings
+        options: dict[str, Any] = {
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 1,
+            "train_sampling_strategy": "sequential",
+            "max_grad_norm": _CLIP,
+            "seed": 1000 * self.seed + epoch,
+            "bf16": own.bf16,
+            "use_cpu": self.device.type == "cpu",
+            **dict.fromkeys(("save_strategy", "logging_strategy"), "no"),
+            "report_to": [],
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+        }
+        common = {
+            "data_collator": lambda rows: batches[rows[0]["number"]],
+            "optimizers": (self.optimizer, self.scheduler),
+            "train_dataset": [{"number": number} for number in range(len(batches))],
+        }
+        if own.trainer == "trainer":
+            trainer = transformers.Trainer(self.model, transformers.TrainingArguments(folder, **options), **common)
+        else:
+            trl = library("trl")
+            options |= {"gradient_checkpointing": False, "max_length": None}
+            common["train_dataset"] = library("datasets").Dataset.from_list(common["train_dataset"])
+            common["processing_class"] = self.tokens().tokenizer
+            if own.trainer == "sft":
+                options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+                trainer = trl.SFTTrainer(self.model, trl.SFTConfig(folder, **options), **common)
+            else:
+                trainer = _of_pairs(trl)(self.model, self.reference, trl.DPOConfig(folder, **options), **common)
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -152,15 +203,21 @@ class FineTuning(Task):
         count = min(own.test_sequences, len(tokens.test) // own.context)
         sequences = tokens.test[: count * own.context].view(count, own.context)
         self.model.eval()
-        total = sum(float(self.loss(self._batch(part))) * len(part) for part in sequences.split(own.batch_size))
+        total = 0.0
+        for part in sequences.split(own.batch_size):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=own.bf16):
+                total += float(self.model(**self._batch(part), use_cache=False).loss) * len(part)
         self.model.train()
         return total / count * tokens.tokens_per_character / math.log(2)
 
     def use_checkpoints(self) -> None:
-        """As `gradient_checkpointing=True` of `TrainingArguments`."""
+        """As `gradient_checkpointing=True` of `TrainingArguments`, of every n-th block."""
         is_new = hasattr(self.model, "activation_checkpointing_enable")  # the older name is an alias by now
         enable = self.model.activation_checkpointing_enable if is_new else self.model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+        layer = library("transformers.modeling_layers").GradientCheckpointingLayer
+        for number, block in enumerate(each for each in self.model.modules() if isinstance(each, layer)):
+            block.gradient_checkpointing = number % self.settings.checkpoint_every == 0
 
     def show(self, path: Path) -> None:
         """Writes the model's continuation of "The", and the model itself with `--save`."""
@@ -180,11 +237,88 @@ class FineTuning(Task):
             for part in (self.model, tokenizer):
                 part.save_pretrained(path.with_suffix(""))
 
-    def _batch(self, tokens_BT: Tensor) -> dict[str, Tensor]:
-        """Inputs of the model; the first token has no label, as nothing precedes it."""
-        labels_BT = tokens_BT.clone()
-        labels_BT[:, 0] = -100
+    def _batch(self, tokens_BT: Tensor, is_first_BT: Tensor | None = None) -> dict[str, Tensor]:
+        """Inputs of the model; the first token of a text has no label, as nothing precedes it."""
+        if is_first_BT is None:
+            is_first_BT = torch.arange(tokens_BT.shape[1]) == 0
+        labels_BT = tokens_BT.masked_fill(is_first_BT, -100)
         return {"input_ids": tokens_BT.to(self.device), "labels": labels_BT.to(self.device)}
+
+
+def _check_combination(settings: FineTuneSettings) -> None:
+    if settings.weights_4bit and settings.method != "lora":
+        raise RecipeError("--weights-4bit is not possible with --method full; use --method lora")
+    if settings.trainer == "dpo" and settings.packed:
+        raise RecipeError("--packed is not possible with --trainer dpo, which pads its pairs; use --trainer sft")
+    if settings.trainer == "dpo" and settings.batch_size < 2:
+        raise RecipeError("--batch-size 1 is not possible with --trainer dpo, which pairs texts; use at least 2")
+
+
+def _pairs(tokens_BT: Tensor) -> dict[str, Tensor]:
+    """DPO's batch: first halves of texts with their own second halves, then with those of others."""
+    half = tokens_BT.shape[1] // 2
+    ids = torch.cat([tokens_BT, torch.cat([tokens_BT[:, :half], tokens_BT[:, half:].roll(1, 0)], 1)])
+    is_end = torch.zeros_like(ids)
+    is_end[:, half:] = 1
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": is_end}
+
+
+def _of_pairs(trl: Any) -> Any:
+    class OfPairs(trl.DPOTrainer):
+        """Takes batches as they are, which the collator makes."""
+
+        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+            return dataset
+
+    return OfPairs
+
+
+@contextmanager
+def _own_forwards(*models: Any) -> Iterator[None]:
+    """Gives models their forward passes back after trainers have wrapped them."""
+    parts = [vars(part) for model in models if model is not None for part in model.modules()]
+    before = [{name: part[name] for name in _FORWARDS if name in part} for part in parts]
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            for name in _FORWARDS:
+                part.pop(name, None)
+            part.update(own)
+
+
+def take_liger(model: Any, has_fused_loss: bool) -> None:
+    """Gives a model Liger's kernels, in place."""
+    library("triton")
+    from recipes.liger import liger
+
+    kernels = liger()
+    known = library("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    if model.config.model_type not in known:
+        raise RecipeError(f"--liger is not possible: Liger has no kernels for {model.config.model_type}; use llama")
+    kernels._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=has_fused_loss)
+
+
+def _without_scales(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leaves scales of 4-bit weights out of checkpoints, whose layers have them and do not load them."""
+    for name in [name for name in state if name.startswith(f"{prefix}weight.")]:
+        del state[name]
+
+
+def take_quarters(model: Any) -> None:
+    """Gives a model linear layers of bitsandbytes, whose weights have 4 bits, but for its head; in place."""
+    bitsandbytes = library("bitsandbytes")
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and layer is not model.get_output_embeddings():
+            found = bitsandbytes.nn.Linear4bit(
+                layer.in_features, layer.out_features, layer.bias is not None, layer.weight.dtype, quant_type="nf4"
+            )
+            found.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+            found.bias = layer.bias
+            found.support_avx512bf16_for_cpu = False  # of evaluation, which lays weights out as no backward reads them
+            found.register_state_dict_post_hook(_without_scales)
+            model.set_submodule(name, found)
+    model.is_loaded_in_4bit = True
 
 
 def _random_model(settings: FineTuneSettings) -> Any:
@@ -225,7 +359,7 @@ def _given_model(settings: FineTuneSettings) -> Any:
     return model
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def with_adapters(model: Any, rank: int) -> Any:
     peft = library("peft")
     kind = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, **kind))

@@ -39,12 +39,17 @@ COLUMNS = (
 )
 #: From this many epochs on 10,000 images, a study counts as long.
 _LONG = 10
+#: The fewest pairs of an interval.
+LEAST_PAIRS = 6
 Row = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference over pairs, and half the width of its 95 % interval; NaN for one pair."""
+    """A mean difference over pairs, and half the width of its 95 % interval; NaN for fewer than six pairs.
+
+    Intervals of three pairs are narrow by chance too often to be printed.
+    """
 
     mean: float
     half_width: float
@@ -54,19 +59,19 @@ class Interval:
     def of(cls, differences: Sequence[float], decimals: int) -> Interval:
         """The interval of paired differences.
 
-        >>> str(Interval.of([1.0, 2.0, 3.0], 2))
-        '+2.00 [-0.48, 4.48]'
+        >>> str(Interval.of([1.0, 2.0, 3.0], 2)), str(Interval.of([1.0, 2.0, 3.0] * 2, 2))
+        ('+2.00', '+2.00 [1.06, 2.94]')
         """
         count = len(differences)
-        if count < 2:
-            return cls(differences[0], math.nan, decimals)
+        if count < LEAST_PAIRS:
+            return cls(statistics.fmean(differences), math.nan, decimals)
         width = float(student.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
         return cls(statistics.fmean(differences), width, decimals)
 
     def __str__(self) -> str:
         mean = f"{self.mean:+.{self.decimals}f}"
         if math.isnan(self.half_width):
-            return f"{mean} (one pair)"
+            return mean
         low, high = (f"{self.mean + half:.{self.decimals}f}" for half in (-self.half_width, self.half_width))
         return f"{mean} [{low}, {high}]"
 
@@ -91,7 +96,7 @@ class Comparison:
         """The kind and the policy, for a table."""
         _, recipe, epochs, size, settings = self.kind
         words = {"efficientnetv2": "EfficientNetV2 nano", "qat": "the same at W4A4"}.get(recipe, recipe)
-        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), f"`{self.policy}`"
+        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), self.policy
 
 
 def comparisons(rows: Iterable[Mapping[str, str]]) -> list[Comparison]:

@@ -1,4 +1,4 @@
-"""Fill figures and tables of README.md and docs/ from rows of measurements: `docs/bench.csv` and the CSVs beside it.
+"""Fill figures of README.md and docs/, and the tables in docs/tables, from rows: `docs/bench.csv` and those beside it.
 
     python -m scripts.figures
 
@@ -8,14 +8,15 @@ sees. Rows that are measured again change the page by this command, and a test f
 bench.MODEL.POLICY.COLUMN   of the last row: kept, less, peak, growth, step, speed, error, noise or bias
 range.GROUP.POLICY.COLUMN   the least and the largest of a group of models
 median.GROUP.POLICY.COLUMN  the median, and count.GROUP.POLICY.COLUMN the number of models
-table.NAME                  a key of `TABLES`, or formats, plan, quantizers, studies
-study.POLICY.COLUMN         of the long study: pairs, less, loss, accuracy, accuracy-below, accuracy-below-interval
+STUDY.POLICY.COLUMN         pairs, less, loss or accuracy of a study: study (the long one), short, or w4a4
+total.TABLE                 the number of rows of a table
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import io
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.gpu import MODELS as GPU
 from benchmarks.models import GROUPS
-from recipes.study import Comparison, comparisons
+from recipes.study import comparisons
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -70,8 +71,8 @@ class Table:
     policies: tuple[str, ...] | None
     columns: tuple[str, ...]
 
-    def text(self, rows: Bench) -> str:
-        """The table in Markdown; columns without a figure are left out."""
+    def lines(self, rows: Bench) -> list[list[str]]:
+        """The heads, and the row of each model and policy that has a figure."""
         found: list[list[str]] = []
         for model in models_of(self.models):
             measured = [policy for name, policy in rows if name == model]
@@ -79,11 +80,8 @@ class Table:
                 row = rows.get((model, policy), {})
                 cells = [_cell(row, column) for column in self.columns]
                 if any(cells):
-                    name = policy if policy.islower() and ":" not in policy else f"`{policy}`"
-                    found.append([model if not found or model not in {line[0] for line in found} else "", name, *cells])
-        kept = [0, 1, *(at for at in range(2, len(self.columns) + 2) if any(line[at] for line in found))]
-        heads = ["model", "", *(_HEADS.get(column, column) for column in self.columns)]
-        return markdown([heads[at] for at in kept], [[line[at] for at in kept] for line in found])
+                    found.append([model, policy, *cells])
+        return [["model", "policy", *(_HEADS.get(column, column) for column in self.columns)], *found]
 
 
 _LARGE = ("plain", "checkpoint", "compile", "DEFAULT", "RECOMPUTE", "LosslessBackward:recompute=1024", "fit:30x")
@@ -93,9 +91,7 @@ TABLES = {
     "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
     "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
-    "small": Table("small", ("DEFAULT",), ("kept", "less")),
-    "images": Table("images", ("DEFAULT",), ("kept", "less")),
-    "domains": Table("domains", ("DEFAULT",), ("kept", "less", "step")),
+    "models": Table((*GROUPS["small"], *GROUPS["images"], *GROUPS["domains"]), ("DEFAULT",), ("kept", "less", "step")),
     "gpu": Table("gpu", _GPU, ("kept", "less", "peak", "speed")),
 }
 
@@ -103,12 +99,6 @@ TABLES = {
 def models_of(names: str | tuple[str, ...]) -> list[str]:
     """The models of a group, or these."""
     return list(GPU if names == "gpu" else GROUPS[names]) if isinstance(names, str) else list(names)
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table with the empty lines that it needs between marks."""
-    text = [f"| {' | '.join(line)} |" for line in (heads, *lines)]
-    return "\n\n" + "\n".join([text[0], "|" + "---|" * len(heads), *text[1:]]) + "\n\n"
 
 
 def read(name: str) -> list[Row]:
@@ -136,7 +126,7 @@ FOUND_ELSEWHERE = (*GROUPS["images"], *GROUPS["domains"])
 def figures() -> dict[str, str]:
     """Return all figures by name, as they are written."""
     rows = bench(read("bench"))
-    found = {f"table.{name}": table.text(rows) for name, table in TABLES.items()}
+    found: dict[str, str] = {}
     for (model, policy), row in rows.items():
         found |= {f"bench.{model}.{policy}.{column}": _cell(row, column) for column in COLUMNS}
     groups = {name: models_of(name) for name in (*GROUPS, "gpu")}
@@ -147,7 +137,22 @@ def figures() -> dict[str, str]:
                 found[f"range.{group}.{policy}.{column}"] = " to ".join(dict.fromkeys((values[0], values[-1])))
                 found[f"median.{group}.{policy}.{column}"] = values[len(values) // 2]
                 found[f"count.{group}.{policy}.{column}"] = str(len(values))
-    return found | {"table.formats": _formats(), "table.quantizers": _quantizers(), "table.plan": _plan()} | _studies()
+    found |= {f"total.{name}": str(len(lines) - 1) for name, lines in tables().items()}
+    for each in comparisons(read("studies")):
+        _, recipe, _, size, settings = each.kind
+        short = "w4a4" if recipe == "qat" else "short" if size == "5000" else "middle"
+        values = {"pairs": str(each.pairs), "less": f"{each.less:.1f}", "loss": each.loss, "accuracy": each.accuracy}
+        if not settings:
+            name = "study" if each.is_long else short
+            found |= {f"{name}.{each.policy}.{column}": str(value) for column, value in values.items()}
+    return found
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """Return the tables of docs/tables, whose first line has the heads."""
+    rows = bench(read("bench"))
+    found = {name: table.lines(rows) for name, table in TABLES.items()}
+    return found | {"formats": _formats(), "quantizers": _quantizers(), "plan": _plan(), "studies": _studies()}
 
 
 def _cell(row: Mapping[str, str], name: str) -> str:
@@ -159,55 +164,36 @@ def _number(text: str) -> float:
     return float(text.replace(",", "").removesuffix(" %"))
 
 
-def _formats() -> str:
+def _formats() -> list[list[str]]:
     last = {(row["quantizer"], row["data"]): row for row in read("formats")}
     kinds = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
-    lines = []
+    lines = [["quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode"]]
     for name in dict.fromkeys(name for name, _ in last):
         row = last[name, kinds[-1]]
         errors = (last[name, kind]["error"] for kind in kinds)
-        lines.append([f"`{name}`", row["bits"], *errors, row["bias"], row["quantize"], row["decode"]])
-    return markdown(["quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode"], lines)
+        lines.append([name, row["bits"], *errors, row["bias"], row["quantize"], row["decode"]])
+    return lines
 
 
-def _plan() -> str:
+def _plan() -> list[list[str]]:
     """Kept bytes at 4,096 tokens, and the longest sequence in each memory."""
     rows = read("plan")
     memories = [name for name in rows[0] if name.isdecimal()]
-    heads = ("model", "activations", "kept of 4,096 tokens, GiB", *(f"tokens in {each} GiB" for each in memories))
-    ways = {"plain": "plain", "checkpointed": "checkpointed", "DEFAULT": "`DEFAULT`", "RECOMPUTE": "`RECOMPUTE`"}
-    return markdown(
-        heads,
-        ((r["model"], ways[r["way"]], r["kept_gib"], *(f"{int(r[each]):,}" for each in memories)) for r in rows),
-    )
+    heads = ["model", "activations", "kept of 4,096 tokens, GiB", *(f"tokens in {each} GiB" for each in memories)]
+    return [heads, *([r["model"], r["way"], r["kept_gib"], *(f"{int(r[each]):,}" for each in memories)] for r in rows)]
 
 
-def _quantizers() -> str:
-    last = {(row["operation"], row["device"], row["dtype"], row["bit_width"]): row for row in read("quantizers")}
-    columns = list(dict.fromkeys(key[1:] for key in last))
-    lines = []
-    for operation in dict.fromkeys(key[0] for key in last):
-        rows = [last.get((operation, *column)) for column in columns]
-        lines.append([operation, *(f"{row['ns']} ({row['of_clone']})" if row else "" for row in rows)])
-    return markdown(["", *(f"{device}, {dtype}, {bits} bits" for device, dtype, bits in columns)], lines)
+def _quantizers() -> list[list[str]]:
+    names = ("operation", "device", "dtype", "bit_width", "ns", "of_clone")
+    last = {tuple(row[name] for name in names[:4]): [row[name] for name in names] for row in read("quantizers")}
+    return [["operation", "device", "dtype", "bits", "ns per element", "times clone()"], *last.values()]
 
 
-def _studies() -> dict[str, str]:
-    found, lines = {}, []
+def _studies() -> list[list[str]]:
+    lines = [["trained", "stored by", "pairs", "times less", "training loss", "test accuracy, points"]]
     for each in comparisons(read("studies")):
         lines.append([*each.names(), str(each.pairs), f"{each.less:.1f}", str(each.loss), str(each.accuracy)])
-        if each.is_long:
-            found |= _of_study(each)
-    heads = ["trained", "stored by", "pairs", "times less", "training loss", "test accuracy, points"]
-    return {**found, "table.studies": markdown(heads, lines)}
-
-
-def _of_study(each: Comparison) -> dict[str, str]:
-    low, high = (-each.accuracy.mean + half for half in (-each.accuracy.half_width, each.accuracy.half_width))
-    values = {"pairs": str(each.pairs), "less": f"{each.less:.1f}", "loss": str(each.loss)}
-    values |= {"accuracy": str(each.accuracy), "accuracy-below": f"{-each.accuracy.mean:.2f}"}
-    values["accuracy-below-interval"] = f"{low:.2f} to {high:.2f}"
-    return {f"study.{each.policy}.{name}": text for name, text in values.items()}
+    return lines
 
 
 def pages() -> list[Path]:
@@ -237,7 +223,16 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
     return _MARK.sub(filled, text)
 
 
+def as_csv(lines: Iterable[Sequence[str]]) -> str:
+    """A table as text of a CSV file."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue()
+
+
 def main() -> None:
+    for name, lines in tables().items():
+        (DOCS / "tables" / f"{name}.csv").write_text(as_csv(lines), "utf-8")
     found = figures()
     for page in pages():
         text = page.read_text("utf-8")

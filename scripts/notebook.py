@@ -1,7 +1,6 @@
 """Run a page of the documentation that is one program, cell by cell, and write each cell's output below it.
 
-    python -m scripts.notebook docs/tutorial.md --folder docs/tutorial
-    python -m scripts.notebook docs/first_steps.md --folder docs/first_steps
+    python -m scripts.notebook docs/notebook.md --folder docs/notebook
 
 A cell is a block of Python; a block of text right behind it is its output. Cells share their names, and run in the
 folder that is named, where pictures are written.

@@ -11,7 +11,7 @@ from pathlib import Path
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.op import EXACT, Stored
 
-PAGE = Path(__file__).parents[1] / "docs/stored.md"
+PAGE = Path(__file__).parents[1] / "docs/how.md"
 HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
 #: Rows that hold for all ops.
 OF_ALL_OPS = (

@@ -40,7 +40,6 @@ def test_each_row_of_the_front_page_has_an_example():
     rows = [line for line in table[1].splitlines() if line.startswith("| ")][1:]
     named = [re.search(r"`(\w+)\.py` \|$", row) for row in rows]
     assert all(named), rows
-    page = (ROOT / "docs" / "examples.md").read_text("utf-8")
-    shown = re.findall(r'\{ #(\w+) \}\n\n``` \{ \.py \}\n--8<-- "examples/(\w+)\.py"', page)
-    assert [name[1] for name in named if name] == [name for name, _ in shown] == [file for _, file in shown]
-    assert sorted(name for name, _ in shown) == [path.stem for path in EXAMPLES]
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    shown = re.findall(r'^``` \{ \.py \}\n--8<-- "examples/(\w+)\.py"', pages, re.M)
+    assert sorted(name[1] for name in named if name) == sorted(shown) == [path.stem for path in EXAMPLES]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.study import LEAST_PAIRS
 from scripts import figures
+from scripts.pictures import digest
 
 FOUND = figures.figures()
 #: Heads of tables whose numbers are measured.
@@ -32,6 +34,48 @@ def test_tables_of_measured_figures_are_filled_from_rows(page: Path):
         assert not (typed and _MEASURED.search(head)), f"{head}\n{typed}: fill the table from rows"
 
 
+#: Numbers that are defined, not measured: settings, sizes, bounds that other tests hold.
+DEFINED = {"95 %", "96 MiB", "2 MiB", "24 times", "80 GiB", "0.01", "0.1", "-0.0"}
+_UNITS = r"times|%|[KMG]iB|GB|ms|ns|[µu]s|(?:nano|micro|milli)?seconds|minutes|hours|points|pairs"
+_TYPED = re.compile(
+    rf"(?<![\w.,^/\[{{-])[-+]?\d[\d,]*(?:\.\d+)?(?:\s?(?:{_UNITS})\b| %)|(?<![\w.:/-])[-+]?\d+\.\d+(?![\w.-])"
+)
+
+
+def _prose(page: Path) -> str:
+    """The text of a page without code, links, marked figures and tables."""
+    text = page.read_text("utf-8")
+    for left_out in (
+        r"^```.*?^```",
+        r"<!--figure:.*?<!--end-->",
+        r"`[^`]*`",
+        r"\]\([^)]*\)",
+        r"(Python|PyTorch|Triton) [\d.]+",
+        r"^\|.*",
+    ):
+        text = re.sub(left_out, "", text, flags=re.S | re.M if left_out != r"^\|.*" else re.M)
+    return text
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
+def test_sentences_have_figures_of_rows_alone(page: Path):
+    """A measured figure is a mark that `scripts.figures` fills; a number that is defined joins `DEFINED`."""
+    assert [found[0] for found in _TYPED.finditer(_prose(page)) if found[0] not in DEFINED] == []
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
+def test_intervals_are_of_six_pairs_or_more(page: Path):
+    for name, interval in re.findall(r"<!--figure:(\w+\.[^>]*)\.\w+-->[^<]*\[([^<]*)\]", page.read_text("utf-8")):
+        assert int(FOUND[f"{name}.pairs"]) >= LEAST_PAIRS, interval
+
+
+@pytest.mark.parametrize("name", figures.tables())
+def test_a_table_and_its_picture_are_those_of_the_rows(name: str):
+    """`python -m scripts.figures && python -m scripts.pictures` writes them."""
+    assert (figures.DOCS / "tables" / f"{name}.csv").read_text("utf-8") == figures.as_csv(figures.tables()[name])
+    assert digest(name) in (figures.DOCS / "pictures" / f"{name}.svg").read_text("utf-8")
+
+
 def test_readme_has_figures():
     assert len(figures.names_on((figures.ROOT / "README.md").read_text("utf-8"))) >= 8
 
@@ -48,5 +92,8 @@ def test_figures_are_of_the_last_row_that_has_them():
     ]
     found = figures.bench(rows)
     assert found["ResNet-50", "DEFAULT"]["kept_mib"] == "11" and found["ResNet-50", "DEFAULT"]["step"] == "1.5"
-    text = figures.Table(("ResNet-50",), ("DEFAULT", "RECOMPUTE"), ("kept", "peak", "step")).text(found)
-    assert text == "\n\n| model |  | kept, MiB | step |\n|---|---|---|---|\n| ResNet-50 | `DEFAULT` | 11.0 | 1.50 |\n\n"
+    lines = figures.Table(("ResNet-50",), ("DEFAULT", "RECOMPUTE"), ("kept", "peak", "step")).lines(found)
+    heads, *rows = lines
+    assert heads == ["model", "policy", "kept, MiB", "peak, MiB", "step"] and rows == [
+        ["ResNet-50", "DEFAULT", "11.0", "", "1.50"]
+    ]

@@ -1,4 +1,4 @@
-"""Changes of a process by the import, and those that wait for the first packed tensor: `docs/process.md`."""
+"""Changes of a process by the import, and those that wait for the first packed tensor: `docs/gpu.md`."""
 
 from __future__ import annotations
 

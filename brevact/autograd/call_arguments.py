@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
@@ -49,7 +50,6 @@ def is_activation(x: Any) -> bool:
 
 
 def is_complex(x: Any) -> bool:
-    """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
     return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 
@@ -177,6 +177,25 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
             break
         places.append(found.pop(given))
     return tuple(places), found
+
+
+class Parameters:
+    """A torch function's parameters and their defaults, from ``"input weight=None"``."""
+
+    def __init__(self, text: str) -> None:
+        pairs = [each.partition("=") for each in text.split()]
+        self._names = tuple([name for name, *_ in pairs])
+        self._defaults = {name: ast.literal_eval(value) for name, is_given, value in pairs if is_given}
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return all arguments of a call by name; None if the function refuses them."""
+        names = self._names
+        found = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or not found.keys().isdisjoint(kwargs):
+            return None
+        found = {**self._defaults, **found, **kwargs}
+        is_complete = len(found) == len(names) and all(map(found.__contains__, names))
+        return {name: found[name] for name in names} if is_complete else None
 
 
 _signature = functools.cache(inspect.signature)

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS, with_strides
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import EXACT, Decoder, Keeper, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, one_object_each, with_strides
 from brevact.autograd.storages import find_record
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
@@ -357,18 +356,24 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Record the result of an op that moves elements of tensors, all known losslessly, whatever the settings."""
-    if type(result) is not Tensor or known_values.find(result) is not None:
-        return
+    tensors = tensors_of_call(args, kwargs)
+    if tensors and type(result) is Tensor and known_values.find(result) is None:
+        record_exactly(bound_call(func, args, kwargs), tensors, result, known_values.find)
+
+
+def record_exactly(
+    compute: TensorFunction, tensors: list[Tensor], result: Tensor, find: Callable[[Tensor], Saved | None]
+) -> None:
+    """Record that a result is a function of tensors, if ``find`` returns a saved form of each."""
     operands = []
-    for x in tensors_of_call(args, kwargs):
-        known = known_values.find(x)
-        if known is None:
+    for x in tensors:
+        operand = find(x)
+        if operand is None:
             return
-        operands.append(known)
-    found = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False) if operands else None
-    if found is not None:
-        known_values.register(result, *found)
+        operands.append(operand)
+    kept = function_of(compute, operands, result, is_pointwise=False)
+    if kept is not None:
+        known_values.register(result, *kept)
 
 
 def track_derived(
@@ -421,7 +426,6 @@ _distinct_decoder = one_object_each(_Distinct)
 
 
 def keep_distinct(x: Tensor) -> Saved | None:
-    """Return the saved form of a tensor known by its distinct elements; None for others."""
     record = find_record(x)
     if record is None or record.known is None or type(record.known[6]) is not _Distinct:
         return None

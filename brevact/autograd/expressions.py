@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoders import with_strides
 from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
-from brevact.autograd.saved import Decoder, Quality, Saved
+from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
@@ -72,7 +71,6 @@ class Call(NamedTuple):
         return self.function if is_plain and not isinstance(self.function, ByMask) else self
 
     def renumbered(self, numbers: Sequence[int]) -> Call:
-        """Return the expression with source i renumbered to ``numbers[i]``."""
         operands = [o.renumbered(numbers) if isinstance(o, Call) else numbers[o] for o in self.operands]
         return Call(self.function, tuple(operands), -1 if self.only < 0 else numbers[self.only])
 
@@ -83,7 +81,6 @@ class ByMask(NamedTuple):
     factor: float = 1.0
 
     def product(self, values: Tensor, mask: Saved, *, overwrites: bool) -> Tensor:
-        """Multiply values, in place if ``overwrites``, by a saved mask."""
         tensors, decoder = mask
         if decoder.layout.shape == values.shape:  # type: ignore[attr-defined]
             values = (decoder.multiply_ if overwrites else decoder.multiply)(tensors, values)  # type: ignore[attr-defined]
@@ -105,7 +102,7 @@ class Derived(Decoder):
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
-    quality: Quality = field()  # otherwise the base class's property would be the default
+    quality: Quality = field()  # otherwise the base class's value would be the default
     lasts: bool = field()
 
     #: The expression as a function of its one source, if it is pointwise and the source decodes through it.
@@ -117,6 +114,9 @@ class Derived(Decoder):
     #: Whether equal calls on weights run once.
     shares: bool = field(init=False)
     how: str = field(init=False)
+    depth: int = field(init=False)
+    layers_without_sum: int = field(init=False)
+    allows_double_backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
         is_fused = self.expression.only >= 0 and self.sources[0][0].decodes_through
@@ -124,6 +124,11 @@ class Derived(Decoder):
         self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
         self.adds = self.expression.adds
+        decoders = [decoder for decoder, _ in self.sources]
+        self.allows_double_backward = all([decoder.allows_double_backward for decoder in decoders])
+        self.depth = max([decoder.depth for decoder in decoders], default=0)
+        rounded = [decoder.layers_without_sum for decoder in decoders if decoder.depth or not decoder.quality.is_exact]
+        self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
 
@@ -132,21 +137,6 @@ class Derived(Decoder):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
-
-    @property
-    def allows_double_backward(self) -> bool:
-        return all([decoder.allows_double_backward for decoder, _ in self.sources])
-
-    @property
-    def depth(self) -> int:
-        return max([decoder.depth for decoder, _ in self.sources], default=0)
-
-    @property
-    def layers_without_sum(self) -> int:
-        counts = [
-            decoder.layers_without_sum for decoder, _ in self.sources if decoder.depth or not decoder.quality.is_exact
-        ]
-        return (min if self.adds else max)(counts, default=0)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
         parts, start = [], 0
@@ -238,7 +228,6 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
 
 
 def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
-    """Add two values, in the memory of one that may be overwritten."""
     (a, a_is_new), (b, b_is_new) = first, second
     is_alike = a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride()
     if is_alike and (a_is_new or b_is_new):
@@ -284,7 +273,6 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
 
 
 def _is_output(source: Saved) -> bool:
-    """Whether a source is a norm's output, whose decoder can add and mask in the same pass."""
     return isinstance(source[1], OutputDecoder)
 
 
@@ -292,7 +280,6 @@ _SUMS = torch.add, Tensor.add, Tensor.__add__
 
 
 def _is_new(values: Tensor, source: Saved) -> bool:
-    """Whether a source was decoded to dense memory that nobody else reads."""
     tensors, decoder = source
     if decoder.is_read_again(tensors):
         return False

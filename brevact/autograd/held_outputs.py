@@ -43,7 +43,6 @@ class Cache(threading.local):
         self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
 
     def decoded(self, owner: Any, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
-        """Return a decoded tensor, which must not be modified; decode it unless it is held and nothing has changed."""
         found = self._of.get(weakref.ref(owner))
         if found is not None:
             values, known, others, versions = found
@@ -74,7 +73,6 @@ def may_be_held(numel: int, codes: Tensor) -> bool:
 
 
 def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
-    """Return a decoded tensor and hold it for the next reader; the key is the decoder and ``tensors``, codes first."""
     return _last.decoded(tensors[0].untyped_storage(), decoder, tensors, decode)
 
 
@@ -159,7 +157,6 @@ def _let_go(tokens: list[WeakStorage], start: int = 0, *, lingering: bool = True
 
 
 def make_token(device: torch.device) -> Tensor:
-    """Return a token to hold an output under; tokens must be made in the order of their outputs."""
     token = torch.empty(0, device=device)
     token.untyped_storage().__dict__[_PLACE] = next(_places)
     return token

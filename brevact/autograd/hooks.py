@@ -21,7 +21,6 @@ from brevact.autograd.running import (
     leave_abandoned,
     leave_forward,
     leave_last,
-    running,
 )
 from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.autograd.settings import BackwardSettings
@@ -103,7 +102,7 @@ class _EnterRegion:
         elif self._is_needed(module):
             norms_only = not (module.training or _trains_around())
             entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
-            running.forwards.append((module, entered, frame))
+            active.forwards.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
         if active.disabled:
@@ -185,8 +184,8 @@ class _ExitRegion:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():
             marks.leave(module)
-        elif running.forwards:
-            for forward in running.forwards:
+        elif active.forwards:
+            for forward in active.forwards:
                 if forward[0] is module:
                     marks.run_outside_dynamo(leave_forward, module, sys._getframe(1))
                     break
@@ -315,7 +314,7 @@ class region(ContextDecorator):
         entered = self._entered.pop()
         if entered is None or entered not in active.regions:  # an enclosing one was left before
             return
-        while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
+        while active.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
             leave_last()
         is_innermost = active.regions[-1] is entered
         while active.regions[-1] is not entered:

@@ -31,9 +31,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many, may_be_held
-from brevact.autograd.saved import Decoder, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Quality, Saved, SavedByHook, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
 from brevact.geometry import IntegerPlan, IntegerRounding
@@ -56,7 +55,7 @@ class IntegerCodes(Decoder):
     bit_width: int
     minimum: int
     step: int
-    nbytes: int = field()  # otherwise the base class's property would be the default
+    nbytes: int = field()  # otherwise the base class's value would be the default
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +120,6 @@ def _plan_of(
     scale_dtype: torch.dtype,
     zero_point_dtype: torch.dtype,
 ) -> tuple[IntegerPlan, tuple[int, ...] | None] | None:
-    """Return a one-pass kernel's plan and the scales' order, if torch would compute in the integers' type."""
     layout = codes.layout
     if layout.dtype is torch.float32:
         if not scale_dtype is zero_point_dtype is torch.float32:
@@ -279,7 +277,6 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
 
 
 def found_in(entry: _Entry, x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
-    """Return the saved form in an entry of the storage of ``x``, or None: see :func:`find`."""
     if x.is_inference() or entry[0] != x._version:
         return None
     _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
@@ -360,7 +357,6 @@ def bits_of_last(codes: Tensor, bit_width: int) -> Tensor:
 
 
 def _mask_of(bit_width: int) -> int:
-    """Return the mask of the first bit of each code in a byte."""
     return 255 // (2**bit_width - 1) << (bit_width - 1)
 
 
@@ -405,7 +401,6 @@ def keep_ends(
 
 
 def load_ends(token: Tensor) -> Tensor:
-    """Return packed codes that are right for clipped elements."""
     stored: SavedByHook = token.untyped_storage().__dict__[_HOLDER]
     return stored.tensor()
 

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decoders import AS_IT_IS, with_strides
 from brevact.autograd.expressions import TensorFunction
 from brevact.autograd.held_outputs import (
     MOST_HELD,
@@ -45,7 +44,7 @@ from brevact.autograd.held_outputs import (
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
 from brevact.autograd.storages import LONE, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
@@ -77,17 +76,14 @@ class LayerOutput(HeldOutput):
     """
 
     layer: Layer
-    lingers: bool = field()  # without which the property of the base class would be its default
+    lingers: bool = field()  # otherwise the base class's value would be the default
     places: tuple[int, ...] | None
+    decodes_through = True
 
     @property
-    def layers_without_sum(self) -> int:
+    def layers_without_sum(self) -> int:  # type: ignore[override]
         is_squeezed = len(self.shape) > 2 and math.prod(self.shape[2:]) == 1  # errors of means are small
         return self.sources[0][0].layers_without_sum + (not is_squeezed)
-
-    @property
-    def decodes_through(self) -> bool:
-        return True
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
@@ -161,7 +157,6 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_output(decoder: Decoder) -> bool:
-    """Return whether a decoder decodes a layer output, or a view of one."""
     return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, HeldOutput)
 
 
@@ -186,7 +181,6 @@ def serves_norms(decoder: Decoder) -> bool:
 def remember_output(
     region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
 ) -> None:
-    """Record that backward can recompute ``out`` at ``cost`` multiplications and additions per element."""
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
     if may_free_weights(weight):
@@ -301,10 +295,7 @@ class ChannelsAgain(_NormOutput):
     """Decoder of a channel norm's output; its other tensors are the spread, the shifts, and perhaps the weight."""
 
     __slots__ = ()
-
-    @property
-    def decodes_through(self) -> bool:
-        return True
+    decodes_through = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
@@ -360,7 +351,6 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 @functools.lru_cache
 def _of_none(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Statistics that change nothing."""
     return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
 
 
@@ -370,7 +360,6 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 def recomputed_output(
     region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
-    """Return a norm's output as a function of its recomputed input; None if the input is not recomputed."""
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):
         tensors, decoder = decoder.without_statistics(tensors)

@@ -200,8 +200,6 @@ class _Normalized(NamedTuple):
 
 
 class _Gated(NamedTuple):
-    """Product of an activation of a gate, and a tensor."""
-
     shape: torch.Size
     activation: Callable[[Tensor], Tensor]
 
@@ -272,7 +270,6 @@ def _letters_of(path: str, count: int) -> str | None:
 
 
 def is_exact_alone(path: str | None) -> bool:
-    """Return whether a Function is in the table, and saves nothing that may be packed."""
     return path in SETS and set().union(*SETS[path]) == {EXACT}
 
 

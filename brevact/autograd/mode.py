@@ -255,7 +255,6 @@ def _track(
 
 
 def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a norm that continues with rounded values though the region packs nothing."""
     if row.handler is not None and is_alive(sys._getframe(3)):
         push_hooks(*region.hooks.pair)  # on top, where our Function pops them: others inside stay in force
         try:
@@ -294,7 +293,6 @@ _FUNCTIONS = _by_name()
 
 
 def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-    """Return the torch function call that is equivalent to an operator call, or the operator call if there is none."""
     name, function, names = _function_of(func)
     if function is None or not _OF_OPERATORS.isdisjoint(kwargs):
         return func, args, kwargs
@@ -322,7 +320,6 @@ def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Ca
 
 @functools.lru_cache(maxsize=1024)
 def _function_of(func: Callable) -> tuple[str, Callable | None, tuple[str, ...]]:
-    """Return an operator's name, its torch function (None without one), and its argument names."""
     namespace, name = str(func).split(".")[:2]
     known = _FUNCTIONS.get(_NAMES.get(name, name)) or _FUNCTIONS.get(name.removesuffix("_"))
     if namespace != "aten" or known is None:

@@ -52,7 +52,6 @@ class Saver(NamedTuple):
 
 
 def operator_name(func: Any) -> str | None:
-    """Return the name of another library's operator, ``"torchvision::roi_align"``; None for anything else."""
     if not isinstance(func, OPERATORS):
         return None
     namespace, name = str(func).split(".")[:2]
@@ -60,7 +59,6 @@ def operator_name(func: Any) -> str | None:
 
 
 def is_of_torch(func: Callable) -> bool:
-    """Return whether a function is torch's; its compiled methods have no module."""
     if isinstance(func, OPERATORS):
         return operator_name(func) is None
     module = getattr(func, "__module__", None)
@@ -208,7 +206,6 @@ INPUT_OF_CHECKPOINT = "input of a checkpoint: a rule with the key torch.utils.ch
 
 
 def saves_input(frame: FrameType) -> bool:
-    """Return whether a tensor that this innermost frame saves is a checkpoint's input."""
     if frame.f_code is function_apply_code:  # a reentrant checkpoint is a Function
         return bool(frame.f_locals["cls"].__module__ == checkpoint.__module__)
     return bool(frame.f_globals.get("__name__") == checkpoint.__module__)

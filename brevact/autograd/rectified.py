@@ -20,11 +20,9 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.derived import function_of
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Decoder, Saved, SavedByHook, one_object_each
 from brevact.autograd.storages import find_record, is_tracked, note_held, record_of
-from brevact.autograd.store import keep_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +47,7 @@ class _Signs(Decoder):
 _signs = one_object_each(_Signs)
 
 
-def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
-    """Save where torch takes a rectifier's output for positive, ~(x <= 0): from a mask, or the output itself."""
-    tensors, decoder = keep_mask(mask)  # reads a floating-point tensor that way
-    return tensors, _signs(decoder, dtype)
-
-
-def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.0) -> Saved:
+def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0, outside: float = 0.0) -> Saved:
     """Return the saved form of a tensor that is ``inside`` where a mask is set and ``outside`` elsewhere."""
     tensors, decoder = mask
     return tensors, _signs(decoder, dtype, inside, outside)

@@ -143,7 +143,6 @@ class Region(Store):
         return is_weight(x, self.state)
 
     def are_weights(self, *tensors: Tensor) -> bool:
-        """Return whether tensors are weights, apart from masks, integers, constants."""
         return self.makes_weight(_ANY, tensors)
 
     def makes_weight(self, row: Op, tensors: Sequence[Tensor], out: Any = None) -> bool:
@@ -230,11 +229,7 @@ class Region(Store):
         return self.hooks
 
     def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        pop_hooks()
-        try:
-            result = function.record(*args)
-        finally:
-            push_hooks(*self.hooks.pair)
+        result = self.apply(function, *args)
         self.state.mark_weight(result, weight=True)
         return result
 

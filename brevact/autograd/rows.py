@@ -74,10 +74,10 @@ _CHANGES_ARGUMENT = frozenset(
 _EXTREMES = frozenset("max min amax amin topk kthvalue cummax cummin".split())
 #: Row of a function that no op family names: its saved tensors stay unpacked, since nobody has checked its gradient.
 _UNKNOWN = Op(must_not_round=_always)
-_MERGED = ("handler", "twice", "must_not_round", "places", "kind")
+_MERGED = ("handler", "must_not_round", "places", "kind")
 _FLAGS = (
     *("is_layer", "is_norm", "rounds_forward", "looks_up", "is_pointwise", "is_metadata", "is_backward"),
-    "is_unversioned",
+    *("is_unversioned", "twice"),
 )
 
 
@@ -126,16 +126,14 @@ def run_counterpart(row: Op, region: Any, func: Callable, args: tuple, kwargs: d
     Torch then handles them or raises the error. NotImplemented, too, if a policy is lossless and torch's own gradient
     differs in the last bits, and for double backward, which Functions of ours do not support.
     """
-    handler = row.handler
-    if region.settings.leaves_ops_to_torch:
-        if region.settings.is_exact and not row.is_bit_exact:
-            return NotImplemented
-        if region.settings.double_backward:
-            handler = row.twice
-    if handler is None:
+    settings = region.settings
+    if settings.leaves_ops_to_torch and (
+        (settings.is_exact and not row.is_bit_exact) or (settings.double_backward and not row.twice)
+    ):
         return NotImplemented
+    assert row.handler is not None
     try:
-        return handler(region, func, *args, **kwargs)
+        return row.handler(region, func, *args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the handler
             raise
@@ -143,7 +141,6 @@ def run_counterpart(row: Op, region: Any, func: Callable, args: tuple, kwargs: d
 
 
 def row_of(func: Callable) -> Op:
-    """Return the row of any function that a region's mode sees, including other libraries' and operators."""
     row = ROWS.get(func)
     if row is None:
         row = _row_of_operator(func) if isinstance(func, OPERATORS) else _UNKNOWN
@@ -183,7 +180,6 @@ def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
 
 
 def is_torch_function(x: Any) -> bool:
-    """Return whether ``x`` is a torch function or method, or a compiled one; a user's predicate is neither."""
     if isinstance(x, _BUILTIN):
         return True
     home = x if isinstance(x, types.FunctionType) else type(x)

@@ -43,8 +43,11 @@ from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 
 
 class _Active(threading.local):
+    """This thread's regions and its forwards in them: module, region, and the frame that called the pre-hook."""
+
     def __init__(self) -> None:
         self.regions: list[Any] = []  # outermost first
+        self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
         self.disabled = 0
 
 
@@ -56,19 +59,10 @@ def current_region() -> Any:
     return active.regions[-1] if active.regions else None
 
 
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
-
-
-#: This thread's forwards in regions, outermost first: module, region, and the frame that called the module's pre-hook.
-running = _Running()
-
-
 def is_alive(frame: FrameType | None) -> bool:
-    if not running.forwards:
+    if not active.forwards:
         return True
-    last = running.forwards[-1][2]
+    last = active.forwards[-1][2]
     while frame is not None:
         if frame is last:
             return True
@@ -100,7 +94,7 @@ def leave_last() -> FrameType:
     around the forward, leaving them popped ours instead, so theirs are popped now. A backward pass that raises pops
     all hooks that it recomputed in.
     """
-    _, region, frame = running.forwards.pop()
+    _, region, frame = active.forwards.pop()
     hooks, modes = _hooks_above(region.hooks), _modes_above(region)
     try:
         region.__exit__(None, None, None)
@@ -113,7 +107,6 @@ def leave_last() -> FrameType:
 
 
 def _hooks_above(hooks: Any) -> list[Any]:
-    """Pop the saved-tensor hooks above the region's; return them innermost first."""
     found: list[Any] = []
     while not hooks.is_empty and not hooks.are_innermost():
         top = top_hooks(True)
@@ -144,7 +137,7 @@ def leave_abandoned(frame: FrameType | None) -> None:
 
 def leave_forward(module: nn.Module, caller: FrameType) -> None:
     """Leave the region of the forward of ``module`` called by ``caller``, and regions abandoned inside it."""
-    for forward in running.forwards:
+    for forward in active.forwards:
         if forward[0] is module and (caller is forward[2] or caller is forward[2].f_back):  # its parent after an error
             while leave_last() is not forward[2]:
                 pass
@@ -164,7 +157,6 @@ def before_first_region(function: Callable[[], None]) -> None:
 
 
 def prepare() -> None:
-    """Run the waiting functions; other threads that enter a region block meanwhile."""
     with _lock:
         while waiting:
             waiting[0]()
@@ -219,7 +211,6 @@ def nodes_behind(roots: Iterable[Any], seen: set[Any] | None = None) -> Iterator
 
 
 def is_transformed() -> bool:
-    """Return whether a ``torch.func`` transform or forward-mode AD is active."""
     return forward_ad._current_level >= 0 or functorch_interpreter() is not None
 
 

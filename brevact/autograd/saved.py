@@ -1,13 +1,16 @@
 """An activation's saved form: tensors for autograd to save, and the decoder that reads them in backward.
 
 The decoder is a small object without tensors, so that every tensor goes through ``ctx.save_for_backward``: a node then
-frees its tensors as soon as it has run, and hooks around the region (``save_on_cpu``, checkpoint) see them.
+frees its tensors as soon as it has run, and hooks around the region (``save_on_cpu``, checkpoint) see them. Each form
+has a decoder: unpacked, packed, as a mask, in full precision until backward starts. Pack hooks return a
+:class:`SavedByHook` to autograd.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -17,7 +20,20 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
-from brevact.quantizers import PointFunction
+from brevact.autograd.storages import bytes_of, versions_of
+from brevact.private_names.of_torch import current_graph_task
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    PointFunction,
+    decode_through,
+    mask_multiply,
+    quantize,
+    unpack_codes,
+    unpack_mask,
+)
+from brevact.quantizers.normalizing import has_uniform_codes
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region as Keeper  # which imports the handlers that it calls
@@ -87,42 +103,27 @@ class Decoder:
 
     __slots__ = ()
 
-    @property
-    def quality(self) -> Quality:
-        """The decoded tensor's quality, for ops that derive other tensors from it."""
-        return EXACT
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the next training step finds this same object, so that tables may be keyed by it."""
-        return False
-
-    @property
-    def allows_double_backward(self) -> bool:
-        """Whether the decoded tensor has a graph, or needs none, so that a second derivative is torch's."""
-        return False
-
-    @property
-    def depth(self) -> int:
-        """Number of layers that are recomputed, one after the other, to decode the tensor."""
-        return 0
-
-    @property
-    def layers_without_sum(self) -> int:
-        """Number of those behind the last sum with a tensor that fewer layers, or none, compute."""
-        return 0
-
-    @property
-    def lingers(self) -> bool:
-        """Whether the decoded tensor is held though its next reader comes much later."""
-        return False
-
+    #: The decoded tensor's quality, for ops that derive other tensors from it.
+    quality: Quality = EXACT
+    #: Whether the next training step finds this same object, so that tables may be keyed by it.
+    lasts: bool = False
+    #: Whether the decoded tensor has a graph, or needs none, so that a second derivative is torch's.
+    allows_double_backward: bool = False
+    #: Number of layers that are recomputed, one after the other, to decode the tensor.
+    depth: int = 0
+    #: Number of those behind the last sum with a tensor that fewer layers, or none, compute.
+    layers_without_sum: int = 0
+    #: Whether the decoded tensor is held though its next reader comes much later.
+    lingers: bool = False
+    #: Number of a norm's statistics at the end of the saved tensors.
+    statistics: int = 0
+    #: Whether :meth:`decode_through` applies the function while it decodes.
+    decodes_through: bool = False
     #: How the activation is saved, for a report.
     how = storage_report.EXACT
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decoded activation."""
         found: int = math.prod(self.shape) * self.dtype.itemsize  # type: ignore[attr-defined]
         return found
 
@@ -130,18 +131,7 @@ class Decoder:
         """Return the saved form of a recomputed layer's or norm's input; None for other decoders."""
         return None
 
-    @property
-    def statistics(self) -> int:
-        """Number of a norm's statistics at the end of the saved tensors."""
-        return 0
-
-    @property
-    def decodes_through(self) -> bool:
-        """Whether :meth:`decode_through` applies the function while it decodes."""
-        return False
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the activation."""
         raise NotImplementedError
 
     def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -149,13 +139,11 @@ class Decoder:
         return self.decode(tensors).to(dtype)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return ``grad`` times the activation."""
         return grad * self.decode(tensors)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
-        """Return a pointwise function of the activation, times ``grad`` if given."""
         values = function(self.decode(tensors))
         return values if grad is None else grad * values
 
@@ -164,8 +152,11 @@ class Decoder:
         return True
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return, for a report, how the activation is saved and its decoded size in bytes."""
         return self.how, self.nbytes
+
+
+def _passed_on(name: str) -> Any:
+    return property(operator.attrgetter(f"decoder.{name}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +164,8 @@ class PassesOn(Decoder):
     """Base of decoders that return another decoder's tensor in another shape, without computing anything."""
 
     decoder: Decoder
-
-    @property
-    def quality(self) -> Quality:
-        return self.decoder.quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.decoder.lasts
-
-    @property
-    def depth(self) -> int:
-        return self.decoder.depth
-
-    @property
-    def layers_without_sum(self) -> int:
-        return self.decoder.layers_without_sum
-
-    @property
-    def allows_double_backward(self) -> bool:
-        return self.decoder.allows_double_backward
+    quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
+    layers_without_sum, allows_double_backward = map(_passed_on, ("layers_without_sum", "allows_double_backward"))
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return self.decoder.is_read_again(tensors)
@@ -212,3 +185,290 @@ def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
     """
     cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
     return cast("Callable[P, R]", cached)
+
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+#: Elements of a packed tensor up to which looking a function up takes longer than running it.
+_FEW_ELEMENTS = 1 << 15
+
+
+class _AsItIs(Decoder):
+    __slots__ = ()
+    allows_double_backward = lasts = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * tensors[0]
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, bytes_of(tensors[0])
+
+
+class _Packed(Decoder):
+    __slots__ = ("_spec", "quality")
+    quality: Quality
+    lasts = decodes_through = True
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self._spec, self.quality = spec, Quality(spec.quantizer)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
+        spec, layout = self._spec, self._spec.layout
+        is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
+        if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
+            return self.decode(tensors).to(dtype)
+        target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)
+        spec.quantizer.decode(tensors[0], spec, target)
+        return target
+
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        return False
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        layout = self._spec.layout
+        if layout.numel <= _FEW_ELEMENTS:
+            values = function(self.decode(tensors))
+            return values if grad is None else grad * values
+        packed = PackedActivation(self._spec, tensors[0])
+        return decode_through(packed, function, None, None, layout.dtype, grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.PACKED, _bytes_of(self._spec.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOnBackward(Decoder):
+    quantizer: Any
+    seed: int | None
+
+    @property
+    def quality(self) -> Quality:  # type: ignore[override]
+        return Quality(self.quantizer)
+
+    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        seed = tensors[1] if self.seed is None else self.seed
+        return quantize(self.quantizer, without_gaps(tensors[0]), seed)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self._pack(tensors).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return self._pack(tensors).dequantize_multiply(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask(Decoder):
+    layout: Layout
+    negative_slope: float
+    lasts = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return unpack_mask(tensors[0], self.layout)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+
+    def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
+        """Return the mask, packed in this layout's memory order; None for another order or a negative slope."""
+        is_same = self.layout.shape == layout.shape and self.layout.dims == layout.dims and layout.is_dense
+        return tensors[0] if is_same and self.negative_slope == 0.0 else None
+
+    def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
+        """Multiply in place: a fraction of the time on a CPU, and no memory."""
+        return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.MASKED, _bytes_of(self.layout)
+
+
+def _bytes_of(layout: Layout) -> int:
+    return math.prod(layout.shape) * layout.dtype.itemsize
+
+
+def without_gaps(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if its strides leave gaps; expanded dimensions stay expanded."""
+    if x.is_contiguous():
+        return x
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != 0:
+            if stride != expected:
+                break
+            expected *= size
+    else:
+        return x
+    return distinct_elements(x).contiguous().expand(x.shape)
+
+
+def distinct_elements(x: Tensor) -> Tensor:
+    """Return ``x`` with each expanded dimension narrowed to size 1; an empty tensor is unchanged."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.numel():
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """Return a complex tensor's real and imaginary parts as pairs, for a lazy conjugate those of the stored tensor."""
+    x = x.detach().resolve_neg()
+    return torch.view_as_real(x.conj() if x.is_conj() else x)
+
+
+def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
+    x = torch.view_as_complex(pairs)
+    return x.conj() if is_conjugate else x
+
+
+@dataclass(frozen=True, slots=True)
+class _Places(Decoder):
+    dtype: torch.dtype
+    shape: torch.Size
+    bit_width: int = 0
+    """Bits of a code; 0 if codes are integers of a smaller type."""
+    lasts = allows_double_backward = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        codes = tensors[0]
+        if self.bit_width:
+            codes = unpack_codes(codes, self.bit_width, self.shape.numel()).view(self.shape)
+        return codes.to(self.dtype).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Blank(Decoder):
+    """Decoder of a tensor for which nothing is saved: of zeros, or, if its sizes alone are read, of any memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_zero: bool
+    allows_double_backward = True
+
+    @staticmethod
+    def like(x: Tensor, is_zero: bool = False) -> Saved:
+        return (), Blank(x.shape, x.stride(), x.dtype, x.device, is_zero)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return found.zero_() if self.is_zero else found
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped(PassesOn):
+    function: PointFunction
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.function(self.decoder.decode(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own(PassesOn):
+    """Decodes a tensor into memory that its reader alone uses."""
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        found = self.decoder.decode(tensors)
+        return found.clone() if self.decoder.is_read_again(tensors) else found
+
+
+AS_IT_IS = _AsItIs()
+own, mapped = one_object_each(_Own), one_object_each(Mapped)
+decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
+decoder_of_places = one_object_each(_Places)
+
+
+class SavedByHook:
+    """Result of a pack hook; without hooks around the region, (tensor, version) replaces it for unpacked tensors."""
+
+    __slots__ = ("__weakref__", "decoder", "handles", "unpack", "versions")
+
+    def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
+        tensors, self.decoder = kept
+        if outer is None:
+            self.handles, self.unpack = tensors, None
+            self.versions = versions_of(tensors)
+        else:
+            pack, self.unpack = outer
+            self.handles = tuple(pack(x) for x in tensors)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self.unpack is not None:
+            return tuple(self.unpack(handle) for handle in self.handles)
+        for x, version in zip(self.handles, self.versions, strict=True):
+            if version >= 0 and x._version != version:
+                _refuse(x, version)
+        return self.handles
+
+    def tensor(self) -> Tensor:
+        return self.decoder.decode(self.tensors())
+
+
+def _refuse(x: Tensor, version: int) -> None:
+    """Raise for a tensor saved at ``version``, unless compiled autograd traces it, where versions differ."""
+    if not _is_compiling():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
+            "in-place operation out-of-place, or copy the tensor first"
+        )
+
+
+def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
+    if isinstance(stored, tuple):
+        x, version = stored
+        if x._version != version:
+            _refuse(x, version)
+        return x
+    if _is_grad_enabled() and not stored.decoder.allows_double_backward and current_graph_task() != -1:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    return stored.tensor()
+
+
+Strides = tuple[int, ...]
+
+
+def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = False) -> Tensor:
+    """Return ``x``, an elementwise function of ``grad`` and a saved tensor, with the strides that torch gives it.
+
+    Torch orders a result's dimensions by its first operand's strides, and by the next one's on a tie. The first one is
+    the gradient, or (``saved_first``) the saved tensor, with strides ``stride``.
+    """
+    other = grad.stride()
+    if other == stride == x.stride() and 0 not in stride:
+        return x
+    return with_strides(x, strides_of_result(grad.shape, *((stride, other) if saved_first else (other, stride))))
+
+
+def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
+    if stride is None or x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def strides_of_result(shape: tuple[int, ...], *strides: Strides) -> Strides:
+    """Return the strides, in elements, that an elementwise torch op gives its result, from its operands' strides.
+
+    >>> strides_of_result((2, 3), (1, 2), (3, 1))
+    (1, 2)
+    >>> strides_of_result((2, 3), (0, 1), (1, 2))
+    (1, 2)
+    """
+    operands = [torch.empty_strided(shape, stride, device="meta") for stride in strides]
+    result: Tensor = functools.reduce(torch.add, operands) if len(operands) > 1 else operands[0].neg()
+    return result.stride()

@@ -29,16 +29,15 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS, Blank, SavedByHook, mapped, own, unpack
 from brevact.autograd.derived import derive, derive_output, keep_distinct
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.norm_decoders import Centred, NormInput
 from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
-from brevact.autograd.rectified import give_up, give_up_saturated, hold, keep_signs, offer
+from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
-from brevact.autograd.saved import Decoder, Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
@@ -51,7 +50,6 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def is_checkpoint_innermost() -> bool:
-    """Return whether the innermost hooks are a non-reentrant checkpoint's, in forward or recomputation."""
     return _are_of_checkpoint(top_hooks(True))
 
 
@@ -111,7 +109,7 @@ class _Again(Decoder):
 
 
 def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.decoders.unpack`."""
+    """Return a saved tensor, which autograd attaches to the graph; see :func:`~.saved.unpack`."""
     if isinstance(stored, tuple):
         return unpack(stored)
     if not _is_grad_enabled():
@@ -212,9 +210,20 @@ class SavedTensorHooks:
         It saves its input and weight, or, if it ``flattens``, the input's rows and the transposed weight. Two hook
         calls for each cost less than a Function.
         """
-        out = self._run(functools.partial(self._pack_of_layer, input, weight, flattens), layer, input, weight, *args)
-        ModelState.mark_activation(out)
-        return out
+
+        def pack(x: Tensor) -> _Packed:
+            if x is input:
+                return self._hand_on(self._region.keep(x))
+            if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
+                return self._pack_weight(x)
+            if not flattens:
+                return self._pack_of_shape(x, input)
+            tensors, decoder = self._region.keep(input)
+            if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
+                return self._hand_on(((x,), AS_IT_IS))
+            return self._hand_on((tensors, mapped(decoder, BoundCall(torch.reshape, (Tensor, tuple(x.shape))))))
+
+        return self._run_marked(pack, layer, input, weight, *args)
 
     def run_torch_function(
         self,
@@ -231,18 +240,37 @@ class SavedTensorHooks:
         If it ``offers``, the unpacked tensor replaces ``kept`` once another op saves it. In place of ``kept``, ``keep``
         packs the tensor, or ``mask_of`` makes its mask, which another op that saves the tensor unpacked replaces.
         """
-        out = self._run(functools.partial(self._pack_of_function, input, kept, keep, mask_of, offers), function, input)
+
+        def pack(x: Tensor) -> _Packed:
+            if kept is None and mask_of is None:
+                if x is input:
+                    return self._hand_on(self._region.keep(x))
+                if keep is None:
+                    return self._pack_of_shape(x, input)
+            if kept is not None:
+                found = kept
+            else:
+                with self.suspended:
+                    found = stand_in(keep_mask(mask_of(x.detach())), x.dtype) if mask_of else keep(x.detach())  # type: ignore[misc]
+            packed = self._hand_on(found)
+            is_rounded = not (kept or mask_of or found[1].quality.is_exact)
+            if isinstance(packed, SavedByHook) and (offers or mask_of or is_rounded):
+                offer(x, packed, saturates=is_rounded)
+            return packed
+
+        return self._run_marked(pack, function, input)
+
+    def _run_marked(self, packer: Callable[[Tensor], _Packed], function: Callable[..., Tensor], *args: Any) -> Tensor:
+        out: Tensor = self._run(packer, function, *args)
         ModelState.mark_activation(out)
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function whose saved tensors stay unpacked, and are shared with other ops that save them."""
         result = self._run(self._pack_exactly, func, *args, **kwargs)
         self.give_up_saturated(tensors_of_call(args, kwargs))  # func may save a function of them, such as its result
         return result
 
     def give_up_saturated(self, tensors: list[Tensor]) -> None:
-        """Save the saturating outputs unpacked that these tensors are functions of."""
         for x in tensors:
             give_up_saturated(x, self._outer)
 
@@ -261,8 +289,15 @@ class SavedTensorHooks:
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does, but pack its normalized input."""
         waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is packed once its statistics exist
-        packer = functools.partial(self._pack_of_norm, weight, norm.running, waiting)
-        out, mean, spread = self._run(packer, norm.forward, input, weight, bias)
+
+        def pack(x: Tensor) -> _Packed:
+            if x is weight:
+                return self._pack_weight(x)
+            if x is norm.running[0] or x is norm.running[1]:
+                return self._hand_on(keep_as_it_is(x))
+            return _put_off(waiting, x.detach())
+
+        out, mean, spread = self._run(pack, norm.forward, input, weight, bias)
         given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
         kept = self._keep_waiting(waiting, input, given)
         derive_output(self._region, given, kept, out, weight, bias)
@@ -319,63 +354,6 @@ class SavedTensorHooks:
         if storage_report.recorders:
             keep_as_it_is(x, storage_report.NOT_NOISE)
         return hold(x, self._outer)
-
-    def _pack_of_layer(self, input: Tensor, weight: Tensor, flattens: bool, x: Tensor) -> _Packed:
-        if x is input:
-            return self._hand_on(self._region.keep(x))
-        if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
-            return self._pack_weight(x)
-        if flattens:
-            tensors, decoder = self._region.keep(input)
-            if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
-                return self._hand_on(((x,), AS_IT_IS))
-            return self._hand_on((tensors, mapped(decoder, BoundCall(torch.reshape, (Tensor, tuple(x.shape))))))
-        return self._pack_of_shape(x, input)
-
-    def _pack_of_function(
-        self,
-        input: Tensor,
-        kept: Saved | None,
-        keep: Callable[[Tensor], Saved] | None,
-        mask_of: Callable[[Tensor], Tensor] | None,
-        offers: bool,
-        x: Tensor,
-    ) -> _Packed:
-        if kept is not None:
-            packed = self._hand_on(kept)
-            if offers and isinstance(packed, SavedByHook):
-                offer(x, packed)
-            return packed
-        if mask_of is not None:
-            stored = SavedByHook()
-            with self.suspended:
-                stored.fill(keep_signs(mask_of(x.detach()), x.dtype), self._outer)
-            offer(x, stored)
-            return stored
-        if x is input:
-            return self._hand_on(self._region.keep(x))
-        if keep is not None:
-            with self.suspended:
-                kept = keep(x.detach())
-            packed = self._hand_on(kept)
-            if isinstance(packed, SavedByHook) and not kept[1].quality.is_exact:
-                offer(x, packed, saturates=True)
-            return packed
-        return self._pack_of_shape(x, input)
-
-    def _pack_of_norm(
-        self,
-        weight: Tensor | None,
-        running: tuple[Tensor | None, Tensor | None],
-        waiting: list[tuple[SavedByHook, Tensor]],
-        x: Tensor,
-    ) -> _Packed:
-        """Pack the weight and running statistics of torch's own norm; other tensors wait until it has run."""
-        if x is weight:
-            return self._pack_weight(x)
-        if x is running[0] or x is running[1]:
-            return self._hand_on(keep_as_it_is(x))
-        return _put_off(waiting, x.detach())
 
     def _pack_weight(self, x: Tensor) -> _Packed:
         is_untouched = self._outer is None and not storage_report.recorders

@@ -195,7 +195,6 @@ class SeedStream:
 
 
 def _drawn_in_capture(device: torch.device) -> Tensor:
-    """Return a seed that the captured graph draws on the device in each replay."""
     seed, rank = draw_seed(device), rank_seed()
     return seed ^ rank if rank else seed
 

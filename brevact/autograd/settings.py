@@ -248,7 +248,6 @@ class BackwardSettings:
 
     @functools.cached_property
     def by_op(self) -> dict[str, BackwardSettings | None]:
-        """Settings of the region's ops, by name; ops inside such an op have the settings that come before its own."""
         found: dict[str, BackwardSettings | None] = {}
         for i, (name, settings) in enumerate(self.of_functions):
             found.setdefault(name, with_functions(settings, self.of_functions[:i]))
@@ -261,7 +260,6 @@ class BackwardSettings:
 
     @functools.cached_property
     def has_rules_for_other_code(self) -> bool:
-        """Whether some of ``of_functions`` are for Functions, which no mode sees."""
         return any(is_path(name) for name, _ in self.of_functions)
 
     @property
@@ -297,7 +295,6 @@ def _check_bits(name: str, value: Any, least: int, meaning: str, default: int) -
 def with_functions(
     settings: BackwardSettings | None, of_functions: tuple[tuple[str, BackwardSettings | None], ...]
 ) -> BackwardSettings | None:
-    """Return settings, or full precision, with the settings of some ops put before their own."""
     if not of_functions:
         return settings
     if settings is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from brevact.autograd.settings import bits_of
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import bytes_of, storage_address
 
 if TYPE_CHECKING:
     from brevact.autograd.saved import Saved
@@ -37,7 +37,6 @@ _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
 
 def other_code(label: str) -> str:
-    """Return why tensors of non-torch code stay unpacked, and how to change that."""
     return f"{OTHER_CODE}; a rule packs it: {{{label}: StochBackward4bit}}" if label else OTHER_CODE
 
 
@@ -100,7 +99,7 @@ class Recorder:
         """Return how a tensor that reaches the hooks around the region is saved."""
         found = self._reported.get(storage_address(x))
         if found is None:
-            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
+            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, bytes_of(x))
         return found
 
 
@@ -114,7 +113,6 @@ recorders: list[Recorder] = []
 
 
 def report_op(func: Callable, why: str = NEEDED) -> None:
-    """Report to this thread's recorder, if any, which function runs, and why it saves unreported tensors."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_op(func, why)
 
@@ -136,7 +134,6 @@ def report_saved(kept: Saved, why: str) -> None:
 
 
 def withdraw(tensors: tuple[Tensor, ...]) -> None:
-    """Report to this thread's recorder, if any, that tensors are not saved any more."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.withdrawn |= set(map(storage_address, tensors))
 
@@ -146,7 +143,6 @@ def are_of_report(hooks: tuple[Callable, Callable]) -> bool:
 
 
 def replace(tensors: tuple[Tensor, ...], new: Tensor) -> None:
-    """Report to this thread's recorder, if any, that an op saves ``new`` in place of the one old tensor."""
     if _of_thread.recorder is not None:
         (old,) = tensors
         _of_thread.recorder.replaced[storage_address(new)] = storage_address(old)

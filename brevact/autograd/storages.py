@@ -72,7 +72,6 @@ def find_record(x: Tensor) -> Record | None:
 
 
 def record_of(x: Tensor) -> Record | None:
-    """Return the record of a tensor's storage, a new one if there is none; None if nothing may be recorded."""
     known = x.untyped_storage().__dict__
     found: Record | None = known.get(_RECORD)
     if found is None:
@@ -100,6 +99,22 @@ def storage_address(x: Tensor) -> int:
         return x.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError, ValueError):
         return 0
+
+
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that a sparse tensor consists of, or ``x`` itself."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
+
+
+def bytes_of(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements, or of a sparse tensor's values and indices."""
+    return sum([part.numel() * part.itemsize for part in parts_of(x)])
 
 
 def is_tracked(x: Tensor) -> bool:
@@ -140,13 +155,11 @@ def is_held(x: Tensor, record: Record) -> bool:
 
 
 def note_made(x: Tensor, given: list[Tensor]) -> None:
-    """Record that a region's op made integers ``x`` from tensors ``given``, in new memory."""
     if not x._is_view() and all(x is not other for other in given):
         x.untyped_storage().__dict__[_MADE] = True
 
 
 def is_made(x: Tensor) -> bool:
-    """Return whether integers lie in memory that a region's op made (`note_made`)."""
     return _MADE in x.untyped_storage().__dict__
 
 
@@ -216,7 +229,6 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
     sweep_at = _SWEEP_FLOOR
 
     def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return a tensor's packed form, if a node still holds it and the root region may use it (0: any region)."""
         found = self.get(key)
         if found is None:
             return None
@@ -239,7 +251,6 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
 
 
 def packs_of(x: Tensor) -> _Packs | None:
-    """Return the packed forms of the tensors in the storage of ``x``; None if nothing may be recorded for it."""
     record = record_of(x)
     if record is None:
         return None

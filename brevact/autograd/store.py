@@ -12,9 +12,14 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES, BoundCall
-from brevact.autograd.decoders import (
+from brevact.autograd.known_values import share_codes
+from brevact.autograd.layer_recompute import DEEP, serves_norms
+from brevact.autograd.norm_decoders import NormInput
+from brevact.autograd.saved import (
     AS_IT_IS,
+    Decoder,
     PackedOnBackward,
+    Saved,
     complex_of,
     decoder_of_mask,
     decoder_of_packed,
@@ -24,10 +29,6 @@ from brevact.autograd.decoders import (
     pairs_of,
     without_gaps,
 )
-from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import DEEP, serves_norms
-from brevact.autograd.norm_decoders import NormInput
-from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, record_of, share_packed
@@ -169,7 +170,6 @@ class Store:
         return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        """Save a norm's input by a quantizer that has a form for normalized values."""
         with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
             return self._keep(x, self.settings.for_normalized, True, norm)
 
@@ -266,7 +266,9 @@ class Store:
             return None
         known = record.known and known_values.found_in(record.known, x, self.settings, self.hooks.scope)
         if known is None and record.packs and self.settings.derives and self.hooks.scope is None:
-            known = find_packed(x, self.settings, self.seeds.number)  # without a checkpoint it lives until backward
+            if x.layout is torch.strided and not x.is_nested:  # without a checkpoint it lives until backward
+                key, settings = (self.settings.key, False), self.settings
+                known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.serves(settings))
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -274,7 +276,6 @@ class Store:
         share_packed(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        """Register a saved form; ``is_dirty``: ``mark_dirty`` follows; ``is_new``: dense, in its own memory."""
         known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
 
@@ -294,21 +295,10 @@ def _report_statistics(kept: Saved) -> None:
         keep_as_it_is(statistic)
 
 
-def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return the packed form of ``x`` that an op outside checkpoints saved, if it is good enough for these settings.
-
-    ``root``: number of the root region that reads ``x``, 0 for any.
-    """
-    if x.layout is not torch.strided or x.is_nested:
-        return None
-    return find_shared(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
-
-
 @functools.lru_cache(maxsize=4096)
 def _plan_of(
     quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[PackedSpec[Any], Decoder] | None:
-    """Return how tensors of these sizes are packed, the same objects in each step; None for those with gaps."""
     layout = Layout.of_sizes(shape, stride, dtype)
     if not layout.is_dense or layout.numel != shape.numel() or dtype not in ACTIVATION_DTYPES:
         return None
@@ -317,7 +307,6 @@ def _plan_of(
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
-    """Pack ``x``, or its normalized values, now, or with this seed when backward starts."""
     if norm is not None:
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:

@@ -23,10 +23,9 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, is_complex, is_plain, tensors_of_call
-from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.derived import function_of
+from brevact.autograd.derived import record_exactly
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, Keeper, Saved
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import DisableTorchFunction, is_any_autocast_enabled
 
@@ -81,16 +80,13 @@ def remember(region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]
         return
     if not _is_pure(func, args, kwargs):
         return
-    held, operands = {storage_address(x) for x in saved}, []
-    for x in tensors_of_call(args, kwargs):
-        found = None if storage_address(x) == storage_address(result) else _source(x, held, least)
-        if found is None:
-            return  # a view, or more tensors to save
-        operands.append(found)
+    held, address = {storage_address(x) for x in saved}, storage_address(result)
+
+    def find(x: Tensor) -> Saved | None:  # None for what the result views, and for more tensors to save
+        return None if storage_address(x) == address else _source(x, held, least)
+
     compute = _AsInForward(bound_call(func, args, kwargs), _autocast_of(result))
-    kept = function_of(compute, operands, result, is_pointwise=False)
-    if kept is not None:
-        known_values.register(result, *kept)
+    record_exactly(compute, tensors_of_call(args, kwargs), result, find)
 
 
 def _source(x: Tensor, held: set[int], least: int) -> Saved | None:

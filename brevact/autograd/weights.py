@@ -42,7 +42,6 @@ def is_parameter(x: Tensor | None) -> bool:
 
 
 def is_parameter_or_view(x: Any) -> bool:
-    """Return whether ``x`` is a parameter, or a view of one: Brevitas' layers index theirs as a whole."""
     return type(x) is nn.Parameter or (type(x) is Tensor and x._is_view() and type(x._base) is nn.Parameter)
 
 
@@ -114,7 +113,6 @@ class ModelState:
 
 
 def node_of(x: Tensor) -> Any:
-    """Return the graph node that made ``x``; None if there is none, or for a view whose base has changed."""
     try:
         return x.grad_fn
     except RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import math
 import operator
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd.running import is_distributed
 from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, kept_on_error, plan_of
-from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
@@ -26,19 +26,124 @@ from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
-from brevact.reports.gradient_passes import Loss, as_it_was, check_loss, gradients, squared_distance
+from brevact.reports.batches import tensors_of
+from brevact.reports.gradient_noise import Loss, as_it_was, check_loss, gradients, squared_distance
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
 from brevact.user_lines import warn
 
+#: Weight of a sample's last norm in its running mean. Source: ActNN, its published code.
+_NEW_SHARE = 0.5
+#: Most forward passes that may wait for their backward pass.
+_MOST_BATCHES = 64
+
+
+class BatchNorms:
+    """Squared norms of the gradients at layers' outputs, per sample of a batch; (N,) int64 indices."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+        self._total: Tensor | None = None
+        self._layers: Tensor | int = 0
+        self._rows: set[int] = set()
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: collect gradients of outputs with one row per sample."""
+        for x in tensors_of(output):
+            if x.requires_grad and x.dim():
+                self._rows.add(len(x))
+                if len(x) == len(self.indices):
+                    x.register_hook(self._add)
+
+    def check_rows(self) -> None:
+        """Raise a ValueError if outputs had gradients, but none has one row per sample."""
+        if self._rows and len(self.indices) not in self._rows:
+            raise ValueError(
+                f"indices: got {len(self.indices)}, and the outputs of layers have {sorted(self._rows)} rows; accepted "
+                "is one for each sample of the batch, in its order, which dimension 0 of the outputs has"
+            )
+
+    def mean(self) -> Tensor | None:
+        """Return the (N,) float32 mean over layers, each relative to its mean over the batch; None before backward."""
+        return None if self._total is None else (self._total / self._layers).cpu()
+
+    def _add(self, grad: Tensor) -> None:
+        squares = grad.detach().float().flatten(1).square().sum(1)
+        mean = squares.mean()
+        relative = torch.where(mean > 0, squares / mean, squares)
+        self._total = relative if self._total is None else self._total.to(relative.device) + relative
+        layers = (mean > 0).float()
+        self._layers = layers if isinstance(self._layers, int) else self._layers.to(layers.device) + layers
+
+
+class SampleNorms:
+    """Relative squared gradient norm per sample of a data set, with mean 1 over a batch; 0 for unseen samples.
+
+    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number per sample
+    for all layers, the mean of their squared norms; ActNN has one per layer.
+
+    >>> norms = SampleNorms(4)
+    >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
+    >>> norms.of(torch.tensor([0, 1, 2]))
+    tensor([1., 3., 2.])
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.values = torch.zeros(samples)
+        self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
+
+    def of(self, indices: Tensor) -> Tensor:
+        """Return (N,) float32 squared norms; unseen samples get the mean of the known ones, or 1 if none is known."""
+        known = self.values > 0
+        mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
+        return torch.where(known[indices], self.values[indices], mean)
+
+    def begin(self, indices: Tensor) -> BatchNorms:
+        """Return a collector of a batch's norms, which count once its backward pass has run."""
+        self._batches.append(BatchNorms(indices))
+        return self._batches[-1]
+
+    def finish(self) -> None:
+        """Remember the batches whose backward pass has run."""
+        for batch in list(self._batches):
+            squares = batch.mean()
+            if squares is not None:
+                self.remember(batch.indices, squares)
+                self._batches.remove(batch)
+
+    def remember(self, indices: Tensor, squares: Tensor) -> None:
+        """Update running means with new (N,) squared norms; skips norms that are 0 or not finite."""
+        old = self.values[indices]
+        new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
+        self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
+
+    def reduce(self, device: torch.device) -> None:
+        """Average each sample's norm over the ranks that have seen it."""
+        parts = torch.stack((self.values, (self.values > 0).float())).to(device)
+        distributed.all_reduce(parts)
+        total, count = parts.cpu()
+        self.values = total / count.clamp(min=1)
+
+    def checked(self, indices: Any) -> Tensor:
+        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU."""
+        accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
+        if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
+            raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
+        try:
+            found = torch.as_tensor(indices).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"indices: got {brief(indices)}; {accepted}") from error
+        if found.numel() and (found.is_floating_point() or found.dtype is torch.bool):
+            raise TypeError(f"indices: got {brief(indices)}; {accepted}")
+        if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):
+            raise ValueError(f"indices: got {brief(indices)}; {accepted}")
+        return found.long()
+
 
 def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
-    """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2.
-
-    In squared units of the gradient; the training step gives the seeds. The model is unchanged, with `widths` set.
-    """
+    """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2."""
     model, found = plan.layers.model, []
     try:
         with in_place(model), as_it_was(model):

@@ -85,10 +85,7 @@ def _step(hull: list[Option], place: int, item: int) -> tuple[float, int]:
 
 
 def most_within(allowed: float, peak_with: Callable[[float], int], first: float, fits: float, exceeds: float) -> float:
-    """Return the most saved bytes that were tried, from `first` on, whose peak is within the budget, or `fits`.
-
-    The bytes move by the distance of the peak from the budget; or halve the range, since few may be alive at the peak.
-    """
+    """Return the most saved bytes that were tried, from `first` on, whose peak is within the budget, or `fits`."""
     value = first
     for number in range(TRIES):
         value = max(fits, min(exceeds, value))
@@ -118,10 +115,7 @@ class BudgetRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a policy, None for no limit.
-
-    `noise` includes the squared bias, in units of minibatch noise; `time` is relative to a step at full precision.
-    """
+    """Limits of a policy, None for no limit."""
 
     text: str
     ratio: float | None
@@ -170,11 +164,7 @@ class Budget:
     def choose(
         self, items: Sequence[Sequence[Option]], most_bytes: float, factor: float, rest: float = 0.0
     ) -> list[Option]:
-        """Return an option per item: the least noise within the bytes, or the least bytes for the noise.
-
-        `most_bytes` is for the items alone, `factor` is measured over summed noise, and `rest` is the noise of layers
-        without a width.
-        """
+        """Return an option per item: the least noise within the bytes, or the least bytes for the noise."""
         least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
         if self.noise is None:
             return allocate(items, max(least, most_bytes))
@@ -213,10 +203,7 @@ def budget_of(
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
-    """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths.
-
-    Raises a ValueError, which names the nearest possible budget, if the narrowest widths save more.
-    """
+    """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths."""
     least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:
         low = int(bit_width)

@@ -27,8 +27,14 @@ from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
 from brevact.policy.rules import layers_of, refuse_policy
 from brevact.quantizers.checks import check_bool
-from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
-from brevact.reports.gradient_passes import Loss, check_batches, check_loss
+from brevact.reports.gradient_noise import (
+    ExactGradients,
+    Loss,
+    check_batches,
+    check_loss,
+    exact_gradients,
+    gradient_noise,
+)
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
@@ -66,41 +72,35 @@ def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget:
     return min(met or found, key=lambda each: each.report.harm)
 
 
-def levels_of(model: nn.Module, memory: MemoryOfPass, budget: Budget, *, quiet: float, is_quick: bool) -> list[int]:
-    """Return the levels that differ in bytes; if quick, the first one that leaves 4 bits, and the last."""
-    least, found, fitting = math.inf, [], []
+def levels_of(
+    model: nn.Module, memory: MemoryOfPass, budget: Budget, batch: Any, loss: Loss, *, quiet: float, is_quick: bool
+) -> dict[int, float]:
+    """Return the levels that differ in bytes, with times of a step over those of plain ones where time is limited.
+
+    If quick, the first one that leaves 4 bits, and the last; with a budget of time, those within it, the last one
+    first.
+    """
+    least, found, fitting = math.inf, {}, []
     for recompute in _LEVELS:
         if recompute <= _MOST_WITHOUT_TIME or budget.time is not None:
             with storing(model, _everywhere(recompute)):
                 report = memory.measured()
-            if report.saved_bytes < (1 - _LEAST_SAVING) * least:
-                least = report.saved_bytes
-                found.append(recompute)
-                accepts_noise = budget.noise is not None and budget.noise > quiet
-                if accepts_noise or least <= budget.bytes_of(report.plain_bytes):
-                    fitting.append(recompute)
-    if not is_quick or budget.time is not None:
-        return found
-    return sorted({*fitting[:1], found[-1]})
-
-
-def times_of_levels(model: nn.Module, levels: list[int], batch: Any, loss: Loss, budget: Budget) -> dict[int, float]:
-    """Return the times of a step at the levels within a budget of time, over those of plain steps, the last one first.
-
-    Raises a ValueError if there is no such level.
-    """
-    assert budget.time is not None
-    times: dict[int, float] = {}
-    for recompute in levels:
-        with storing(model, _everywhere(recompute)):
-            times[recompute] = step_report(model, batch, loss, rounds=_ROUNDS).time_ratio
-    least = min(times.values())
-    if least > budget.time:
-        raise ValueError(
-            f"time={budget.time:g} is not possible: a step takes {least:.2f} times as long as at full "
-            f"precision; accepted is time={least + 0.01:.2f} or more"
-        )
-    return {level: time for level, time in reversed(times.items()) if time <= budget.time}
+                if report.saved_bytes >= (1 - _LEAST_SAVING) * least:
+                    continue
+                is_timed = budget.time is not None
+                found[recompute] = step_report(model, batch, loss, rounds=_ROUNDS).time_ratio if is_timed else 0.0
+            least = report.saved_bytes
+            if (budget.noise is not None and budget.noise > quiet) or least <= budget.bytes_of(report.plain_bytes):
+                fitting.append(recompute)
+    if budget.time is not None:
+        shortest = min(found.values())
+        if shortest > budget.time:
+            raise ValueError(
+                f"time={budget.time:g} is not possible: a step takes {shortest:.2f} times as long as at full "
+                f"precision; accepted is time={shortest + 0.01:.2f} or more"
+            )
+        return {level: time for level, time in reversed(found.items()) if time <= budget.time}
+    return dict.fromkeys(sorted({*fitting[:1], *[*found][-1:]}), 0.0) if is_quick else found
 
 
 def _everywhere(recompute: int) -> dict[str, Any]:
@@ -236,10 +236,7 @@ def fit(
         memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
         times: Mapping[int, float] = {0: 0.0}
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
-            levels = levels_of(model, memory, budget, quiet=effort.quiet, is_quick=quick)
-            times = dict.fromkeys(levels, 0.0)
-            if time is not None:
-                times = times_of_levels(model, levels, batches[0], loss, budget)
+            times = levels_of(model, memory, budget, batches[0], loss, quiet=effort.quiet, is_quick=quick)
 
         def fit_at(recompute: int) -> Policy:
             options = {"double_backward": double_backward, "recompute": recompute}
@@ -299,7 +296,6 @@ class _Fit:
             self._limit = min(self._limit, self._budget.peak_bytes - self._least_peak + self._least_bytes)
 
     def policy(self, time: float) -> Policy:
-        """Return the best policy; `time` is that of a step at its level of recomputation."""
         return self._best(self._reports(), time)
 
     def _reports(self) -> list[FitReport]:

@@ -30,11 +30,10 @@ from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.bit_widths.budgets import Option
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, names_of
-from brevact.policy.inherit import hook_of_policy
+from brevact.policy.attach import hook_of_policy
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY
-from brevact.reports.gradient_noise import ExactGradients
-from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_norm
+from brevact.reports.gradient_noise import ExactGradients, Loss, as_it_was, gradients, squared_norm
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 
 #: Bits of codes, and the marker of full precision.
@@ -48,20 +47,7 @@ _LEAST_SCORE_BITS = 2
 
 @dataclass(frozen=True)
 class Groups:
-    """All saved tensors of a model: chains, each with one width, and the rest.
-
-    Args:
-        chains: in the order of the forward pass.
-        costs: bytes of each chain, by source and width; a layer that derives from several chains counts in the first.
-        fixed_bytes: bytes independent of widths: masks, statistics, small tensors.
-        plain_bytes: bytes saved at full precision.
-        small: layers that save only small tensors, unpacked.
-        attending: layers that compute attention.
-        names: one name per module that may have a rule, parents first.
-        shared: names of modules that have several names, and may run inside several modules.
-        double_backward: whether gradients may be differentiated again.
-        recompute: most multiplications and additions per element that recomputing a layer may cost.
-    """
+    """All saved tensors of a model: chains, each with one width, and the rest."""
 
     chains: tuple[Chain, ...]
     costs: Mapping[str, Mapping[int, int]]
@@ -84,7 +70,6 @@ class Groups:
         return found
 
     def saved_bytes(self, widths: Mapping[str, int]) -> int:
-        """Return the sum of bytes for these widths by source."""
         return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
 
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
@@ -106,7 +91,6 @@ class Groups:
         return found
 
     def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
-        """Return backward quantizers by module, None for full precision, for these widths by source."""
         found = self.widths_of_modules(widths)
         return {
             name: leaf_of(
@@ -210,10 +194,7 @@ _LEAST_NOISE = 1e-15
 
 
 class ChainNoise:
-    """Measures each chain's own noise, at most once per width, with one draw per batch, on a model without a policy.
-
-    `exact` has the gradients of these batches, and maybe of more.
-    """
+    """Measures each chain's own noise, at most once per width, with one draw per batch, on a model without a policy."""
 
     def __init__(
         self,
@@ -248,7 +229,6 @@ class ChainNoise:
                 self._measured[source] = {width: max(whole - without, _LEAST_NOISE)}
 
     def noise(self, source: str, bit_width: int) -> float:
-        """Return a chain's noise at a width, from the nearest measured width."""
         if bit_width == FULL_PRECISION:
             return 0.0
         known = self._measured[source]

@@ -70,7 +70,6 @@ class LayerWidths:
                 self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
-        """Set widths by module name; other layers keep theirs. `redrawn` ones round with other random bits."""
         for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
                 key = self.base[name], widths[name], name in redrawn
@@ -97,10 +96,7 @@ def kept_on_error(model: nn.Module) -> Iterator[None]:
 
 
 class Group(NamedTuple):
-    """Layers with one width, since they pack the same tensors or derive from each other's.
-
-    `costs` are their packed bytes, by the widths at which ops save their tensors the same way as at the largest width.
-    """
+    """Layers with one width, since they pack the same tensors or derive from each other's."""
 
     sources: tuple[str, ...]
     costs: Mapping[int, int]
@@ -123,11 +119,9 @@ class Plan(NamedTuple):
     uniform_bytes: Mapping[int, int]
 
     def of_layers(self, widths: Sequence[int]) -> dict[str, int]:
-        """Return the layers' widths for these widths of groups."""
         return {name: min(widths[number] for number in numbers) for name, numbers in self.groups_of.items()}
 
     def set(self, widths: Sequence[int], redrawn: Collection[str] = ()) -> None:
-        """Set the layers' widths for these widths of groups; `redrawn` layers round with other random bits."""
         self.layers.set(self.of_layers(widths), redrawn)
 
     @property

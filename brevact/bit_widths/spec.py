@@ -13,7 +13,7 @@ from brevact.bit_widths.fit import fit
 from brevact.policy.attach import quantize_backward
 from brevact.policy.text import PolicyText, read_policy
 from brevact.quantizers.brief import brief
-from brevact.reports.gradient_passes import Loss
+from brevact.reports.gradient_noise import Loss
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -27,7 +27,10 @@ from brevact.version import __version__
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 #: Fix if torchvision does not import.
-TORCHVISION = "install the torchvision of this torch: https://pytorch.org/get-started/locally"
+TORCHVISION = (
+    "pip uninstall torchvision, which language models do not need; or install the one of this torch: "
+    "https://pytorch.org/get-started/locally"
+)
 #: Optional libraries, and their uses.
 _OPTIONAL = {
     "matplotlib": "plots of reports",
@@ -131,6 +134,8 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(NOTE, "no C++ compiler: torch.compile on CPU tensors does not work", "install g++, or set CXX")
     else:
         yield Finding(OK, f"torch.compile finds {found}")
+    if torch.cuda.is_available() and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
+        yield Finding(WRONG, "no C compiler: Triton builds its driver with one, and raises", "install gcc, or set CC")
     if not HAS_GUARDS:
         text = f"torch.compile of torch {torch.__version__} does not keep integers of Brevitas' quantizers as they are"
         yield Finding(NOTE, text, "pip install 'torch>=2.13'")
@@ -156,7 +161,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding(OK, f"memory of the process: {allocator}")
     elif platform.libc_ver()[0] == "glibc":
         fix = "python -m brevact run SCRIPT ..."
-        fix = fix if library_of("mimalloc") else f"pip install '.[run]' in a checkout of brevact; then {fix}"
+        fix = fix if library_of("mimalloc") else f"pip install cmeel-mimalloc; then {fix}"
         yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", fix)
     if torch.cuda.is_available():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
@@ -173,7 +178,7 @@ def _optional() -> Iterator[Finding]:
         try:
             importlib.import_module("torchvision")
         except (RuntimeError, OSError, ImportError) as error:
-            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", TORCHVISION)
+            yield Finding(NOTE, f"torchvision does not import ({error}), nor do models of transformers", TORCHVISION)
 
 
 #: Quantizers whose kernels differ, by name.
@@ -192,7 +197,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernels_of(device: torch.device) -> str | None:
-    """Return the name of the kernels' compiler on a device; None if plain torch runs."""
     if kernels_for((torch.zeros(64, device=device),)) is None:
         return None
     return "Numba" if device.type == "cpu" else "Triton"
@@ -216,7 +220,6 @@ def _written(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_without_kernels(run: Callable[[], tuple[Tensor, ...]]) -> bool:
-    """Return whether a function returns the same bytes with kernels and without."""
     found = run()
     with without_kernels():
         expected = run()

@@ -20,17 +20,13 @@ from brevact.heap import is_left_alone
 #: Libraries by their command-line names, best first.
 ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
 _FIX = (
-    "pip install '.[run]' in a checkout of brevact, which has mimalloc for Linux, or the system's package, such as "
-    "libmimalloc2.0; or --allocator PATH, a shared library; or --allocator none"
+    "pip install cmeel-mimalloc, which has mimalloc for Linux, or the system's package, such as libmimalloc2.0; "
+    "or --allocator PATH, a shared library; or --allocator none"
 )
 
 
 def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
-    """Become a Python program.
-
-    The allocator is a key of `ALLOCATORS`, the path of a shared library, "auto" for the first one found, or "none". It
-    raises an OSError for a missing script, a ValueError for a missing allocator or program.
-    """
+    """Become a Python program."""
     program = program[1:] if program[:1] == ["--"] else program
     if not program:
         raise ValueError("PROGRAM: got none; accepted is a script and its arguments: python -m brevact run train.py")
@@ -43,12 +39,7 @@ def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
 
 
 def restart_with_mimalloc() -> None:
-    """Restart this process's program with mimalloc, if that is installed; otherwise return.
-
-    It also returns if the process has another allocator than glibc's own, or if the environment configures one:
-    LD_PRELOAD, also an empty one, MALLOC_TRIM_THRESHOLD_ and the like, GLIBC_TUNABLES. Programs call it before they
-    allocate tensors.
-    """
+    """Restart this process's program with mimalloc, if that is installed; otherwise return."""
     is_decided = "LD_PRELOAD" in os.environ or is_left_alone(os.environ) or bool(allocator_in_use())
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or is_decided:
         return

@@ -76,10 +76,7 @@ def _attend(
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let attention of meta tensors run as the GPU's flash kernel, and values that losses read be 1.
-
-    On the meta device torch would run attention as matrix products, and save its probabilities.
-    """
+    """Let attention of meta tensors run as the GPU's flash kernel, and values that losses read be 1."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
     library.impl("item", lambda x: 1, "AutogradMeta")

@@ -25,11 +25,7 @@ _BATCHES = 4
 
 
 def report(options: argparse.Namespace) -> str:
-    """Return a command line's report, and write its files.
-
-    Raises an ImportError, OSError, TypeError or ValueError if there is no such module or file, if MODEL makes no module
-    or rejects such a batch, or if an argument is impossible.
-    """
+    """Return a command line's report, and write its files."""
     spec = parse_policy(options.policy)
     shape = _shape(options.shape)
     folder = Path(options.model)

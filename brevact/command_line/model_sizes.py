@@ -45,10 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def configuration(name: str) -> Any:
-    """Return the configuration of a text model: of the table, of a path, or of a name in the local cache.
-
-    Raises an ImportError without transformers; a ValueError for other names and files.
-    """
+    """Return the configuration of a text model: of the table, of a path, or of a name in the local cache."""
     try:
         import transformers
     except ImportError as error:

@@ -45,18 +45,7 @@ _NOTES = (
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: a configuration of transformers, and options of the command line.
-
-    Args:
-        config: of a text model.
-        batch: sequences in a step.
-        sequence: tokens in each.
-        dtype: of weights and activations.
-        has_quarters: whether frozen weights of blocks are stored in 4 bits.
-        rank: of LoRA's adapters; 0 trains all weights.
-        targets: names of layers with adapters; () for all linear ones of blocks.
-        has_liger: whether Liger's kernels replace norms, activations, rotary embedding and loss.
-    """
+    """What is trained: a configuration of transformers, and options of the command line."""
 
     config: Any
     batch: int
@@ -68,7 +57,6 @@ class Training:
     has_liger: bool = False
 
     def model(self, blocks: int) -> nn.Module:
-        """Return a model with a number of blocks, on the meta device."""
         import transformers
 
         transformers.AttentionInterface.register("brevact_plan", _attention)
@@ -100,10 +88,7 @@ class Training:
         return found
 
     def sizes(self) -> tuple[int, int, int]:
-        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded.
-
-        Raises a ValueError if they are not those of equal blocks.
-        """
+        """Return the bytes of weights and of gradients, and those of the largest weight when it is decoded."""
         blocks = self.config.num_hidden_layers
         one, two, found = self._sizes(1), self._sizes(2), self._sizes(blocks)
         if any(whole != a + (blocks - 1) * (b - a) for whole, a, b in zip(found[:2], one, two, strict=False)):
@@ -133,7 +118,6 @@ class Training:
         return weights, gradients, largest
 
     def step(self, way: str, blocks: int) -> Allocated:
-        """Count the bytes of a step with a number of blocks."""
         model: Any = self.model(blocks)
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -152,7 +136,6 @@ class Training:
         return bytes_of_step(loss, model)
 
     def allocated(self, way: str) -> Allocated:
-        """Return the bytes of a step of the whole model."""
         one, two = self.step(way, 1), self.step(way, 2)
         of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
         if way == "plain" and self.step(way, 3).kept != two.kept + of_block:
@@ -198,10 +181,7 @@ def _liger_of(kind: str) -> Callable[..., None]:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return the plan of a command line.
-
-    Raises an ImportError for a missing library, a ValueError for an unknown model or an impossible argument.
-    """
+    """Return the plan of a command line."""
     memory = _memory(options.memory)
     for name in ("batch", "sequence"):
         if getattr(options, name) < 1:

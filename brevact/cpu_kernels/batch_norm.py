@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.dequantize import dequantize
 from brevact.cpu_kernels.groups import uniform_table
 from brevact.cpu_kernels.memory import (
     advance,
@@ -34,8 +33,8 @@ from brevact.cpu_kernels.memory import (
     store,
 )
 from brevact.cpu_kernels.normalize import words_of
-from brevact.cpu_kernels.quantize import quantize
 from brevact.cpu_kernels.teams import share, takes
+from brevact.cpu_kernels.uniform import dequantize, quantize
 from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
@@ -269,11 +268,11 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    table = uniform_table(plan, x.dtype, seed is not None)
-    if not table.fused:
+    if not plan.geometry.in_blocks:
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
     if found is not NotImplemented:
+        table = uniform_table(plan, x.dtype, seed is not None)
         quantize(x, table, plan, seed, buffer, words_of(found[1], found[2], place))
     return found
 

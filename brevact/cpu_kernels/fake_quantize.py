@@ -310,7 +310,6 @@ def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *othe
 
 
 def address(x: Tensor | None) -> int:
-    """Address of the elements of a tensor; 0 for none."""
     return 0 if x is None else x.data_ptr()
 
 
@@ -346,7 +345,6 @@ def run(
     arrays: tuple[Tensor | None, ...],
     *words: int,
 ) -> None:
-    """Run a kernel by the words of its fields, in their order."""
     scale, zero_point = (z if z.dtype is torch.float32 else z.float() for z in (scale, zero_point))  # exact
     numbers = scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()
     given = array("q", (*plan, *numbers, *map(address, arrays), *words))  # ctypes takes twice the time

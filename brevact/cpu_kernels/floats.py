@@ -5,18 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.memory import advance, bits_of, f32_at, f64_at, float_of, inlined, load, store, u16_at
+from brevact.cpu_kernels.memory import advance, bits_of, f32_at, float_of, inlined, load, store, u16_at
 
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64, BOOL = range(5)
+FLOAT32, BFLOAT16, FLOAT16, BOOL = range(4)
 """Codes of the types; elements of the last one are read as masks alone."""
 
-KINDS = {
-    torch.float32: FLOAT32,
-    torch.bfloat16: BFLOAT16,
-    torch.float16: FLOAT16,
-    torch.float64: FLOAT64,
-    torch.bool: BOOL,
-}
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.bool: BOOL}
 
 _HALF_EXPONENT = np.uint32(0x7C00 << 13)
 
@@ -76,11 +70,6 @@ def stage(source, kind, first, count, scratch):
     """Pointer to elements first to first + count of a tensor as float32: its own, if it is that, else the scratch."""
     if kind == FLOAT32:
         return advance(f32_at(source), first)
-    if kind == FLOAT64:
-        x64 = advance(f64_at(source), first)
-        for e in range(count):
-            store(scratch, e, np.float32(load(x64, e)))
-        return scratch
     x16 = advance(u16_at(source), first)
     if kind == BFLOAT16:
         for e in range(count):
@@ -98,10 +87,6 @@ def emit(values, target, kind, first, count):
         y32 = advance(f32_at(target), first)
         for e in range(count):
             store(y32, e, load(values, e))
-    elif kind == FLOAT64:
-        y64 = advance(f64_at(target), first)
-        for e in range(count):
-            store(y64, e, np.float64(load(values, e)))
     elif kind == BFLOAT16:
         y16 = advance(u16_at(target), first)
         for e in range(count):
@@ -119,10 +104,6 @@ def emit_product(values, other, target, kind, first, count):
         o32, y32 = advance(f32_at(other), first), advance(f32_at(target), first)
         for e in range(count):
             store(y32, e, load(values, e) * load(o32, e))
-    elif kind == FLOAT64:
-        o64, y64 = advance(f64_at(other), first), advance(f64_at(target), first)
-        for e in range(count):
-            store(y64, e, np.float64(load(values, e)) * load(o64, e))
     elif kind == BFLOAT16:
         o16, y16 = advance(u16_at(other), first), advance(u16_at(target), first)
         for e in range(count):
@@ -137,6 +118,5 @@ def emit_product(values, other, target, kind, first, count):
 
 @inlined
 def limited(y, limit):
-    """clamp(y, -limit, limit); NaN stays."""
     y = limit if y > limit else y
     return -limit if y < -limit else y

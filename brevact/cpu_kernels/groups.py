@@ -6,37 +6,18 @@ compiled once for all types and widths.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from array import array
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from brevact.cpu_kernels.floats import FLOAT32, KINDS, bfloat16_to_float, stage
-from brevact.cpu_kernels.memory import (
-    advance,
-    as_i32,
-    bits_of,
-    f32_at,
-    f32_scratch,
-    float_of,
-    i32_at,
-    i64_at,
-    inlined,
-    kernel,
-    load,
-    store,
-    u16_at,
-)
-from brevact.cpu_kernels.teams import share
-from brevact.geometry import Geometry, UniformPlan, ranges_of_keys
+from brevact.cpu_kernels.floats import FLOAT32, KINDS, bfloat16_to_float
+from brevact.cpu_kernels.memory import as_i32, bits_of, f32_at, float_of, inlined, load, store, u16_at
+from brevact.geometry import Geometry, UniformPlan
 
-NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, ROWS, UNEVEN = range(12)
-"""Fields of the table. FUSED: every group is one run inside one block. ROUNDING: see below. ROWS: address of int64
-indices, or 0 for a whole tensor: the elements are some groups of a tensor, its rows, group g being row ROWS[g] of INNER
-elements there. UNEVEN: see `UniformPlan.uneven`."""
+NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, UNEVEN = range(9)
+"""Fields of the table. ROUNDING: see below. UNEVEN: see `UniformPlan.uneven`."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
 """Kinds of rounding; groups of tensors that are dithered lie in blocks."""
@@ -203,14 +184,6 @@ def is_flagged(scale):
 
 
 @inlined
-def any_flagged(address, kind, first, count):
-    found = np.int32(0)
-    for g in range(first, first + count):
-        found = np.int32(found | bits_of(read_metadata(address, kind, g)))
-    return found < np.int32(0)
-
-
-@inlined
 def inverse_of(scale):
     """1 / |scale|, 0 for 0 and for NaN."""
     step = abs(scale)
@@ -233,69 +206,8 @@ def shows_errors(table):
     return bit_width > 16 or (bit_width > 5 and load(table, ROUNDING) != NEAREST)
 
 
-@inlined
-def run_of(element, count, table):
-    """The group of an element, and how many of `count` elements from it on lie in that group, or one in each group."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    if inner == 1:
-        group = element % groups
-        return group, min(groups - group, count)
-    return element // inner % groups, min(inner - element % inner, count)
-
-
-@inlined
-def place_of(element, table):
-    """Where an element of the rows lies in the tensor that holds them."""
-    rows, inner = load(table, ROWS), load(table, INNER)
-    return load(i64_at(rows), element // inner) * inner + element % inner if rows else element
-
-
-@inlined
-def in_one_run(first, count, table):
-    """Whether elements first to first + count lie behind each other."""
-    inner = load(table, INNER)
-    return load(table, ROWS) == 0 or first % inner + count <= inner
-
-
-@inlined
-def stage_rows(source, first, count, scratch, table):
-    """Pointer to elements of the rows as float32 (`floats.stage`): in the scratch unless they are that, in one run."""
-    kind, inner = load(table, KIND), load(table, INNER)
-    if in_one_run(first, count, table):
-        return stage(source, kind, place_of(first, table), count, scratch)
-    e = 0
-    while e < count:
-        run = min(inner - (first + e) % inner, count - e)
-        to = advance(scratch, e)
-        x = stage(source, kind, place_of(first + e, table), run, to)
-        if kind == FLOAT32:
-            for i in range(run):
-                store(to, i, load(x, i))
-        e += run
-    return scratch
-
-
-@kernel
-def calibrate_groups(keys_at, parts, scale, minimum, table_at, start, stop):
-    """Join the key ranges of parts, see `ranges.extend_ranges`, and store minimum and scale of groups."""
-    table = i64_at(table_at)
-    groups = load(table, GROUPS)
-    keys = i32_at(keys_at)
-    for group in range(start, stop):
-        low, high, missing, zero = HIGHEST_KEY, LOWEST_KEY, np.int32(0), np.int32(0)
-        for part in range(parts):
-            low = min(low, load(keys, 4 * part * groups + group))
-            high = max(high, load(keys, (4 * part + 1) * groups + group))
-            missing = np.int32(missing | load(keys, (4 * part + 2) * groups + group))
-            zero = np.int32(zero | load(keys, (4 * part + 3) * groups + group))
-        calibrate(low, high, missing != np.int32(0), zero != np.int32(0), group, scale, minimum, table)
-
-
 class GroupTable:
-    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups of a tensor, for the kernels of quantizers.
-
-    ``rows``: 0, or the address of int64 indices, where group g is row rows[g] of `inner` elements of another tensor.
-    """
+    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups in them, for the kernels of quantizers."""
 
     def __init__(
         self,
@@ -304,125 +216,23 @@ class GroupTable:
         rounding: int,
         scale_dtype: torch.dtype = torch.float32,
         minimum_dtype: torch.dtype = torch.float32,
-        rows: int = 0,
         uneven: bool = False,
     ) -> None:
         self.geometry = geometry
         self.blocks = -(-geometry.numel // geometry.block_size)
-        self.fused = geometry.one_run and geometry.block_size % geometry.inner == 0
-        sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner, geometry.groups, self.fused
+        sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner
         kinds = KINDS[scale_dtype], KINDS[minimum_dtype], KINDS[dtype]
-        self.table = array("q", (*sizes, rounding, *kinds, rows, uneven))  # owns the memory at the address
+        self.table = array("q", (*sizes, rounding, *kinds, uneven))  # owns the memory at the address
         self.address = self.table.buffer_info()[0]
 
 
+#: Table of a tensor that is quantized to levels.
+grid_table = functools.lru_cache(maxsize=4096)(GroupTable)
+
+
 @functools.lru_cache(maxsize=4096)
-def grid_table(geometry: Geometry, dtype: torch.dtype, rounding: int) -> GroupTable:
-    """Table of a tensor that is quantized to levels; a single group is one run."""
-    if geometry.groups == 1:
-        geometry = dataclasses.replace(geometry, inner=max(geometry.numel, 1))
-    return GroupTable(geometry, dtype, rounding)
-
-
-def table_of(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False, rows: int = 0) -> GroupTable:
-    """Table of a plan, or of some of its groups at the addresses of `rows`; without a seed it rounds to nearest."""
+def uniform_table(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False) -> GroupTable:
+    """Table of a plan; without a seed it rounds to nearest."""
     at_random = DITHERED if plan.dithered else STOCHASTIC
     rounding = at_random if has_seed else NEAREST
-    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows, plan.uneven)
-
-
-#: The same table for each tensor of these sizes; not where it names rows, whose memory lives no longer than a call.
-uniform_table = functools.lru_cache(maxsize=4096)(table_of)
-
-
-def affine_rows(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both, contiguous, or None for neither: a missing factor is 1, a missing addend -0.0, which changes no zero."""
-    if factor is None:
-        if offset is None:
-            return None
-        factor = torch.ones_like(offset)
-    elif offset is None:
-        offset = torch.full_like(factor, -0.0)
-    return offset.contiguous(), factor.contiguous()
-
-
-@inlined
-def _extend(x, first, count, lows, highs, missing, finite, table):
-    inner = load(table, INNER)
-    e = 0
-    while e < count:
-        group, run = run_of(first + e, count - e, table)
-        low, high = advance(lows, group), advance(highs, group)
-        if inner == 1 and not finite:
-            bits = as_i32(advance(x, e))
-            for g in range(run):
-                store(low, g, min(load(low, g), key_of(load(bits, g))))
-                store(high, g, max(load(high, g), key_of(load(bits, g))))
-        else:
-            run = 1 if inner == 1 else run
-            if finite:
-                low_key, high_key = extend_finite(advance(x, e), run, load(low, 0), load(high, 0))
-                store(missing, group, np.int32(load(missing, group) + count_missing(advance(x, e), run)))
-            else:
-                low_key, high_key = extend(advance(x, e), run, load(low, 0), load(high, 0))
-            store(low, 0, low_key)
-            store(high, 0, high_key)
-        e += run
-
-
-@inlined
-def _mark_zeros(x, first, count, zeros, table):
-    e = 0
-    while e < count:
-        group, run = run_of(first + e, count - e, table)
-        zero = advance(zeros, group)
-        if load(table, INNER) == 1:
-            for g in range(run):
-                store(zero, g, np.int32(load(zero, g) | np.int32(load(x, e + g) == np.float32(0.0))))
-        else:
-            store(zero, 0, np.int32(load(zero, 0) | np.int32(has_zero(advance(x, e), run))))
-        e += run
-
-
-@kernel
-def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
-    """`keys_at`: for each part int32 rows of lowest and highest keys, elements left out if `finite`, marks of zeros."""
-    table = i64_at(table_at)
-    numel, block, groups = load(table, NUMEL), load(table, BLOCK), load(table, GROUPS)
-    scratch = f32_scratch(block)
-    for part in range(start, stop):
-        lows = advance(i32_at(keys_at), 4 * part * groups)
-        highs, missing, marks = advance(lows, groups), advance(lows, 2 * groups), advance(lows, 3 * groups)
-        for index in range(blocks * part // parts, blocks * (part + 1) // parts):
-            first = index * block
-            count = min(block, numel - first)
-            x = stage_rows(source, first, count, scratch, table)
-            _extend(x, first, count, lows, highs, missing, finite, table)
-            if has_zero(x, count):
-                _mark_zeros(x, first, count, marks, table)
-
-
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    table = grid_table(geometry, flat.dtype, NEAREST)
-    keys = range_keys(flat.data_ptr(), table, torch.get_num_threads())
-    return ranges_of_keys(torch.from_numpy(keys))
-
-
-def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
-    """(parts, 4, G) int32 rows of `extend_ranges`, of finite values; a second pass only where others are found."""
-    geometry = table.geometry
-    parts = parts_of(geometry, threads)
-    keys = np.empty((parts, 4, geometry.groups), dtype=np.int32)
-    for finite in (0, 1):
-        keys[:, 0], keys[:, 1], keys[:, 2:] = HIGHEST_KEY, LOWEST_KEY, 0
-        arguments = (source, keys.ctypes.data, finite, table.address, table.blocks, parts)
-        share(extend_ranges, arguments, parts, -(-geometry.numel // parts), threads)
-        if (keys[:, 0] > MINUS_INFINITY_KEY).all() and (keys[:, 1] < INFINITY_KEY).all():
-            break
-    return keys
-
-
-def parts_of(geometry: Geometry, threads: int) -> int:
-    """Parts of a tensor that threads reduce on their own; their results stay small beside the tensor."""
-    most = max(geometry.numel // (8 * geometry.groups), 1) if geometry.groups else 1
-    return max(min(threads, most, geometry.numel // (1 << 16)), 1)
+    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, plan.uneven)

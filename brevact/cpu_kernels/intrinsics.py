@@ -1,8 +1,7 @@
 """Raw memory for Numba: typed pointers from addresses, and scratch on the stack.
 
 Array indexing in Numba handles negative indices, and arrays may overlap; both stop the vectoriser. A typed pointer has
-no negative indices, and stack scratch overlaps nothing. A loop of look-ups in a table becomes gathers, which take
-several times as long as x86's permutations of a register.
+no negative indices, and stack scratch overlaps nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +40,17 @@ def _pointer_cast(pointer_type: types.CPointer):
     return cast
 
 
+def _bits_as(source, target, llvm_type: ir.Type):
+    @intrinsic
+    def bits_as(typing_context, value):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], llvm_type)
+
+        return target(source), codegen
+
+    return bits_as
+
+
 def _scratch(pointer_type: types.CPointer):
     """An intrinsic for uninitialised stack memory, freed on return: not in loops; OpenMP's stacks may be small."""
 
@@ -56,12 +66,15 @@ def _scratch(pointer_type: types.CPointer):
     return scratch
 
 
-f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
+f32_at, i32_at = _pointer_from_address(F32), _pointer_from_address(I32)
 u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
 i64_at = _pointer_from_address(I64)
 as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
 f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
 u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
+float_of = _bits_as(types.int32, types.float32, ir.FloatType())
+bits_of = _bits_as(types.float32, types.int32, ir.IntType(32))
+float64_of = _bits_as(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic
@@ -107,29 +120,7 @@ def advance(typing_context, pointer, count):
 
 
 @intrinsic
-def float_of(typing_context, bits):
-    """The float32 with these 32 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@intrinsic
-def bits_of(typing_context, value):
-    """The 32 bits of a float32, as int32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
 def rint(typing_context, value):
-    """A float32 rounded to an integer, half to even."""
-
     def codegen(context, builder, signature, args):
         function = declared(builder.module, "llvm.rint.f32", ir.FunctionType(ir.FloatType(), [ir.FloatType()]))
         return builder.call(function, args)
@@ -139,24 +130,12 @@ def rint(typing_context, value):
 
 @intrinsic
 def fma(typing_context, a, b, c):
-    """The float32 a * b + c, rounded once."""
-
     def codegen(context, builder, signature, args):
         float_type = ir.FloatType()
         function_type = ir.FunctionType(float_type, [float_type] * 3)
         return builder.call(declared(builder.module, "llvm.fma.f32", function_type), args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-@intrinsic
-def float64_of(typing_context, bits):
-    """The float64 with these 64 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), codegen
 
 
 @intrinsic
@@ -185,75 +164,7 @@ def words(count: int):
     return load_words
 
 
-NONE = 1 << 62
-"""Lanes of processors without such permutations: more than any row of codes has."""
-
-_I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
-
-
-def _lanes_of(context) -> int:
-    features = context.codegen().magic_tuple()[2].split(",")
-    return 16 if "+avx512f" in features else 8 if "+avx2" in features else NONE
-
-
-@intrinsic
-def lanes(typing_context):
-    """Codes that `look_up_lanes` looks up."""
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(64), _lanes_of(context))
-
-    return types.int64(), codegen
-
-
-@intrinsic
-def look_up_lanes(typing_context, low, high, shift, mask, row, out):
-    """out[j] = row[(low[j] | high[j] << 8) >> shift & mask] for the first `lanes()` numbers j, none without lanes.
-
-    Low and high are bytes, shift and mask uint32, the mask at most 15; the row has 16 float32 values.
-    """
-
-    def codegen(context, builder, signature, args):
-        low, high, shift, mask, row, out = args
-        count = _lanes_of(context)
-        if count == NONE:
-            return context.get_dummy_value()
-        words, floats = ir.VectorType(_I32, count), ir.VectorType(_F32, count)
-        permutation = ir.FunctionType(floats, [floats, words])
-
-        def splat(value):
-            first = builder.insert_element(ir.Constant(words, ir.Undefined), value, _I32(0))
-            return builder.shuffle_vector(first, ir.Constant(words, ir.Undefined), ir.Constant(words, [0] * count))
-
-        def entries(start):
-            pointer = builder.bitcast(builder.gep(row, [_I32(start)]), floats.as_pointer())
-            return builder.load(pointer, align=4)
-
-        high = builder.shl(_wide(builder, high, words), ir.Constant(words, [8] * count))
-        word = builder.or_(_wide(builder, low, words), high)
-        code = builder.and_(builder.lshr(word, splat(shift)), splat(mask))
-        if count == 16:
-            permute = declared(builder.module, "llvm.x86.avx512.permvar.sf.512", permutation)
-            values = builder.call(permute, [entries(0), code])
-        else:  # permutations of 8 entries look at 3 bits
-            permute = declared(builder.module, "llvm.x86.avx2.permps", permutation)
-            upper = builder.icmp_unsigned(">", code, ir.Constant(words, [7] * count))
-            values = builder.select(
-                upper, builder.call(permute, [entries(8), code]), builder.call(permute, [entries(0), code])
-            )
-        builder.store(values, builder.bitcast(out, floats.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(low, high, types.uint32, types.uint32, row, out), codegen
-
-
-def _wide(builder, pointer, wanted):
-    pointer = builder.bitcast(pointer, ir.VectorType(_I8, wanted.count).as_pointer())
-    return builder.zext(builder.load(pointer, align=1), wanted)
-
-
 def declared(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir.Function:
-    """The function of this name, which a module declares once."""
     return module.globals.get(name) or ir.Function(module, function_type, name)
 
 

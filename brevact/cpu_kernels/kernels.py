@@ -37,7 +37,7 @@ ENTRY = "brevact_kernel"
 
 PACKAGE = Path(__file__).parent
 
-_USUAL = "quantize", "dequantize", "batch_norm", "segments", "packing"
+_USUAL = "uniform", "batch_norm", "segments", "packing"
 """Modules of the kernels of a training step, which are compiled together."""
 _MOST_PROCESSES = 4
 _WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_OPT"}

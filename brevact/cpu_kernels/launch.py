@@ -2,9 +2,7 @@
 """The ops of `quantizers.kernel_ops`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
 They have the names, the parameters and the bytes of the references, take tensors that :func:`teams.takes` accepts, and
-return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays.
-Those of some groups of a tensor, `quantize_rows` and `dequantize_rows`, have the bytes of gathering the groups first.
-"""
+return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays."""
 
 from __future__ import annotations
 
@@ -14,16 +12,13 @@ from brevact.cpu_kernels.batch_norm import (
     packed_batch_norm,
     packed_batch_norm_backward,
 )
-from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.fake_quantize import fake_quantize
 from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
-from brevact.cpu_kernels.grids import dequantize_grid, moments, quantize_grid
-from brevact.cpu_kernels.groups import ranges
+from brevact.cpu_kernels.grids import dequantize_grid, quantize_grid
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.cpu_kernels.quantize import quantize_normalized, quantize_rows, quantize_uniform
-from brevact.cpu_kernels.rounding import random_words
 from brevact.cpu_kernels.segments import look_up, map_levels
 from brevact.cpu_kernels.teams import takes
+from brevact.cpu_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
 prepare()

@@ -15,7 +15,6 @@ from brevact.cpu_kernels.floats import (
     BFLOAT16,
     BOOL,
     FLOAT32,
-    FLOAT64,
     KINDS,
     bfloat16_to_float,
     float_to_bfloat16,
@@ -27,7 +26,6 @@ from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
     f32_scratch,
-    f64_at,
     float64_of,
     i32_at,
     i64_at,
@@ -212,10 +210,6 @@ def _set_bits(source, kind, first, count, scratch, bits):
         x8 = advance(u8_at(source), first)
         for e in range(count):
             store(bits, e, np.uint8(load(x8, e) != np.uint8(0)))
-    elif kind == FLOAT64:  # float32 has no room for the smallest
-        x64 = advance(f64_at(source), first)
-        for e in range(count):
-            store(bits, e, np.uint8(not load(x64, e) <= 0.0))
     else:
         x = stage(source, kind, first, count, scratch)
         for e in range(count):
@@ -280,10 +274,6 @@ def _keep_or_zero(grad, target, kind, first, count, bits):
         else:
             for e in range(count):
                 store(y32, e, load(g32, e) if load(bits, e) else np.int32(0))
-    elif kind == FLOAT64:
-        g64, y64 = advance(i64_at(grad), first), advance(i64_at(target), first)
-        for e in range(count):
-            store(y64, e, load(g64, e) if load(bits, e) else np.int64(0))
     else:
         g16, y16 = advance(u16_at(grad), first), advance(u16_at(target), first)
         for e in range(count):
@@ -296,10 +286,6 @@ def _keep_or_scale(grad, target, kind, first, count, bits, slope):
         g32, y32 = advance(f32_at(grad), first), advance(f32_at(target), first)
         for e in range(count):
             store(y32, e, load(g32, e) * (np.float32(1.0) if load(bits, e) else np.float32(slope)))
-    elif kind == FLOAT64:
-        g64, y64 = advance(f64_at(grad), first), advance(f64_at(target), first)
-        for e in range(count):
-            store(y64, e, load(g64, e) * (1.0 if load(bits, e) else slope))
     elif kind == BFLOAT16:
         g16, y16 = advance(u16_at(grad), first), advance(u16_at(target), first)
         for e in range(count):

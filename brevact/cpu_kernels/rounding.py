@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from brevact.cpu_kernels.memory import advance, i64_at, inlined, kernel, load, rint, store, u32_scratch
+from brevact.cpu_kernels.memory import advance, inlined, load, rint, store
 from brevact.cpu_kernels.packing import codes_to_bytes, words_to_bytes
-from brevact.cpu_kernels.teams import share
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -90,7 +87,6 @@ def is_spread(steps, count):
 
 @inlined
 def shift_to_levels(steps, count, shift, top):
-    """The closest of shifted levels, for each position."""
     for e in range(count):
         t = max(load(steps, e) + shift, np.float32(0.0))
         store(steps, e, rint(t if t < top else top))
@@ -191,26 +187,3 @@ def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide,
     else:
         round_wide(t, columns, (np.int64(1) << bit_width) - 1, stochastic, *random, wide)
         codes_to_bytes(wide, columns, bit_width, out)
-
-
-BLOCK = 1024
-
-
-@kernel
-def random_word_blocks(seed, words_at, count, start, stop):
-    k0, k1 = halves_of(seed)
-    columns = BLOCK // 4
-    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    for index in range(start, stop):
-        first = index * BLOCK
-        words = advance(i64_at(words_at), first)
-        column_words(first // 4, columns, k0, k1, w0, w1, w2, w3)
-        for i in range(min(BLOCK, count - first)):
-            word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
-            store(words, i, np.int64(load(word, i >> 2)))
-
-
-def random_words(seed: int | Tensor, words: Tensor) -> None:
-    block, count = BLOCK, words.numel()
-    arguments = (int(seed), words.data_ptr(), count)
-    share(random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.dequantize import decoded, is_plain
 from brevact.cpu_kernels.floats import (
     BFLOAT16,
     FLOAT16,
@@ -28,7 +27,6 @@ from brevact.cpu_kernels.floats import (
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
-    GROUPS,
     KIND,
     MINIMUM_KIND,
     NUMEL,
@@ -38,23 +36,12 @@ from brevact.cpu_kernels.groups import (
     read_metadata,
     uniform_table,
 )
-from brevact.cpu_kernels.memory import (
-    advance,
-    f32_at,
-    f32_scratch,
-    i64_at,
-    inlined,
-    kernel,
-    lanes,
-    load,
-    look_up_lanes,
-    store,
-    u8_at,
-)
+from brevact.cpu_kernels.memory import advance, f32_at, f32_scratch, i64_at, inlined, kernel, load, store, u8_at
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
+from brevact.cpu_kernels.uniform import decoded, is_plain
 from brevact.geometry import Place, Segments, UniformPlan
 
 REGISTER = 16
@@ -84,10 +71,10 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
     last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), limit_of(kind)
-    groups, scale_kind, minimum_kind = load(table, GROUPS), load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):
-        m, s = read_metadata(minimum, minimum_kind, bucket % groups), read_metadata(scale, scale_kind, bucket % groups)
+        m, s = read_metadata(minimum, minimum_kind, bucket), read_metadata(scale, scale_kind, bucket)
         if load(table, UNEVEN) != 0 and is_flagged(s):
             uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
         elif is_plain(m, s, top, limit):
@@ -129,13 +116,8 @@ def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
     mask, at = np.uint32((1 << bit_width) - 1), plane * bit_width
     shift, low = np.uint32(at & 7), advance(packed, (at >> 3) * columns)
     high = advance(packed, (at + bit_width - 1 >> 3) * columns)  # the same, unless a code lies in two bytes
-    target, j = advance(out, plane * columns), start
-    if stop - start >= lanes():
-        while j < stop:
-            j = min(j, stop - lanes())  # the last columns are looked up with some that are known already
-            look_up_lanes(advance(low, j), advance(high, j), shift, mask, row, advance(target, j))
-            j += lanes()
-    for k in range(j, stop):
+    target = advance(out, plane * columns)
+    for k in range(start, stop):
         word = np.uint32(np.uint32(load(low, k)) | np.uint32(np.uint32(load(high, k)) << np.uint32(8)))
         store(target, k, load(row, np.int64(np.uint32(np.uint32(word >> shift) & mask))))
 
@@ -200,8 +182,7 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    """The kernel's registers are limited."""
-    if plan.geometry.bit_width > 4:
+    if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
         return NotImplemented
     own, words = uniform_table(plan, dtype), _words_of_segments(segments)
     norm = None if factor is None or place is None else words_of(mean, factor, place)
@@ -216,7 +197,7 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    if plan.geometry.bit_width > 4:
+    if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
         return NotImplemented
     own, words = uniform_table(plan, target.dtype), _words_of_segments(segments)
     factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])

@@ -92,12 +92,17 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it."""
+    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it.
+
+    Float64 runs in plain torch.
+    """
     try:
         for x in arrays:
             if x is None:
                 continue
-            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or x.dtype is torch.float64:
+                return False
+            if x.data_ptr() == 0 and x.numel():
                 return False
     except RuntimeError:  # data_ptr() of a wrapper
         return False

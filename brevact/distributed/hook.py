@@ -8,26 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.message import (
-    Agreement,
-    after,
-    check_marks,
-    keep_for_this_stream,
-    marks_of,
-    message_of,
-    packs_of,
-)
 from brevact.distributed.packing import (
     AS_IT_IS,
+    Agreement,
     ParameterState,
     ParameterStates,
+    after,
     check_count,
     check_feedback,
+    check_marks,
     check_quantizer,
     check_seed,
     check_state,
     is_unbiased,
+    keep_for_this_stream,
+    marks_of,
+    message_of,
     pack,
+    packs_of,
 )
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer

@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from brevact.distributed.message import Agreement, check_marks, marks_of, message_of, packs_of
-from brevact.distributed.packing import check_count, check_quantizer, check_seed, is_unbiased, pack
+from brevact.distributed.packing import (
+    Agreement,
+    check_count,
+    check_marks,
+    check_quantizer,
+    check_seed,
+    is_unbiased,
+    marks_of,
+    message_of,
+    pack,
+    packs_of,
+)
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import reduce_scatter_single

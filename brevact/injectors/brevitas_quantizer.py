@@ -243,11 +243,7 @@ def quantizes_parameters(source: Any) -> bool:
 
 
 def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:
-    """Build an activation quantizer's ``tensor_quant``, without the proxy that would put it into a forward pass.
-
-    Also returns every name that was looked up on the way, optional ones included. Raises a TypeError if the injector
-    lacks a value or quantizes nothing, a ValueError if Brevitas refuses a value.
-    """
+    """Build an activation quantizer's ``tensor_quant``, without the proxy that would put it into a forward pass."""
     probe = injector.let(proxy_module=nn.Identity())
     asked = _Asked(probe.__dependencies__)
     type.__setattr__(probe, "__dependencies__", asked)

@@ -108,7 +108,6 @@ def is_injector(source: Any) -> bool:
 
 
 def added_values(injector: InjectorClass) -> dict[str, Any]:
-    """Return the settings that an injector adds to its bases, as written."""
     inherited: dict[str, tuple] = {}
     for base in reversed(injector.__bases__):
         inherited.update(base.__dependencies__)
@@ -133,7 +132,6 @@ def written_value(spec: tuple) -> Any:
 
 
 def written_values(injector: InjectorClass) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an injector as written, inherited ones included."""
     for name, spec in injector.__dependencies__.items():
         if not name.startswith("__"):
             yield name, written_value(spec)

@@ -42,11 +42,6 @@ class BackwardInjectorType(InjectorType):
     """Metaclass of backward quantizers: a name that nothing depends on raises instead of doing nothing.
 
     It checks additions by a class statement, ``.let()`` or ``&`` at once; ``.let()`` keeps the docstring.
-
-    Raises:
-        TypeError: a name is not a setting of the quantizer (the message names the nearest one and all of them); a name
-            in the class body is annotated; or ``proxy_class``, ``act_impl`` or ``backward_settings`` has an impossible
-            type.
     """
 
     def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> BackwardInjectorType:

@@ -4,27 +4,35 @@ Known are integers of a constant width, with zero point 0 or one of Brevitas'; b
 point that do not depend on the activation: constant, learned, or already collected. Brevitas' own modules compute bit
 width, scale and zero point, and keep their state and gradients; the quantizing ops are those of ``fake_quantization``.
 Before each call the modules must be unchanged, without foreign hooks.
+
+Minifloat quantizers save their input, and backward recomputes their steps: these divide by powers of two that depend
+on the element, so that a rounding error in one of them would be a multiple of the gradient.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 import brevact.private_names.of_brevitas as bv
-from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
+from brevact.autograd import storage_report
+from brevact.autograd.ops.base import compute_from_quotient, compute_from_weight
+from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize, is_quantizable
 from brevact.autograd.ops.forward_statistics import (
     largest_magnitude,
     learned_scale,
     scale_of_magnitudes,
     weight_statistics,
 )
-from brevact.injectors.integer_kinds import delays, integers_of
+from brevact.autograd.running import packing_region
+from brevact.geometry import IntegerRounding
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     global_backward_hooks,
@@ -33,6 +41,123 @@ from brevact.private_names.of_torch import (
     global_forward_pre_hooks,
     no_dispatch_modes,
 )
+
+#: Deterministic roundings that kernels know.
+_ROUNDINGS = {
+    bv.RoundSte: IntegerRounding.NEAREST,
+    bv.FloorSte: IntegerRounding.FLOOR,
+    bv.CeilSte: IntegerRounding.CEIL,
+    bv.RoundToZeroSte: IntegerRounding.TO_ZERO,
+    bv.DPURoundSte: IntegerRounding.DPU,
+}
+#: Range of the rounding residual, x - round(x), by the kind of rounding.
+_RESIDUALS = {
+    bv.RoundSte: (-0.5, 0.5),
+    bv.DPURoundSte: (-0.5, 0.5),
+    bv.FloorSte: (0.0, 1.0),
+    bv.CeilSte: (-1.0, 0.0),
+    bv.RoundToZeroSte: (-1.0, 1.0),
+    bv.StochasticRoundSte: (-1.0, 1.0),
+}
+CLAMPS = (bv.TensorClamp, bv.TensorClampSte, bv.InplaceTensorClampSte)
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[Any, float]]
+_widths = weakref.WeakKeyDictionary()
+
+
+def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
+    """Return the integers of an ``IntQuant`` or ``DecoupledIntQuant``; None if they are not fixed."""
+    residual = _RESIDUALS.get(type(quant.float_to_int_impl))
+    clamp = type(quant.tensor_clamp_impl)
+    if residual is None or clamp not in CLAMPS or delays(quant):
+        return None
+    if type(quant).to_int not in (bv.IntQuant.to_int, bv.DecoupledIntQuant.to_int):  # overridden by a subclass
+        return None
+    if bit_width.requires_grad or bit_width.numel() != 1 or bit_width.is_meta:
+        return None
+    width = number_of(bit_width)
+    if not 1 <= width <= 32 or width != int(width):
+        return None
+    minimum, maximum = quant.min_int(bit_width), quant.max_int(bit_width)
+    lowest = (-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0
+    return Integers(
+        round=quant.float_to_int_impl,
+        clamp=functools.partial(quant.tensor_clamp_impl, min_val=minimum, max_val=maximum),
+        minimum=minimum,
+        maximum=maximum,
+        lowest=lowest,
+        highest=lowest + 2 ** int(width) - 1 - bool(quant.narrow_range),
+        bit_width=int(width),
+        residual=residual,
+        rounding=_ROUNDINGS.get(type(quant.float_to_int_impl)),
+        is_narrow=bool(quant.narrow_range),
+        repeats=type(quant.float_to_int_impl) is not bv.StochasticRoundSte,
+        clips_gradients=clamp is bv.TensorClamp,
+    )
+
+
+def delays(quant: Any) -> bool:
+    """Return whether a quantizer starts to quantize after some steps."""
+    return type(quant.delay_wrapper.delay_impl) is not bv._NoDelay
+
+
+def number_of(x: Tensor) -> float:
+    """A constant's value, read only once on a GPU, where reading waits."""
+    if x.is_cpu:  # `x.data` is set without a new version
+        return float(x.item())
+    storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)
+    known = _widths.get(storage)
+    if known is None or known[0] != place:
+        known = _widths[storage] = place, float(x.item())
+    return known[1]
+
+
+_FLOAT_ROUNDINGS = (bv.RoundSte, bv.DPURoundSte, bv.FloorSte, bv.CeilSte, bv.RoundToZeroSte)
+_FLOAT_CLAMPS = (bv.TensorClamp, bv.TensorClampSte)
+
+
+def float_quant(stock: Callable, quant: bv.FloatQuant, x: Tensor) -> Any:
+    """Run a minifloat quantizer as Brevitas' forward does; ``NotImplemented`` where its own ops must run."""
+    region = packing_region()
+    if region is None or not _is_fixed(quant) or type(x) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    viewed = quant.input_view_impl(x)
+    if not is_quantizable(region, viewed, ()):
+        return NotImplemented
+    exponent, mantissa, bias = (
+        impl() for impl in (quant.exponent_bit_width_impl, quant.mantissa_bit_width_impl, quant.exponent_bias_impl)
+    )
+    largest = quant.compute_max_mantissa(mantissa)
+    if any(constant.requires_grad for constant in (exponent, mantissa, bias, largest)):
+        return NotImplemented
+    above = None if quant.float_scaling_impl is None else quant.float_scaling_impl(exponent, largest, bias)
+    scale = quant.scaling_impl(x, above)
+
+    def of_quotient(quotient: Tensor, scale: Tensor) -> Tensor:
+        step = bv.float_internal_scale(quotient, mantissa, bv.min_internal_scale(bias, mantissa), quant.eps)
+        rounded = step * quant.float_to_int_impl(quotient / step)
+        return quant.dequantize(quant.float_clamp_impl(rounded, exponent, largest, bias)[0], scale)
+
+    storage_report.report_op(fake_quantize)
+    if not is_quantizable(region, viewed, (scale,)):
+        out = of_quotient(viewed / scale, scale)
+    elif region.is_weight(viewed):
+        out = compute_from_weight(region, lambda x, scale: of_quotient(x / scale, scale), viewed, scale)
+    else:
+        out = compute_from_quotient(region, of_quotient, viewed, scale)
+    clamp = quant.float_clamp_impl
+    special = clamp.saturating, clamp.inf_values, clamp.nan_values
+    return out, scale, quant.zero_point_impl(), exponent, mantissa, bias, *special
+
+
+def _is_fixed(quant: bv.FloatQuant) -> bool:
+    return (
+        type(quant) is bv.FloatQuant
+        and not quant.observer_only
+        and type(quant.float_to_int_impl) in _FLOAT_ROUNDINGS
+        and type(quant.float_clamp_impl) is bv.FloatClamp
+        and type(quant.float_clamp_impl.tensor_clamp_impl) in _FLOAT_CLAMPS
+    )
+
 
 #: Statistics that are recomputed, without a state of their own.
 STATISTICS_OF_WEIGHTS = (
@@ -86,10 +211,7 @@ class Tree(NamedTuple):
         )
 
     def is_untouched(self) -> bool:
-        """Return whether the modules are still those that were read, without own forwards or hooks.
-
-        Every call checks this, so the loops run in C.
-        """
+        """Return whether the modules are still those that were read, without own forwards or hooks."""
         attributes = self.attributes
         if any(itertools.chain.from_iterable(map(_hooks_in, attributes))):
             return False
@@ -154,10 +276,7 @@ class _Learned(NamedTuple):
 
 
 class _OfStatistics(NamedTuple):
-    """The modules that clamp magnitudes between a weight's statistics and its scale; the others change none.
-
-    Statistics are magnitudes if they cannot be negative.
-    """
+    """The modules that clamp magnitudes between a weight's statistics and its scale; the others change none."""
 
     clamps: tuple[Any, ...]
     are_magnitudes: bool
@@ -185,10 +304,7 @@ class _OfStatistics(NamedTuple):
         return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not bv.Identity), are_magnitudes)
 
     def scale(self, stats: Tensor, threshold: Tensor) -> Tensor | None:
-        """Return the scale of magnitudes, or of statistics above all bounds, with its usual gradient; None for others.
-
-        Nothing waits for a GPU, where the statistics are not read.
-        """
+        """Return the scale of magnitudes, or of statistics above all bounds, with its gradient; None for others."""
         if type(stats) is not Tensor or not stats.numel() or threshold.dim() or threshold.requires_grad:
             return None
         least = max((clamp.min_val for clamp in self.clamps), default=0.0)
@@ -218,7 +334,7 @@ class KnownQuantizer:
         self._zero: Any = _buffer_of(quant.zero_point_impl, "zero_point") if is_zero else None
         self.learned = _Learned.of(self.scaling) if self.is_known else None
         self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
-        self._width: _Width | None = None
+        self._width: tuple[Any, Tensor, Integers | None] | None = None
 
     @property
     def quant(self) -> Any:
@@ -226,10 +342,7 @@ class KnownQuantizer:
         return self._quant()
 
     def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
-        """Return the modules' results: values, scale, zero point, bit width; NotImplemented for other modules.
-
-        If a stand-alone quantizer's modules read elements of ``x`` for the scale, the region computes it.
-        """
+        """Return the modules' results: values, scale, zero point, bit width; NotImplemented for other modules."""
         quant = self.quant
         if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
@@ -298,7 +411,6 @@ class KnownQuantizer:
             return self.scaling.stats_scaling_impl(stats, threshold) if found is None else found
 
     def _zero_point_of(self, region: Any, x: Tensor, scale: Tensor, bit_width: Tensor) -> Tensor:
-        """Return a zero point: learned, or from the statistics of ``x`` in the region."""
         module = self.zero_point
         if not is_own(module):
             return module(x, scale, bit_width)
@@ -307,41 +419,15 @@ class KnownQuantizer:
         return found
 
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
-        """Return threshold and integers of a bit width, which is a buffer of the module."""
-        known = self._width
-        if known is None or not known.is_of(bit_width):
-            with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
-                threshold = self.quant.int_scaling_impl(bit_width)
+        """Return threshold and integers of a bit width, which is a buffer of the module; by its value."""
+        with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
+            value = None if bit_width.is_meta else number_of(bit_width)
+            key = value, bit_width.dtype, bit_width.device
+            if self._width is None or self._width[0] != key:
                 integers = integers_of(self.quant.int_quant, bit_width)
-                # setting `bit_width.data` leaves the version alone, and shows in the memory that NumPy reads
-                bits = bit_width.detach()
-                bits = bits.view(torch.int16) if bits.dtype is torch.bfloat16 else bits  # which NumPy does not know
-                view = bits.numpy() if bits.is_cpu else None
-            value = None if view is None else float(view)
-            address, version = bit_width.data_ptr(), bit_width._version
-            known = self._width = _Width(bit_width, address, version, view, value, threshold, integers)
-        return known.threshold, known.integers
-
-
-class _Width(NamedTuple):
-    """A bit width, its version, its value (or bits) if the host can read it, and the values computed from them.
-
-    The tensor keeps others from its address. ``share_memory`` moves it, and frees the view's memory.
-    """
-
-    bit_width: Tensor
-    address: int
-    version: int
-    view: Any
-    value: float | None
-    threshold: Tensor
-    integers: Integers | None
-
-    def is_of(self, bit_width: Tensor) -> bool:
-        """Return whether this is the same tensor, unchanged."""
-        if self.address != bit_width.data_ptr() or self.version != bit_width._version:
-            return False
-        return self.view is None or float(self.view) == self.value
+                self._width = key, self.quant.int_scaling_impl(bit_width), integers
+        _, threshold, integers = self._width
+        return threshold, integers
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDictionary()
@@ -356,10 +442,7 @@ def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
 
 
 def _buffer_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module with a constant as a buffer, and the buffer's name: this module, or its child of that name.
-
-    A lookup in the buffer table takes a fraction of the time of a module's `__getattr__`.
-    """
+    """Return the module with a constant as a buffer, and the buffer's name: this module, or its child of that name."""
     child = module._modules.get(name)
     return (module, name) if child is None else (child, "value")
 

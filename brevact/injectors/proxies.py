@@ -57,10 +57,7 @@ class BackwardQuantProxy(nn.Module):
 
 
 def described(settings: BackwardSettings, *, brief: bool = False) -> str:
-    """Return the quantizer's settings as text, and the region's non-default ones.
-
-    With ``brief``, the quantizer's default settings are left out, too, apart from the first.
-    """
+    """Return the quantizer's settings as text, and the region's non-default ones."""
     quantizer = settings.quantizer
     defaults = _field_defaults(quantizer)
     stated = {name: getattr(quantizer, name) for name in defaults}
@@ -82,11 +79,7 @@ def _field_defaults(value: Any) -> dict[str, Any]:
 
 
 def is_quant_proxy(module: nn.Module) -> bool:
-    """Return whether a module is a quantizer proxy of a Brevitas layer, or a part of one.
-
-    Its insides run within the layer's forward, are rebuilt when a state dict is loaded, and may be shared by the
-    quantizers of different models. Recurrent layers, and users' lists, hold them without the proxy.
-    """
+    """Return whether a module is a quantizer proxy of a Brevitas layer, or a part of one."""
     return isinstance(module, QuantProxyFromInjector) or any(
         kind.__module__.startswith(_OF_QUANTIZERS) for kind in type(module).__mro__
     )
@@ -148,7 +141,6 @@ def _find_names(module: nn.Module, name: str, left_out: set[nn.Module], found: d
 
 
 def _of_classes(model: nn.Module) -> set[nn.Module]:
-    """Return a model's modules that are attributes of its classes, shared by all models of these classes."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     return {each for kind in kinds for each in vars(kind).values() if isinstance(each, nn.Module)}
 

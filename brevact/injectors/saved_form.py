@@ -55,10 +55,6 @@ def _of_brevitas_quant() -> dict[str, InjectorClass]:
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
     """Return a backward quantizer as its name and the settings that differ from that name's.
 
-    Settings are numbers, strings, booleans, None, and lists of them, which :func:`from_plain` turns into equal ones;
-    full precision has the name None. A user's own class or object, or a setting that is no plain value, raises a
-    TypeError.
-
     >>> from brevact.injectors import StochBackward2bit
     >>> to_plain(StochBackward2bit.let(bucket_size=128))
     {'quantizer': 'StochBackward2bit', 'settings': {'bucket_size': 128}}
@@ -79,8 +75,6 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 
 def from_plain(plain: Mapping[str, Any]) -> Any:
     """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
-
-    A setting that the quantizer lacks raises a TypeError; an unknown name, or a value out of range, a ValueError.
 
     >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}}).bucket_size
     128

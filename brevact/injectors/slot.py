@@ -89,12 +89,7 @@ class Slot:
 
 
 def backward_injector_of(injector: BackwardInjectorType, layer: nn.Module) -> BackwardInjectorType:
-    """Return the backward side of a slot, with the layer's keywords for it.
-
-    They may have the prefix ``act_``, and need it where the forward quantizer (``forward_quant``, or else the slot's
-    default) has a setting of the same name. Without a stated ``forward_quant`` (None counts), a warning says that the
-    default is replaced.
-    """
+    """Return the backward side of a slot, with the layer's keywords for it."""
     slot, quant = Slot(layer), dict(written_values(injector))["forward_quant"]
     replaced = None if _states_forward_quant(injector) else slot.default
     forward: InjectorClass = replaced if quant is None else quant
@@ -174,16 +169,7 @@ def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: d
 
 
 def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
-    """Fill an activation slot of a Brevitas layer.
-
-    The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer, so that the layer's
-    forward pass, ``state_dict`` and export are Brevitas' own. In addition, ``proxy.backward_quant`` makes the whole
-    forward of each layer that uses the proxy a region, whichever slot of the layer it sits in (``input_quant``,
-    ``act_quant``, ``output_quant``). Without a stated ``forward_quant``, it warns if it replaces the slot's default
-    forward quantizer, or if the layer is a ``QuantIdentity``, which saves nothing for backward by itself.
-
-    It raises a TypeError for slots of weights, of a bias, and of parts of a recurrent layer or an attention.
-    """
+    """Fill an activation slot of a Brevitas layer."""
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)
     settings = resolve(injector)

@@ -60,10 +60,7 @@ def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], 
 
 
 def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
-    """Set ``layer.act_quant`` and let the layer's forward run in a region.
-
-    ``source`` is any backward quantizer; another layer's ``act_quant`` is shared. Overrides have the prefix ``act_``.
-    """
+    """Set ``layer.act_quant`` and let the layer's forward run in a region."""
     proxy = _proxy(source, overrides)
     layer.act_quant = proxy
     proxy.add_tracked_module(layer)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.policy.attach import backward_quant, quantize_backward
-from brevact.policy.inherit import attachment_of
+from brevact.policy.attach import attachment_of, backward_quant, quantize_backward
 from brevact.policy.presets import DEFAULT
 from brevact.policy.text import budget_of
 from brevact.quantizers.brief import brief

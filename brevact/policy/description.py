@@ -18,17 +18,7 @@ _OWN = "its own"
 
 @dataclass(frozen=True)
 class ModulePolicy:
-    """Backward quantization of one module.
-
-    Args:
-        module: qualified name of the module, "" for the model itself.
-        kind: class of the module.
-        rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did and
-            it runs like its parent.
-        source: the backward quantizer by name.
-        settings: settings of ops inside; None for full precision.
-        ops: ops with other settings.
-    """
+    """Backward quantization of one module."""
 
     module: str
     kind: str

@@ -2,7 +2,7 @@
 
 A file holds the package's version, rules in their order, and the layers that a fitted policy is for:
 
-    {"brevact": "0.1.0",
+    {"brevact": "0.2.0",
      "rules": [{"types": ["torch.nn.LayerNorm"], "quantizer": "StochBackward4bit", "settings": {"bucket_size": 128}},
                {"name": "*", "quantizer": "StochBackward2bit"}]}
 
@@ -62,9 +62,6 @@ FIELDS = ("name", "types", "functions", "predicate")
 def key_to_plain(key: Any) -> dict[str, Any]:
     """Return a rule's key as a field and its value.
 
-    Another library's layer type, or a user's function, raises a TypeError. A Function is written as its import path, an
-    operator as its name.
-
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
     ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
@@ -90,11 +87,7 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields.
-
-    A value of another type raises a TypeError, an unknown name a ValueError. The module of a Function must be imported
-    already: a file imports none.
-    """
+    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields."""
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:
         raise ValueError(f"got {', '.join(given) or 'none'} of {', '.join(FIELDS)}; accepted is exactly one")
@@ -194,11 +187,7 @@ def _lines(value: Any) -> str:
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:
-    """Return rules, layers and report from the text of a file.
-
-    The ValueError for a text that holds no policy, or names something unknown, mentions `source`, such as the file's
-    path, and `version`, the package's.
-    """
+    """Return rules, layers and report from the text of a file."""
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

@@ -243,10 +243,7 @@ def _cheap(layers: list[Any], most: int) -> int:
 
 
 def _cost(layer: Any) -> float:
-    """Return a layer's multiplications per output element, by its sizes: its weight may be lazy.
-
-    Lazy layers do not know their inputs yet, and count as costly.
-    """
+    """Return a layer's multiplications per output element, by its sizes: its weight may be lazy."""
     if isinstance(layer, nn.Linear):
         return layer.in_features or math.inf
     return layer.in_channels // layer.groups * math.prod(layer.kernel_size) or math.inf

@@ -35,11 +35,7 @@ ACCEPTED_KEYS = (
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Backward quantization of an op inside a module, in place of the module's.
-
-    All torch functions of an op share one rule. Rule and backward quantizer are texts; settings are None for full
-    precision.
-    """
+    """Backward quantization of an op inside a module, in place of the module's."""
 
     op: str
     rule: str
@@ -49,11 +45,7 @@ class OpPolicy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Backward quantization of a module by the rules.
-
-    ``settings`` are its region's, including ops with a rule of their own, or None for full precision. ``rule`` is "" if
-    none matches; rule and source are texts. ``ops`` have settings of their own.
-    """
+    """Backward quantization of a module by the rules."""
 
     settings: BackwardSettings | None
     rule: str
@@ -61,7 +53,6 @@ class Assignment:
     ops: tuple[OpPolicy, ...] = ()
 
     def with_ops(self, ops: tuple[OpPolicy, ...]) -> Assignment:
-        """Return the assignment with rules for ops, which take precedence."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
 
@@ -86,7 +77,6 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def refuse_policy(model: nn.Module) -> None:
-    """Raise for a model that has a policy."""
     if has_policy(model):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
 
@@ -109,11 +99,7 @@ def check_rules(rules: Any, argument: str) -> None:
 def assignments(
     model: nn.Module, rules: Mapping[Any, Any], *, optional: Collection[Any] = ()
 ) -> dict[nn.Module, Assignment]:
-    """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins.
-
-    Left out are layers with their own backward quantizer, and modules that no rule matches, except the model if there
-    are rules for ops. A ValueError names a non-optional rule that matches nothing, or only modules of earlier rules.
-    """
+    """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins."""
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
     names: dict[nn.Module, list[str]] = {}
@@ -168,10 +154,7 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 
 def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) -> Assignment:
-    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops.
-
-    Other rules raise a TypeError, unless `skipped`.
-    """
+    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops."""
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and key not in skipped:
             raise TypeError(
@@ -201,10 +184,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 
 
 def ops_of(key: Any) -> tuple[str, ...]:
-    """Return the names of a rule's ops, including a Function or an operator; none for a module rule.
-
-    A torch function whose saved tensors no quantizer changes raises a TypeError.
-    """
+    """Return the names of a rule's ops, including a Function or an operator; none for a module rule."""
     functions = key if isinstance(key, tuple) else (key,)
     others = [other_code.name_of(func) for func in functions]
     if not functions or not all(x or is_torch_function(func) for x, func in zip(others, functions, strict=True)):
@@ -231,7 +211,6 @@ def _fix_of_key(key: Any) -> str:
 
 
 def rule_text(key: Any) -> str:
-    """Return a rule as a short text."""
     if isinstance(key, tuple):
         return " | ".join(map(rule_text, key))
     if other_code.name_of(key) is not None:
@@ -242,7 +221,6 @@ def rule_text(key: Any) -> str:
 
 
 def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
-    """Return a backward quantizer, with overrides, as a short text."""
     if source is None:
         return "full precision"
     source = source.quantizer if isinstance(source, BackwardSettings) else source

@@ -32,8 +32,6 @@ KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
     """Return the named backward quantizer or policy, and the settings to change.
 
-    An unknown name, or a setting that is not of the form ``name=value``, raises a ValueError.
-
     >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
     >>> leaf.__name__, settings
     ('StochBackward2bit', {'bucket_size': 256, 'rounding': 'nearest'})
@@ -72,10 +70,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a backward quantizer, or a policy with each of its quantizers, with settings changed.
-
-    An unknown setting raises a TypeError, a value out of range a ValueError.
-    """
+    """Return a backward quantizer, or a policy with each of its quantizers, with settings changed."""
     try:
         if isinstance(source, Policy):
             rules: Mapping[Any, Any] = source.rules
@@ -89,9 +84,6 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 def budget_of(words: str) -> dict[str, float] | None:
     """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
-
-    A ValueError is raised for a number that is not above 0, not finite or less than a byte; for two numbers for one
-    argument; and for another unit, or none.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
@@ -152,9 +144,6 @@ _FULL_PRECISION = Policy({"": None})
 
 def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple[Any, Mapping[str, float]]:
     """Return the backward quantizer or the policy that a text names; or None and a budget, arguments of `brevact.fit`.
-
-    Raises an OSError for a missing file, a TypeError if it is no text, a ValueError if it is none of these; errors call
-    the text by ``argument``.
 
     >>> read_policy("24x"), read_policy("StochBackward2bit")[0].__name__
     ((None, {'ratio': 24.0}), 'StochBackward2bit')

@@ -10,11 +10,7 @@ _REQUIRED = object()
 
 
 def find(path: str, fallback: Any = _REQUIRED) -> Any:
-    """Return the object at a path, ``torch._C._is_tracing``, through modules, classes and attributes.
-
-    Raises:
-        ImportError: the installed version lacks the name, and there is no ``fallback``.
-    """
+    """Return the object at a path, ``torch._C._is_tracing``, through modules, classes and attributes."""
     try:
         return pkgutil.resolve_name(path)
     except (AttributeError, ImportError):

@@ -312,7 +312,6 @@ def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:
     return flat.view(-1, place.outer // place.inner, place.row, place.run)
 
 
-@run_by_kernels
 def random_words(seed: int | Tensor, words: Tensor) -> None:
     """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2, as int64."""
     counter = torch.arange(-(-words.numel() // 4), device=words.device)
@@ -322,7 +321,6 @@ def random_words(seed: int | Tensor, words: Tensor) -> None:
     words.copy_(torch.stack(drawn, 1).view(-1)[: words.numel()])
 
 
-@run_by_kernels
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Smallest and largest finite value of each group, and which groups hold a 0: `(low, high, missing, zeros)`.
 
@@ -336,7 +334,6 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Te
     return low, high, missing, group_zeros(flat, geometry)
 
 
-@run_by_kernels
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
     """Counts, sums and sums of squares of the values on either side of each group's offset, in integers.
 
@@ -344,6 +341,7 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
     sum of r^2; the same for z > 0. Infinities and NaNs are in neither. Integer sums do not depend on their order, so
     that every device gives the same ones.
     """
+    refuse_wrapped(flat)
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
     for start, stop, _ in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
@@ -372,44 +370,39 @@ def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> 
 
 @run_by_kernels
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """Quantize a contiguous (n,) tensor to codes of levels; see `Grid` for elements that are not finite."""
+    """Quantize a contiguous (n,) tensor to codes of the grid's levels, whose offsets and scales are not read.
+
+    If the grid marks, elements that are not finite take the last of the 2^b codes.
+    """
     refuse_wrapped(flat)
     key = None if seed is None else torch.as_tensor(seed, device=flat.device)
-    stochastic = seed is not None
-    steps, inverse = grid.steps(stochastic=stochastic), grid.inverse
+    steps = grid.steps(stochastic=seed is not None)
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        z = x = flat[start:stop].float()
-        z = z if grid.offset is None else z - grid.offset[group]
-        z = z if inverse is None else z * inverse[group].abs()
-        rows = group if grid.levels.shape[0] > 1 else group.new_zeros(1)
-        t = positions(z, grid.levels[rows], steps[rows], stochastic=stochastic)
-        if inverse is not None:
-            t = torch.where(torch.signbit(inverse[group]), t.clamp(max=grid.levels.shape[1] - 2), t)
+        z, rows = flat[start:stop].float(), _level_rows(start, stop, geometry, grid)
+        t = positions(z, grid.levels[rows], steps[rows], stochastic=seed is not None)
         if grid.marks:
-            t = t.masked_fill(~x.isfinite(), float((1 << geometry.bit_width) - 1))
+            t = t.masked_fill(~z.isfinite(), float((1 << geometry.bit_width) - 1))
         bits = None if key is None else element_bits(start, stop, columns, key)
         pack_chunk(round_codes(t, bits), start, geometry.bit_width, geometry.block_size, codes)
 
 
 @run_by_kernels
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """Decode x = offset + |scale| * level, clamped to the finite range of the target's type; see `Grid` for NaN."""
+    """Decode codes to levels, clamped to the finite range of the target's type; offsets and scales are not read."""
     flat = flat_memory(target, geometry.numel)
     factor = None if other is None else flat_memory(other, geometry.numel)
     limit = min(torch.finfo(flat.dtype).max, torch.finfo(torch.float32).max)
-    last, top = grid.levels.shape[1] - 1, (1 << geometry.bit_width) - 1
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, codes.device)
         q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
-        y = grid.levels[group if grid.levels.shape[0] > 1 else 0, q.clamp(max=last)]
-        y = y if grid.scale is None else grid.scale[group].abs() * y
-        y = y if grid.offset is None else grid.offset[group] + y
-        y = y.clamp(-limit, limit)
-        if grid.scale is not None:
-            y = y.masked_fill(torch.signbit(grid.scale[group]) & (q == top), float("nan"))
-        y = y.to(flat.dtype)
+        rows = _level_rows(start, stop, geometry, grid)
+        y = grid.levels[rows, q.clamp(max=grid.levels.shape[1] - 1)].clamp(-limit, limit).to(flat.dtype)
         flat[start:stop] = y if factor is None else y * factor[start:stop]
+
+
+def _level_rows(start: int, stop: int, geometry: Geometry, grid: Grid) -> Tensor:
+    """Rows of the levels of elements; a single one for all where groups share them."""
+    group = group_index(start, stop, geometry, grid.levels.device)
+    return group if grid.levels.shape[0] > 1 else group.new_zeros(1)
 
 
 def flat_memory(x: Tensor, numel: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,8 +60,6 @@ class Quantizer(ABC):
 
         The seed is the key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one
         from torch's generator. It is unused, and not drawn, for nearest.
-
-        Raises: TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
         check_input(x)
         layout = Layout.of(x)
@@ -127,7 +126,8 @@ class GridQuantizer(Quantizer):
             metadata = self.fit(flat, geometry)
             for part, values in zip(stored, metadata, strict=True):
                 part.copy_(values.reshape(-1))
-            kernel_ops.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
+            grid = self.grid(geometry, metadata, flat.device)
+            kernel_ops.quantize_grid(_to_levels(flat, geometry, grid), geometry, grid, seed, codes)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         if not spec.layout.numel:
@@ -136,4 +136,52 @@ class GridQuantizer(Quantizer):
             codes, *metadata = spec.split(buffer)
             geometry = self.geometry(spec.layout)
             grid = self.grid(geometry, tuple(metadata), buffer.device)
-            kernel_ops.dequantize_grid(codes, geometry, grid, other, target)
+            if grid.offset is None and grid.scale is None:
+                kernel_ops.dequantize_grid(codes, geometry, grid, other, target)
+                return
+            values = torch.empty(geometry.numel, device=target.device)
+            kernel_ops.dequantize_grid(codes, geometry, grid, None, values)
+            _from_levels(values, geometry, grid)
+            limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
+            values, flat = values.clamp_(-limit, limit).to(target.dtype), kernel_ops.flat_memory(target, geometry.numel)
+            if other is None:
+                flat.copy_(values)
+            else:
+                torch.mul(values, kernel_ops.flat_memory(other, geometry.numel), out=flat)
+
+
+def _to_levels(flat: Tensor, geometry: Geometry, grid: Grid) -> Tensor:
+    """z = (x - offset) / |scale|, finite, below the last level in flagged groups; NaN for elements that are marked."""
+    if grid.offset is None and grid.scale is None:
+        return flat
+    z, most = flat.to(torch.float32, copy=True), torch.finfo(torch.float32).max
+    for part, offset, inverse in _by_group(z, geometry, grid.offset, grid.inverse):
+        if offset is not None:
+            part.sub_(offset)
+        if inverse is not None:
+            ceiling = torch.where(torch.signbit(inverse), grid.levels[0, -2], most)
+            torch.minimum(part.mul_(inverse.abs()), ceiling, out=part)
+    z.clamp_(-most, most)
+    return z.masked_fill_(~flat.isfinite(), torch.nan) if grid.marks else z
+
+
+def _from_levels(values: Tensor, geometry: Geometry, grid: Grid) -> None:
+    """x = offset + |scale| * level in place; NaN for the last level of flagged groups."""
+    for part, offset, scale in _by_group(values, geometry, grid.offset, grid.scale):
+        if scale is not None:
+            part.masked_fill_((part == grid.levels[0, -1]) & torch.signbit(scale), torch.nan).mul_(scale.abs())
+        if offset is not None:
+            part.add_(offset)
+
+
+def _by_group(x: Tensor, geometry: Geometry, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Views of (n,) elements with one group along an axis, and beside each the groups' (G,) values as (G, 1)."""
+    columns = [None if value is None else value[:, None] for value in values]
+    if not geometry.one_run:
+        yield x.view(-1, geometry.groups, geometry.inner), *columns
+        return
+    whole = x.numel() // geometry.inner
+    for groups, run in ((slice(whole), x[: whole * geometry.inner]), (slice(whole, None), x[whole * geometry.inner :])):
+        if run.numel():
+            width = min(run.numel(), geometry.inner)
+            yield run.view(-1, width), *(None if value is None else value[groups] for value in columns)

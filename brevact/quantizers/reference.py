@@ -340,6 +340,5 @@ def _cut(x: Tensor, unit: int) -> Tensor:
 
 
 def _round_down_bfloat16(x: Tensor) -> Tensor:
-    """Round float32 down to values that bfloat16 holds."""
     bits = x.view(torch.int32)
     return torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(~0xFFFF).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Kernel ops of quantizers on some buckets of a tensor: by compiled kernels that find them, or on copies of them.
+"""Quantizers on some buckets of a tensor: on copies of them.
 
 Rows are the buckets' indices, ascending; a bucket has `size` elements, the last one of the tensor may have less.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.geometry import packed_bytes
-from brevact.quantizers.backends import kernels_for
-from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
@@ -26,10 +23,6 @@ def quantize_rows(
     flat: Tensor, rows: Tensor, size: int, spec: PackedSpec[Any], seed: int | Tensor, buffer: Tensor
 ) -> None:
     """Quantize the buckets at int64 rows of a contiguous (n,) tensor, as a 1-D tensor of them, that of the spec."""
-    kernels = _row_kernels(spec, flat, rows, buffer)
-    if kernels is not None:
-        kernels.quantize_rows(flat, rows, plan_of(spec), seed if spec.quantizer.is_stochastic else None, buffer)
-        return
     elements = flat.new_empty(spec.layout.numel)
     tail = elements.numel() % size
     whole = elements.numel() // size
@@ -43,10 +36,6 @@ def dequantize_rows(
     buffer: Tensor, spec: PackedSpec[Any], rows: Tensor, size: int, other: Tensor | None, target: Tensor
 ) -> None:
     """Decode a 1-D tensor of buckets to int64 rows of a contiguous (n,) tensor, times contiguous `other`, maybe it."""
-    kernels = _row_kernels(spec, target, rows, buffer, other)
-    if kernels is not None:
-        kernels.dequantize_rows(buffer, plan_of(spec), rows, other, target)
-        return
     for first, values in _decoded_chunks(buffer, spec, size):
         whole, tail = values.numel() // size, values.numel() % size
         places = rows[first : first + whole]
@@ -57,13 +46,6 @@ def dequantize_rows(
         if tail:
             ragged = values[-tail:]
             target[-tail:] = ragged if other is None else ragged * other[-tail:]
-
-
-def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor | None) -> ModuleType | None:
-    """Launchers of kernels that find rows by themselves, if there are any: those of uniform quantizers on the CPU."""
-    if getattr(spec.quantizer, "has_uniform_codes", False) and tensors[0].is_cpu:  # type: ignore[union-attr]
-        return kernels_for(tensors)
-    return None
 
 
 def _full_rows(flat: Tensor, size: int) -> Tensor:

@@ -34,11 +34,7 @@ def to_text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> Any:
-    """Return the dataclass of a text, the inverse of `to_text`; equal texts give one shared object.
-
-    Raises:
-        TypeError: If a class that it names is not where it says.
-    """
+    """Return the dataclass of a text, the inverse of `to_text`; equal texts give one shared object."""
     return json.loads(text, object_hook=_object)
 
 

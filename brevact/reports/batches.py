@@ -22,10 +22,7 @@ _INPUTS_ALONE = "of (inputs, targets), pass the inputs alone: memory_report(mode
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch (a tensor, a tuple or list, or a mapping) as positional and keyword arguments.
-
-    Raises a TypeError if it is not a batch or does not fit ``model.forward``.
-    """
+    """Return a batch (a tensor, a tuple or list, or a mapping) as positional and keyword arguments."""
     _refuse_no_batch(batch)
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region
@@ -20,17 +22,77 @@ from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
+from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
-from brevact.reports.gradient_noise import Estimate, exact_gradients, gradient_noise, in_units, noise_of_batches
-from brevact.reports.gradient_passes import Loss, check_batches, check_draws, check_loss
+from brevact.reports.gradient_noise import (
+    Estimate,
+    Loss,
+    check_batches,
+    check_draws,
+    check_loss,
+    exact_gradients,
+    gradient_noise,
+    in_units,
+    noise_of_batches,
+)
 from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
-from brevact.reports.tails import HEAVY, note_on, tails_of_inputs
-from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table
+from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table, write_csv
+
+#: Least ratio of a heavy tail.
+HEAVY = 30.0
+
+
+def tail_of(x: Tensor) -> float:
+    """Return the largest root mean square of a channel, the last dimension, over the median one; 1 for zeros.
+
+    >>> x = torch.ones(8, 64)
+    >>> x[:, 3] = 50
+    >>> tail_of(x)
+    50.0
+    """
+    squares = x.detach().double().flatten(0, -2).square().mean(0)
+    median = squares.median()
+    return float((squares.max() / median).sqrt()) if median > 0 else 1.0
+
+
+@contextmanager
+def tails_of_inputs(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Yield a dictionary that gets the tail of each module's first input, if that is of floats, with channels last."""
+    names, found = names_of(model), dict[str, float]()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        x = args[0] if args and module in names else None
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_meta:
+            return
+        if x.is_floating_point() and x.dim() in (2, 3) and x.numel():
+            with DisableTorchFunction(), torch.no_grad():
+                found[names[module]] = max(tail_of(x), found.get(names[module], 0.0))
+
+    handle = register_module_forward_pre_hook(enter)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def note_on(noise_and_tails: Mapping[str, tuple[float, float]]) -> str:
+    """Return a sentence on the layers whose tails are heavy, with the rule that cures the noisiest; "" for none."""
+    heavy = {layer: each for layer, each in noise_and_tails.items() if each[1] >= HEAVY}
+    if not heavy:
+        return ""
+    worst = max(heavy, key=lambda layer: (not math.isnan(heavy[layer][0]), heavy[layer]))
+    names = ", ".join(layer or "(model)" for layer in heavy)
+    return (
+        f"Heavy tails: channels of the inputs of {names} are up to {max(tail for _, tail in heavy.values()):.0f} times "
+        f"the median one. Where that is noise, 6 bits cure it: "
+        f"brevact.DEFAULT.let({{{worst!r}: brevact.DitherBackward6bit}})"
+    )
+
 
 #: Bits of all other layers: their variance is 1/289 of that at 4 bits.
 FINE_BIT_WIDTH = 8
@@ -39,11 +101,7 @@ _OF_ONE_SIZE = object()
 
 
 class Isolation:
-    """Lets some layers store under the model's policy, and all others the same tensors at 8 bits.
-
-    At 8 bits and not in full precision, so that the same tensors are packed and derived as under the policy. The caller
-    restores the model (``in_place``).
-    """
+    """Lets some layers store under the model's policy, and all others the same tensors at 8 bits."""
 
     def __init__(self, model: nn.Module) -> None:
         self._regions: list[tuple[Any, nn.Module, BackwardSettings | None, BackwardSettings | None]] = []
@@ -236,12 +294,9 @@ class GradientReport:
         names = [field.name for field in dataclasses.fields(LayerNoise)]
         figures = self.noise, self.noise_error, self.bias, self.bias_error
         total = LayerNoise("total", "", (), (), self.saved_bytes, *figures)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(names)
-            for row in (*self.rows, total):
-                values = (getattr(row, name) for name in names)
-                writer.writerow([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in values])
+        lines = ([getattr(row, name) for name in names] for row in (*self.rows, total))
+        texts = ([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in line] for line in lines)
+        write_csv(path, [names, *texts])
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
         """Plot each layer's noise beside its bytes.

@@ -47,9 +47,6 @@ def in_place(model: nn.Module) -> Iterator[None]:
     are not copied: a warning names modified ones. Not restored: globals, files, iterators, objects nested in three
     others, slots, arrays and generators of NumPy and Python in attributes, sparse buffers, attributes of scripted
     modules, and writes through ``.data`` of a large parameter.
-
-    Raises:
-        ValueError: the model has lazy parameters, or wraps several processes or devices.
     """
     _check(model)
     _shard(model)

@@ -31,11 +31,11 @@ from brevact.autograd.storage_report import (
     PACKED,
     recording,
 )
-from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.autograd.storages import WeakStorage, bytes_of, parts_of, storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
-from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss, device_of, peak_of_step
@@ -148,13 +148,7 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
 
 
 class MemoryOfPass:
-    """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once.
-
-    Args:
-        model: to measure.
-        run: runs the model, and may compute a loss from its output, whose saved tensors then count, too.
-        arguments: inputs that it uses.
-    """
+    """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once."""
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
         self._model, self._run, self._arguments = model, run, arguments
@@ -207,7 +201,6 @@ class _Measured:
     is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
-        """Return a note on the tensor that a layer derives from, "" if the layer saves bytes of its own."""
         rows = [row for row in self.ops if row.layer == layer]
         if any(row.saved_bytes for row in rows):
             return ""
@@ -267,7 +260,7 @@ def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measu
 
 
 def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> _Measured:
-    weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
+    weights = {_place_of(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
     held: dict[int, tuple[Tensor | WeakStorage, str]] = {}
     found, rows = _Measured(), list[tuple[int, OpMemory]]()
     source = ""  # layer that saved the tensor from which the last one derives
@@ -293,6 +286,10 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
+        if x.layout is not torch.strided and parts_of(x)[0] is not x:
+            for part in parts_of(x):
+                pack(part)
+            return x
         place = _place_of(x)
         old = recorder.replaced.pop(place, None)
         if old is not None:
@@ -303,7 +300,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
         elif place not in weights:
             nonlocal source
             stored = recorder.stored(x)
-            layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
+            layer, size = running[-1], 0 if place in held else _storage_bytes(x)
             how, why = stored.how, stored.why
             if how == DERIVED:
                 is_packed = x.dtype is torch.uint8
@@ -357,8 +354,12 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
 
 
 def _place_of(x: Tensor) -> int:
-    """Return a key for a tensor's storage, or for the tensor if it is sparse and has none."""
+    """Return a key for a tensor's storage, or for the tensor if it has none, such as oneDNN's."""
     return storage_address(x) or -id(x)
+
+
+def _storage_bytes(x: Tensor) -> int:
+    return x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
 
 
 def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -367,8 +368,9 @@ def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
         function = as_function(getattr(node, "_forward_cls", None))
         if function is not None and not is_of_torch(function):
             for x in tensors_of(list(vars(node).values())):
-                if storage_address(x):  # sparse tensors have no storage
-                    yield function.__name__, x
+                for part in parts_of(x):
+                    if storage_address(part):
+                        yield function.__name__, part
 
 
 @contextmanager

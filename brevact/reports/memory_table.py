@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED, ON_BACKWARD, PACKED
-from brevact.tables import MIB, figure_kind, size_text, text_table
+from brevact.tables import MIB, figure_kind, size_text, text_table, write_csv
 
 
 @dataclass(frozen=True)
@@ -159,14 +158,12 @@ class MemoryReport:
         Args:
             path: file to write.
         """
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            saved = "would_save_bytes" if self.would_save else "saved_bytes"
-            peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak}
-            peaks = peaks if self.plain_peak is not None else {}
-            writer.writerow(("layer", "kind", "plain_bytes", saved, "note", *peaks))
-            for row in self.rows:
-                writer.writerow((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()))
+        saved = "would_save_bytes" if self.would_save else "saved_bytes"
+        peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak} if self.plain_peak is not None else {}
+        lines = (
+            (row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()) for row in self.rows
+        )
+        write_csv(path, [("layer", "kind", "plain_bytes", saved, "note", *peaks), *lines])
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
         """Plot plain and saved bytes as a pair of bars per layer.

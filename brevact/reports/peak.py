@@ -88,7 +88,6 @@ class SavedInFile:
         return _InFile(life, x, life.positions[place])
 
     def unpack(self, held: Any) -> Tensor:
-        """Read the tensor back."""
         if not isinstance(held, _InFile):
             return held
         shape, strides, dtype, device = held.form
@@ -115,10 +114,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @contextmanager
 def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
-    """Save autograd's tensors, except weights, to a temporary file; backward must run inside the block.
-
-    Gradients stay the same, bit for bit.
-    """
+    """Save autograd's tensors, except weights, to a temporary file; backward must run inside the block."""
     running.prepare()  # of the heap: these passes fragment it as little as packed ones then
     with tempfile.TemporaryFile(buffering=0) as file:
         saved = SavedInFile(model, file)
@@ -127,7 +123,6 @@ def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of a step; the step runs twice."""
     step()  # warm up compiled kernels and cached constants
     gc.collect()
     if device.type == "cuda":
@@ -152,10 +147,7 @@ class _Block:
 
 
 def peak_by_file(step: Callable[[], object], model: nn.Module, device: torch.device) -> int:
-    """Return the peak of a full-precision step, measured in the memory of a packed one; the step runs twice.
-
-    Saved tensors, except weights, go to a file, and count as if they were in memory.
-    """
+    """Return the peak of a full-precision step, measured in the memory of a packed one; the step runs twice."""
     with saved_in_file(model):
         step()
     gc.collect()

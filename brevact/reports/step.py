@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import statistics
 import time
@@ -20,10 +19,10 @@ from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
-from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.peak import peak_by_file, peak_of
-from brevact.tables import size_text, text_table
+from brevact.tables import size_text, text_table, write_csv
 
 __all__ = ["StepReport", "step_report"]
 
@@ -72,11 +71,9 @@ class StepReport:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per measured pair of steps."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(("plain_seconds", "packed_seconds", "plain_peak", "packed_peak"))
-            for pair in zip(self.plain_seconds, self.packed_seconds, strict=True):
-                rows.writerow((*pair, self.plain_peak, self.packed_peak))
+        pairs = zip(self.plain_seconds, self.packed_seconds, strict=True)
+        header = ("plain_seconds", "packed_seconds", "plain_peak", "packed_peak")
+        write_csv(path, [header, *((*pair, self.plain_peak, self.packed_peak) for pair in pairs)])
 
     def __str__(self) -> str:
         rows = [
@@ -163,10 +160,7 @@ class StepLoss:
 
 
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
-    """Return a function that runs a loss forward and backward, with or without the backward quantizers.
-
-    A region around the report packs nothing in the step.
-    """
+    """Return a function that runs a loss forward and backward, with or without the backward quantizers."""
 
     def run() -> None:
         outside = nullcontext() if current_region() is None else region(None)

@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from brevact.policy.attach import region_of_step
-from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.trainers.arguments import in_region
-from brevact.trainers.training_policy import TrainingPolicy
+from brevact.reports.gradient_noise import Loss, check_loss
+from brevact.trainers.training_policy import TrainingPolicy, in_region
 
 
 class HuggingFaceCallback(TrainerCallback, ExportableState):
@@ -109,7 +109,10 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         model, loss, progress = kwargs["model"], self._loss_of_run(), not args.disable_tqdm
-        self.policy.begin(model, batches, loss, steps=state.max_steps, progress=progress)
+        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        # It shares the trainer's graphs.
+        compiled: Any = torch.compile(model, **options) if args.torch_compile else None
+        self.policy.begin(model, batches, loss, steps=state.max_steps, progress=progress, compiled=compiled)
         self._enter_trainer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from brevact.policy.attach import region_of_step
-from brevact.reports.gradient_passes import Loss, check_loss
-from brevact.trainers.arguments import in_region
-from brevact.trainers.training_policy import TrainingPolicy
+from brevact.reports.gradient_noise import Loss, check_loss
+from brevact.trainers.training_policy import TrainingPolicy, in_region
 
 _NO_LOSS = (
     "loss: training_step(batch, 0) returns none (manual optimization?); pass loss=, a function of the module and a "

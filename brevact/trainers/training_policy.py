@@ -3,43 +3,212 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import os
+import re
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
 
-from brevact.arguments import check_model
+from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd import has_region
 from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
-from brevact.bit_widths.spec import PolicySpec
-from brevact.policy.attach import quantize_backward, restore_backward
-from brevact.policy.mixing import MixSchedule
-from brevact.policy.presets import Policy
+from brevact.bit_widths.spec import PolicySpec, parse_policy
+from brevact.policy.attach import quantize_backward, region_of_step, restore_backward
+from brevact.policy.mixing import MixSchedule, checked_plan
+from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import has_policy
+from brevact.policy.text import settings_of
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool
-from brevact.reports.gradient_passes import Loss
+from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.gradients import gradient_report
-from brevact.reports.in_place import kept_random_state
-from brevact.reports.memory import memory_of
+from brevact.reports.in_place import is_compiled, kept_random_state
+from brevact.reports.memory import memory_of, report_of_graphs
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB
-from brevact.trainers.arguments import (
-    check_run,
-    check_steps,
-    check_values,
-    device_of,
-    first_batches,
-    in_one_process,
-    mix_of,
-    moved,
-    refuse_to_fit,
-    spec_of,
-)
 from brevact.user_lines import warn
+
+
+def check_steps(**intervals: Any) -> None:
+    for name, steps in intervals.items():
+        if steps is not None:
+            check_count(name, steps, more=", or None")
+
+
+def check_run(batches: Any, loss: Any) -> None:
+    """Raise a TypeError unless batches are iterable and the loss is a function or None."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
+        )
+    if loss is not None:
+        check_loss(loss)
+
+
+def check_values(state: Any, own: Mapping[str, Any]) -> None:
+    """Raise a TypeError or a ValueError unless this is a training policy's own state."""
+    check_state(state, own)
+    for name in ("steps", "noise_count"):
+        check_count(f"state: {name}", state[name], 0)
+    for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
+        if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
+            raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
+    if state["rules"] is not None:
+        Policy.from_json(state["rules"])  # raises unless valid
+
+
+def spec_of(policy: Any) -> PolicySpec | None:
+    """Return a policy's spec, parsed if it is text; None for the policy that a model has."""
+    if policy is None:
+        return None
+    if isinstance(policy, PolicySpec):
+        return policy
+    if isinstance(policy, str | os.PathLike):
+        return parse_policy(policy)
+    if policy is DEFAULT:
+        return PolicySpec("default", policy)
+    if not isinstance(policy, Policy):
+        Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
+    text = brief(policy.rules if isinstance(policy, Policy) else policy)
+    return PolicySpec(re.sub(r" at 0x[0-9a-f]+", "", text), policy)  # the same in the process that resumes
+
+
+def mix_of(words: str) -> tuple[str, dict[str, Any]]:
+    """Return kind and settings of a schedule of mixing probabilities; raises a TypeError or a ValueError.
+
+    >>> mix_of("cosine:start=0.9,end=0.1")
+    ('cosine', {'start': 0.9, 'end': 0.1})
+    """
+    if not isinstance(words, str):
+        raise TypeError(
+            f"mix_schedule={brief(words)} of type {type(words).__name__}; accepted is a text: "
+            '"cosine:start=0.9,end=0.1"'
+        )
+    kind, separator, rest = words.partition(":")
+    settings = settings_of(rest.split(",")) if separator else {}
+    accepted = ("start", "end", "steps", "stairs")
+    for name in settings:
+        if name not in accepted:
+            raise ValueError(f"mix_schedule={words!r}: {name} is not known; accepted are {', '.join(accepted)}")
+    try:
+        checked_plan({"start": 0.0, "end": 0.0, "steps": 1, "stairs": 4, **settings, "kind": kind})
+    except ValueError as error:
+        raise ValueError(f"mix_schedule={words!r}: {error}") from error
+    return kind, settings
+
+
+def refuse_to_fit(model: nn.Module) -> None:
+    """Raise a ValueError for a model whose forward pass needs all processes: a single one cannot measure it."""
+    if not has_others():
+        return
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        needs = "SyncBatchNorm"
+    elif is_sharded(model):
+        needs = "a model with sharded parameters"
+    else:
+        return
+    raise ValueError(
+        f"policy: a budget is fitted in one process, where {needs} waits for the others; fit it in a run of "
+        'one process, save it with policy.save("policy.json"), and pass "policy.json"'
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a process has parts of a model's parameters: by FSDP, tensor parallelism or DeepSpeed's ZeRO-3."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")  # None if never imported
+    kinds = () if tensor is None else (tensor.DTensor,)
+    return any(isinstance(x, kinds) or hasattr(x, "_is_flat_param") or hasattr(x, "ds_id") for x in model.parameters())
+
+
+def _generators_of(loader: Any) -> Iterator[torch.Generator]:
+    holders, found = [loader], set()
+    while holders:
+        holder = holders.pop()
+        if holder is None or id(holder) in found:
+            continue
+        found.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and id(generator) not in found:
+            found.add(id(generator))
+            yield generator
+        holders += [getattr(holder, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
+
+
+def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
+    """Return at most `count` first batches of a loader (Accelerate's, too) or list; later iterations are unchanged."""
+    # Accelerate's prepared loader counts its passes for gradient accumulation: the inner one does not.
+    plain = getattr(loader, "base_dataloader", loader)
+    states = [(generator, generator.get_state()) for generator in _generators_of(loader)]
+    try:
+        with kept_random_state():
+            iterator = iter(plain)
+            found = list(itertools.islice(iterator, count))
+            del iterator  # ends its workers
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+    return found
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Move a batch's tensors to a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        found = [moved(each, device) for each in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    return value
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter, or the CPU."""
+    return next((x.device for x in model.parameters()), torch.device("cpu"))
+
+
+def has_others() -> bool:
+    """Return whether there are other processes in this run."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def in_one_process(make: Callable[[], str], device: torch.device) -> str:
+    """Return rank 0's result on all ranks, sent through `device`; its error raises a RuntimeError on the others."""
+    if not has_others():
+        return make()
+    found: list[str | None] = [None]
+    error = None
+    if distributed.get_rank() == 0:
+        try:
+            found = [make()]
+        except Exception as failure:  # raised after the broadcast, for which the others wait
+            error = failure
+    distributed.broadcast_object_list(found, src=0, device=device)
+    if error is not None:
+        raise error
+    if found[0] is None:
+        raise RuntimeError("the policy could not be fitted in the process of rank 0; its error says why")
+    return found[0]
+
+
+def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function of a model in the model's region, which hooks enter only for `forward`."""
+
+    @functools.wraps(function)
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with region_of_step(model):
+            return function(model, *args, **kwargs)
+
+    return run
+
 
 _log = logging.getLogger(__name__)
 #: Batches for fitting a policy and measuring sensitivities; noise is measured on half of them.
@@ -119,7 +288,6 @@ class TrainingPolicy:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the run: its model, batches, loss and measurements."""
         self._model: nn.Module | None = None
         self._batches: list[Any] = []
         self._loss: Loss | None = None
@@ -127,6 +295,8 @@ class TrainingPolicy:
         self._steps = 0
         self._noise: float | None = None
         self._schedule: MixSchedule | None = None
+        self._compiled: nn.Module | None = None
+        self._has_graphs = False  # whether `memory` is of compiled graphs
         #: The object that moves bits between layers in this run, or None.
         self.adaptive: Adaptive | None = None
 
@@ -139,6 +309,7 @@ class TrainingPolicy:
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
         progress: bool = True,
+        compiled: nn.Module | None = None,
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
@@ -153,6 +324,7 @@ class TrainingPolicy:
             steps: number of steps of the run, for a schedule without ``steps``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
             progress: whether fitting a budget shows a bar.
+            compiled: ``torch.compile(model)``, if the loop calls that: the saved bytes are those of its graphs.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
@@ -172,6 +344,7 @@ class TrainingPolicy:
             )
         _owners[model] = weakref.ref(self)
         self._model, self._loss, self._ended = model, loss, None
+        self._compiled = model if is_compiled(model) else compiled
         try:
             with kept_random_state():
                 self._start(model, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
@@ -210,10 +383,24 @@ class TrainingPolicy:
         if self._batches and (self._measures_memory or self._adapt_every):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            if self._adapt_every or not self._measure_graphs():
+                self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            assert self.memory is not None
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)
+            self._measure_graphs()
+
+    def _measure_graphs(self) -> bool:
+        """Measure the bytes that the run's compiled graphs save, if it has graphs."""
+        if self._compiled is not None and self._measures_memory:
+            loss, batch = self._loss, self._batches[0]
+            assert loss is not None
+            found = report_of_graphs(self._compiled, lambda model: loss(model, batch))
+            if found.rows:
+                self.memory, self._has_graphs = found, True
+                return True
+        return False
 
     def _adapt(self, model: nn.Module, every: int) -> None:
         """Adapt widths to the layers' sensitivities, at the measured bytes."""
@@ -270,7 +457,10 @@ class TrainingPolicy:
         with kept_random_state():
             self._steps += 1
             if self.adaptive is not None:
+                before = self.adaptive.bit_widths
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
+                if self.adaptive.bit_widths != before:
+                    self._measure_graphs()
             if self._schedule is not None:
                 self._schedule.step()
             if self._noise_every is not None and self._steps % self._noise_every == 0:
@@ -293,7 +483,8 @@ class TrainingPolicy:
             found["brevact/noise"] = self.fitted.report.noise
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
-            found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
+            if not self._has_graphs:
+                found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
             found["brevact/bit_width"] = sum(widths) / len(widths)
         if self._noise is not None:
             found["brevact/noise"] = self._noise
@@ -364,8 +555,9 @@ class TrainingPolicy:
             raise
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Load the parts that both this run and the state have."""
         self._steps, self._noise = state["steps"], state["noise"]
         for name, part in (("adaptive", self.adaptive), ("mix_schedule", self._schedule)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+        if self.adaptive is not None:
+            self._measure_graphs()

@@ -5,7 +5,7 @@ Functions have the names and the parameters of `quantizers.kernel_ops` and `inte
 for nothing.
 """
 
-from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid, ranges
+from brevact.triton_kernels.grids import dequantize_grid, quantize_grid
 from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake_quantize_backward
 from brevact.triton_kernels.launch import takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask

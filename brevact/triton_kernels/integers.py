@@ -197,7 +197,6 @@ def fake_quantize_backward_tile(
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile."""
     dtype: tl.constexpr = g_ptr.dtype.element_ty
     AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
     LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)

@@ -18,9 +18,7 @@ WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
 LARGEST_TILE = 16384
 """Elements of the largest group that one program holds in registers."""
-_LEAST_TILES = 8  # of a part of a group, so that results of parts stay small beside the tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_PROGRAMS = 1024  # that keep a large GPU busy
 
 
 class Part(NamedTuple):
@@ -184,11 +182,7 @@ def rows_in_groups(geometry: Geometry) -> bool:
 
 
 def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, **values: Any) -> Program:
-    """The program of a kernel that loops over `tile`: tiles of whole blocks if blocks are a power of two, else blocks.
-
-    A thread's part of a plane is one widest access; a tile has at least `least` elements, a power of two. `values` are
-    those of `Program`, and replace the geometry's.
-    """
+    """The program of a kernel that loops over `tile`: of whole blocks if blocks are a power of two, else blocks."""
     block = geometry.block_size
     blocks, columns, a_thread = -(-geometry.numel // block), next_power_of_2(block // 8), WIDEST_ACCESS // itemsize
     if 8 * columns != block:
@@ -208,24 +202,3 @@ def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, 
         "ALIGNED": rows_in_groups(geometry),
     }
     return Program(kernel, (programs,), threads, **known | values)
-
-
-@functools.lru_cache(maxsize=4096)
-def over_groups(kernel: Any, geometry: Geometry, tile: int, least: int = 1) -> Program:
-    """The program of a kernel that reduces groups: some groups each, or a part of some, the parts joined later.
-
-    Tiles are whole runs of several groups, or pieces of one run, a power of two of elements; a part has `least`
-    elements of a group or more. `grid` is the programs that all groups need, and the parts.
-    """
-    inner, groups = geometry.inner, geometry.groups
-    repeats = 1 if geometry.one_run else geometry.numel // (inner * groups)
-    inner_tile = min(next_power_of_2(inner), tile)
-    groups_tile = min(next_power_of_2(max(groups, 1)), tile // inner_tile)
-    repeats_tile = min(next_power_of_2(max(repeats, 1)), tile // (inner_tile * groups_tile))
-    shape = {"REPEATS_TILE": repeats_tile, "GROUPS_TILE": groups_tile, "INNER_TILE": inner_tile}
-    tiles = -(-repeats // repeats_tile) * -(-inner // inner_tile)
-    group_tiles = -(-groups // groups_tile)
-    most = min(tiles // _LEAST_TILES, inner * repeats // least)
-    parts = max(min(_PROGRAMS // max(group_tiles, 1), most), 1)
-    sizes = {"numel": geometry.numel, "inner": inner, "groups": groups, "repeats": repeats}
-    return Program(kernel, (group_tiles, parts), **sizes, **shape)

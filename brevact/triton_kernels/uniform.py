@@ -1,4 +1,4 @@
-"""The uniform quantizer: one pass over x where a program holds whole groups, else two; and decoding.
+"""The uniform quantizer: one pass over x, as programs hold whole groups; and decoding.
 
 R blocks, W columns, Q or G groups.
 """
@@ -30,20 +30,17 @@ from brevact.triton_kernels.floats import (
     widen,
 )
 from brevact.triton_kernels.groups import (
-    RANGES_TILE,
     calibrate,
     finite_keys,
     group_of,
     has_missing,
     is_finite,
     is_flagged,
-    join_ranges_kernel,
-    ranges_kernel,
     shifted_minimum,
     store_metadata,
     zero_part,
 )
-from brevact.triton_kernels.launch import Program, one_pass, over_blocks, over_groups, parts_of, rows_in_groups, seed_on
+from brevact.triton_kernels.launch import Program, one_pass, over_blocks, parts_of, seed_on
 from brevact.triton_kernels.normalize import (
     denormalize_elements,
     fits,
@@ -62,7 +59,6 @@ from brevact.triton_kernels.tiles import (
     load_planes,
     single_block,
     store_codes,
-    tile,
     unpack_code,
     whole_blocks,
 )
@@ -507,34 +503,6 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["minimum_ptr", "seed_ptr"])
-def quantize_calibrated_kernel(
-    x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Quantize with the minima and inverse scales of `ranges`; BLOCK is a power of two."""
-    for RAGGED in tl.static_range(2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, BLOCK // 8, RAGGED)
-        if limit > 0:
-            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
-            codes = ()
-            for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
-                offset = row * BLOCK + i * stride
-                if RAGGED or not ALIGNED:
-                    group = group_of(first, offset + column, inner, groups, INNER=0)
-                else:
-                    group = group_of(first, offset, inner, groups, INNER=0)
-                base = widen(tl.load(minimum_ptr + group, mask=valid))
-                inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
-                t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
-                codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
-            out_ptr = codes_ptr + first // 8 * BIT_WIDTH
-            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-
-
-_JOIN_TILE = 64
 FEW_REGISTERS, NORMALIZING_REGISTERS, MOST_REGISTERS = 128, 168, 255
 """Registers of a thread that leave room for four programs on a processor of a GPU, for three, or two, and spill none.
 
@@ -545,15 +513,9 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     key = None if seed is None else seed_on(x.device, seed)
     program = _quantizing(plan, x.itemsize, key is not None, None)
-    if program is not None:
-        program.run(x, buffer, buffer, buffer, key, None, None)
-        return
-    find, join, quantize = _in_two_passes(plan, x.itemsize, key is not None)
-    keys = x.new_empty(find.grid[1] * 4 * plan.geometry.groups, dtype=torch.int32)
-    inverse = x.new_empty(plan.geometry.groups, dtype=torch.float32)
-    find.run(x, keys)
-    join.run(keys, buffer, buffer, inverse)
-    quantize.run(x, buffer, buffer, inverse, key)
+    if program is None:
+        return NotImplemented
+    program.run(x, buffer, buffer, buffer, key, None, None)
 
 
 def quantize_normalized(
@@ -594,28 +556,10 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
     return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
 
 
-@functools.lru_cache(maxsize=4096)
-def _in_two_passes(plan: UniformPlan, itemsize: int, stochastic: bool) -> tuple[Program, Program, Program]:
-    """The programs that find ranges, join them to scales, minima and inverse scales, and quantize with these."""
-    geometry, groups = plan.geometry, plan.geometry.groups
-    find = over_groups(ranges_kernel, geometry, RANGES_TILE)
-    groups_tile = min(next_power_of_2(max(groups, 1)), _JOIN_TILE)
-    values: dict[str, Any] = {
-        "parts": find.grid[1],
-        "groups": groups,
-        "BIT_WIDTH": geometry.bit_width,
-        "PARTS_TILE": min(next_power_of_2(find.grid[1]), _JOIN_TILE),
-        "GROUPS_TILE": groups_tile,
-    }
-    join = Program(join_ranges_kernel, (-(-groups // groups_tile),), **parts_of(plan), **values)
-    itemsize = itemsize if rows_in_groups(geometry) else max(itemsize, 4)  # more elements' groups than 32 would spill
-    values = {"STOCHASTIC": stochastic, **parts_of(plan)}
-    return find, join, over_blocks(quantize_calibrated_kernel, geometry, itemsize, **values)
-
-
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     program = _decoding(plan, target.dtype, None)
-    assert program is not None, "places alone may be out of reach"
+    if program is None:
+        return NotImplemented
     program.run(buffer, buffer, buffer, other, target, None, None)
 
 
@@ -642,7 +586,7 @@ def denormalize(
 def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Program | None:
     """Its tensors: buffer (codes, scales, minima), factor or addend, target, means, factors. None if out of reach."""
     geometry = plan.geometry
-    if not fits(place, geometry.numel):
+    if not one_pass(geometry) or not fits(place, geometry.numel):
         return None
     values: dict[str, Any] = {
         "largest": torch.finfo(dtype if place is None else torch.float32).max,

@@ -22,6 +22,8 @@ from recipes.torchvision_ops import declare_missing_ops
 _INSTALL = {
     "segmentation_models_pytorch": "pip install --no-deps segmentation-models-pytorch timm torchvision",
     "torchvision": "pip install --no-deps torchvision",
+    **dict.fromkeys(("bitsandbytes", "datasets", "trl"), "pip install '.[trainers]'"),
+    **dict.fromkeys(("liger_kernel", "triton"), "pip install liger-kernel"),
 }
 
 #: A context that a training step's forward pass and loss run in.

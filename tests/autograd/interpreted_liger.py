@@ -7,42 +7,17 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional as F
-from triton.runtime import interpreter
 
 import brevact
 from brevact import RECOMPUTE, DitherBackward4bit, LosslessBackward, Policy, StochBackward4bit, StochBackward8bit
+from recipes.liger import liger as interpreted
 from tests.quantizers.subjects import uniform_step
 from tests.trainers.running import VOCABULARY, transformers
 
-liger = importlib.import_module("liger_kernel.transformers")  # which imports transformers
-
-_convert = interpreter._implicit_cvt
-
-
-def _converted(arg: Any) -> Any:
-    """Triton's interpreter leaves Python's floats as they are, which kernels cast."""
-    if isinstance(arg, float):
-        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
-    return _convert(arg)
-
-
-interpreter._implicit_cvt = _converted
-
-
-@triton.jit
-def rsqrt(x):  # type: ignore[no-untyped-def]
-    return 1.0 / tl.sqrt(x)
-
-
-for module in [module for name, module in sys.modules.items() if name.startswith("liger_kernel.ops")]:
-    if hasattr(module, "rsqrt"):  # a function of CUDA's library
-        module.rsqrt = rsqrt
+liger = importlib.import_module("liger_kernel.transformers")
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32},
@@ -143,5 +118,6 @@ def check_model() -> None:
 
 
 if __name__ == "__main__":
+    interpreted()
     for check in sys.argv[1:]:
         globals()[check]()

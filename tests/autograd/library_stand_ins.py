@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.kernel_models import UNSLOTH, linear
+
 EPS = 1e-5
 
 
@@ -146,3 +148,29 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad * ctx.saved_tensors[0], None
+
+
+def layers(x: Tensor, count: int) -> list[Tensor]:
+    """Weights of linear layers and their adapters of rank 4, which depend on x: their gradients do on saved tensors."""
+    found = []
+    for seed in range(count):
+        found += [weight(x, 128, 128, seed=seed), weight(x, 4, 128, seed=seed) + x[:4], weight(x, 128, 4, seed=seed)]
+    return found
+
+
+def of_layers(name: str, count: int, plain: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
+    def call(function: Any, x: Tensor) -> Tensor:
+        found = function.apply(x, *layers(x, count))
+        return found if isinstance(found, Tensor) else torch.cat(found, 1)
+
+    path = f"unsloth.kernels.fast_lora.{name}"
+    stands_for(path, call, lambda x: plain(x, layers(x, count)))(UNSLOTH[path])
+
+
+of_layers("LoRA_W", 1, lambda x, weights: linear(x, *weights))
+of_layers("LoRA_QKV", 3, lambda x, weights: torch.cat([linear(x, *weights[at : at + 3]) for at in (0, 3, 6)], 1))
+of_layers(
+    "LoRA_MLP",
+    3,
+    lambda x, weights: linear(F.silu(linear(x, *weights[:3])) * linear(x, *weights[3:6]), *weights[6:]),
+)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import BackwardSettings, SaveMode, region
+from brevact.autograd import BackwardSettings, region
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from tests.autograd import ops
@@ -91,17 +90,6 @@ def kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
         run()
     saved.tensors = [x for x in saved.tensors if x.untyped_storage().data_ptr() not in weights]
     return saved.nbytes
-
-
-def assert_graph_is_kept_and_refuses_a_second_derivative(
-    function: Callable[[Tensor], Tensor], x: Tensor, mode: SaveMode
-) -> None:
-    with region(settings(save_mode=mode)):
-        out = function(x * 1).sum()
-    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(out, x, create_graph=True)
 
 
 def run_function(function, x, chosen, parameters=(), seed: int = 0):

@@ -223,6 +223,7 @@ PACKED = [
     Op("softmax", lambda: nn.Softmax(-1)),
     Op("softmin", lambda: nn.Softmin(1), LINE),
     Op("log_softmax", lambda: nn.LogSoftmax(1)),
+    Op("logsumexp", lambda: lambda x: torch.logsumexp(x, 1)),
     Op("cross_entropy", lambda: Loss(nn.CrossEntropyLoss(), (20, 150)), (20, 150)),
     Op("cross_entropy map", lambda: Loss(nn.CrossEntropyLoss(ignore_index=2, reduction="sum"), MAP)),
     Op(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import known_values
-from brevact.autograd.held_outputs import MOST_HELD, Cache, decoded, decoded_beside_codes
+from brevact.autograd.held_outputs import MOST_HELD, Cache, decoded
 
 
 class _Decoder:
@@ -28,13 +28,6 @@ class _Decoder:
 
 def _kept() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(8, dtype=torch.uint8), torch.full((1,), 2.0)
-
-
-def test_decoded_asks_once_for_the_same_tensors() -> None:
-    decoder, kept = _Decoder(), _kept()
-    first = decoded(decoder, kept, decoder.decode)
-    assert decoded(decoder, kept, decoder.decode) is first
-    assert decoded(decoder, (kept[0].detach(), kept[1]), decoder.decode) is first and decoder.count == 1
 
 
 @pytest.mark.parametrize("change", ["codes", "factor", "decoder", "result", "other codes", "other factor"])
@@ -70,16 +63,6 @@ def test_norms_of_one_tensor_read_their_own_rows_of_a_parameter(norm) -> None:  
     first, second = torch.autograd.grad(outs, [layer.weight for layer in layers], [grad, grad])
     # The inputs of both layers derive from one normalized tensor.
     assert torch.allclose(second, first * -3, rtol=1e-4, atol=1e-4)
-
-
-def test_decoded_holds_nothing_once_the_codes_are_freed() -> None:
-    decoder, kept = _Decoder(), _kept()
-    alive = weakref.ref(decoded(decoder, kept, decoder.decode).untyped_storage())
-    gc.collect()
-    assert alive() is not None
-    del kept
-    gc.collect()
-    assert alive() is None
 
 
 def test_norms_with_equal_numbers_and_sizes_decode_as_themselves() -> None:
@@ -130,18 +113,6 @@ def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, funct
     assert ((norm.grad - exact.grad).abs() <= bound + 1e-6).all()
 
 
-def test_a_decoded_tensor_ends_with_the_next_one() -> None:
-    """Without a run of the garbage collector: the codes of the first one live on."""
-    gc.disable()
-    try:
-        decoder, first, second = _Decoder(), _kept(), _kept()
-        reference = weakref.ref(decoded(decoder, first, decoder.decode))
-        decoded(decoder, second, decoder.decode)
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
 def test_a_tensor_that_another_is_decoded_from_ends_with_it() -> None:
     gc.disable()
     try:
@@ -156,25 +127,6 @@ def test_a_tensor_that_another_is_decoded_from_ends_with_it() -> None:
         assert references[0]() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("change", ["nothing", "result", "decoder", "codes"])
-def test_what_codes_stand_for_is_held_as_long_as_these(change: str) -> None:
-    decoder, kept, others = _Decoder(), _kept(), _kept()
-    first = decoded_beside_codes(decoder, kept, decoder.decode)
-    decoded_beside_codes(decoder, others, decoder.decode)  # holds its own
-    asked = _Decoder() if change == "decoder" else decoder
-    if change == "result":
-        first.zero_()
-    elif change == "codes":
-        kept = kept[0].clone(), kept[1]
-    second = decoded_beside_codes(asked, kept, asked.decode)
-    assert (second is first) == (change == "nothing")
-    assert torch.equal(second, kept[0].float() * kept[1])
-    references = [weakref.ref(each) for each in (first, second)]
-    del first, second, kept
-    gc.collect()
-    assert not any(each() is not None for each in references)
 
 
 @pytest.mark.parametrize("owner", [lambda codes: codes.untyped_storage(), lambda codes: _Decoder()])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import brevact
 from brevact import StochBackward8bit
-from brevact.autograd import region
-from tests.autograd.leaves import convolutions, every_leaf, every_noisy_leaf, packs, wide
+from tests.autograd.leaves import convolutions, every_leaf
 
 
 @every_leaf
@@ -72,48 +70,3 @@ def test_both_save_modes_give_the_same_gradients(leaf):
         model = brevact.quantize_backward(convolutions(), leaf, min_numel=0, save_mode=mode)
         grads.append(gradients(model, loss_of(model, x)))
     assert all(map(torch.equal, *grads))
-
-
-@every_noisy_leaf
-def test_graphs_of_each_kind_run_twice(leaf):
-    model = brevact.quantize_backward(wide(), leaf)
-    loss = model(torch.randn(64, 256)).square().mean()
-    loss.backward(retain_graph=True)
-    once = [p.grad.clone() for p in model.parameters()]
-    loss.backward()
-    for parameter, grad in zip(model.parameters(), once, strict=True):
-        assert torch.equal(parameter.grad, 2 * grad)
-
-
-@every_noisy_leaf
-def test_forwards_before_a_backward_keep_what_each_kind_stored(leaf):
-    model = brevact.quantize_backward(wide(), leaf)
-    batches, grads = [torch.randn(64, 256) * size for size in (1, 100)], []
-    for split in (True, False):
-        torch.manual_seed(0)
-        model.zero_grad()
-        losses = []
-        for batch in batches:  # ranges of the second are not those of the first
-            losses.append(model(batch).square().mean())
-            if split:
-                losses[-1].backward()
-        if not split:
-            sum(losses).backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@every_noisy_leaf
-def test_edits_in_place_do_not_reach_what_each_kind_stored(leaf):
-    grads = []
-    for edit in (False, True):
-        torch.manual_seed(0)
-        x = torch.randn(64, 64, requires_grad=True)
-        with region(packs(leaf)):
-            hidden = x * 1
-            out = F.silu(hidden)
-            if edit:
-                hidden.add_(1)
-        grads.append(torch.autograd.grad(out.sum(), x)[0])
-    assert torch.equal(*grads)

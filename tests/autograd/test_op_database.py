@@ -1,7 +1,7 @@
 """Each op of torch's own database in a region keeps results bit-equal, gradients near and torch's own errors.
 
 Gradients are bit-equal where nothing is rounded, within 10 % at 8 bits, finite at 2 bits, and exact at 2 bits where
-docs/stored.md says so. The exhaustive tier has all samples, variants and kinds of inputs.
+docs/how.md says so. The exhaustive tier has all samples, variants and kinds of inputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.autograd.op_database import (
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-#: Counterparts whose gradient docs/stored.md promises to be exact: they store masks, indices or nothing.
+#: Counterparts whose gradient docs/how.md promises to be exact: they store masks, indices or nothing.
 EXACT_COUNTERPARTS = {
     func for row in FAMILIES if row.handler and row.stored.gradient == EXACT for func in row.functions
 }
@@ -114,7 +114,7 @@ class Watch(TorchFunctionMode):
 
 
 def stores_exactly(func: Callable, args: tuple, packs_all: bool) -> bool:
-    """Whether a torch function is in a row of docs/stored.md that promises an exact gradient."""
+    """Whether a torch function is in a row of docs/how.md that promises an exact gradient."""
     if row_of(func).handler is not None:
         return func in EXACT_COUNTERPARTS
     if func in MUST_NOT_ROUND:  # a division by an activation, which is large if each tensor is

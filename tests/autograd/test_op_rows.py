@@ -1,4 +1,4 @@
-"""The rows of ops: docs/stored.md lists them, each counterpart states its saved tensors, and no two rows disagree."""
+"""The rows of ops: docs/how.md lists them, each counterpart states its saved tensors, and no two rows disagree."""
 
 from __future__ import annotations
 

@@ -119,6 +119,19 @@ def test_softmax_over_more_classes_is_unbiased(function, classes, rounding, bit_
     _assert_unbiased(function, bit_width, rounding, classes, torch.randn(classes, 2))
 
 
+def test_gumbel_softmax_is_the_softmax_of_classes_that_it_ends_with():
+    x, g, found = torch.randn(512, 10).requires_grad_(), torch.randn(512, 10), []
+    for function in (
+        lambda x: F.gumbel_softmax(x, 0.5, hard=True),
+        lambda x: torch.softmax((x - torch.empty_like(x).exponential_().log()) / 0.5, -1),
+    ):
+        torch.manual_seed(0)
+        with region(settings(bit_width=4)):
+            out = function(x * 1)
+        found += torch.autograd.grad(out, x, g)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("classes", [4, 10])
 def test_softmax_is_unbiased_before_a_loss_that_reads_it(classes):
     # The loss is quadratic in p: its gradient has the noise of its own copy, independent of that of the softmax.
@@ -171,6 +184,24 @@ def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():
     p = chosen.quantizer.quantize(x.log_softmax(1).exp()).dequantize()
     weights = torch.arange(1.0, x.numel() + 1).sin().view(x.shape)
     torch.testing.assert_close(grad, weights - p * weights.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("dim", "keepdim"), [(1, False), (-2, True), ((0, 2), False), ((2, 1), True)])
+def test_logsumexp_gradient_is_the_formula_on_the_decoded_probabilities(dim, keepdim):
+    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
+    x = torch.randn(8, 16, 4)
+    x[0, :2], x[:, 3, 1] = -torch.inf, -1e9
+    out, grad = run_loss(lambda x: torch.logsumexp(x, dim, keepdim), x, chosen)
+    of_rows = x.logsumexp(dim, True)
+    p = chosen.quantizer.quantize((x - of_rows).exp()).dequantize()
+    torch.testing.assert_close(grad, p * torch.arange(1.0, out.numel() + 1).sin().view_as(of_rows))
+
+
+def test_logsumexp_of_infinities_and_numbers_is_torchs():
+    x = torch.zeros(4, 8)
+    x[1], x[2, 3] = -torch.inf, torch.inf
+    assert_loss_as_torch(lambda x: torch.logsumexp(x, 1)[[0, 1, 3]], x)
+    assert_loss_as_torch(lambda x: x.logsumexp(0), torch.randn(()))
 
 
 def test_softmax_shares_its_copy_with_the_next_op():

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from brevact.autograd import region
 from brevact.quantizers import Rounding
-from tests.autograd.exactness import assert_same_error
 from tests.autograd.measuring import EXACT_VALUES, settings, watch_saved
 
 
@@ -30,7 +29,7 @@ def check(product, *shapes: tuple[int, ...], dtype=torch.float32, autocast=False
     out, grads = run(product, leaves, EXACT_VALUES, autocast=autocast)
     assert torch.equal(out, expected_out) and out.stride() == expected_out.stride() and out.dtype == expected_out.dtype
     if counts:
-        assert "_Product" in out.grad_fn.name()
+        assert "Formula" in out.grad_fn.name()
     # sums of at most some hundred products in another order, in the type that torch multiplies in
     eps = 64 * torch.finfo(expected_out.dtype).eps
     for grad, reference in zip(grads, expected, strict=True):
@@ -238,26 +237,6 @@ def test_nan_in_a_factor_reaches_the_gradients():
 @pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((2, 0, 4), (4, 5)), ((0,), (0,))])
 def test_empty_factors(shapes):
     check(torch.matmul, *shapes, counts=False)  # torch's own run
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x @ torch.randn(3, 5, requires_grad=True),
-        lambda x: torch.mm(x, torch.randn(4, 2, 3)),
-        lambda x: torch.mm(x, other=torch.randn(4, 5)),
-        lambda x: torch.matmul(x, mat2=torch.randn(4, 5)),
-        lambda x: torch.matmul(x, torch.randn(4, 5).double()),
-        lambda x: torch.addmm(x, x, x),
-        lambda x: torch.addmm(x, x, x, gamma=2),
-        lambda x: torch.einsum("ij,jk->ikk", x, x),
-        lambda x: torch.einsum("ij,jk->im", x, torch.randn(4, 4)),
-        lambda x: torch.einsum("ij", x, x),
-    ],
-)
-def test_wrong_arguments_get_torchs_own_error(call):
-    x = torch.randn(3, 4, requires_grad=True)
-    assert_same_error(call, x)
 
 
 @pytest.mark.parametrize("bit_width", [8, 32])

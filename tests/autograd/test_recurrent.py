@@ -103,7 +103,7 @@ def test_recurrent_layers_store_codes(make):
 
 @pytest.mark.parametrize("name", ["gru", "rnn", "lstm", "lstm without onednn", "rnn relu"])
 def test_long_sequences_pack_what_torch_lets_see(name):
-    """As docs/stored.md says: an LSTM on a CPU hands autograd a workspace, and an RNN with ReLU is exact."""
+    """As docs/how.md says: an LSTM on a CPU hands autograd a workspace, and an RNN with ReLU is exact."""
     makes = {"gru": nn.GRU, "rnn": nn.RNN, "rnn relu": lambda *sizes: nn.RNN(*sizes, nonlinearity="relu")}
     layer = makes.get(name, nn.LSTM)(64, 64)
     model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), layer), brevact.StochBackward2bit)

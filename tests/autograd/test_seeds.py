@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -20,8 +19,7 @@ import brevact.nn as bnn
 from brevact import StochBackward2bit, StochBackward2bit4bitMix, StochBackward8bit
 from brevact.autograd import region
 from brevact.autograd.hooks import regions_disabled
-from brevact.autograd.seeds import SeedStream
-from brevact.trainers.arguments import kept_random_state
+from brevact.trainers.training_policy import kept_random_state
 from tests.autograd.leaves import every_noisy_leaf, packs, wide
 from tests.autograd.measuring import watch_saved
 
@@ -362,15 +360,3 @@ def test_no_kind_shares_noise_between_tensors_or_steps(leaf):
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     noise = [t for i, t in enumerate(codes) if all(not torch.equal(t, other) for other in codes[:i])]
     assert len(codes) == len(noise) == 12
-
-
-def test_a_graph_draws_the_seeds_of_many_tensors_at_once(monkeypatch):
-    for name in ("is_initialized", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    device = torch.device("cuda:0")
-    with FakeTensorMode():
-        one, other = SeedStream(), SeedStream()
-        seeds = [one.next(device), *(other.next(device) for _ in range(300))]
-    blocks = {id(seed._base): seed._base.numel() for seed in seeds}
-    assert [*blocks.values()] == [256] * 3
-    assert len({(id(seed._base), seed.storage_offset()) for seed in seeds}) == len(seeds)

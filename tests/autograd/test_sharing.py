@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import sys
-import weakref
 
 import pytest
 import torch
@@ -21,33 +20,6 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import WeakStorage, find_shared, packs_of, share_packed
 from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
-
-
-def test_slot_finds_what_fill_kept():
-    x, kept = torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
-    share_packed(x, ("settings",), kept, "decoder")
-    assert find_shared(x, ("other settings",)) is None
-    found, decoder = find_shared(x.detach(), ("settings",))
-    assert decoder == "decoder" and torch.equal(found[0], kept[0])
-    x.add_(1)
-    assert find_shared(x, ("settings",)) is None
-
-
-def test_slot_forgets_a_tensor_that_nobody_keeps():
-    x = torch.randn(4)
-    share_packed(x, ("settings",), (torch.ones(3),), "decoder")
-    assert find_shared(x, ("settings",)) is None
-
-
-def test_slot_of_a_freed_tensor_is_gone():
-    kept = (torch.ones(3),)
-    for _ in range(10):
-        x = torch.randn(4)
-        assert find_shared(x, ("settings",)) is None
-        share_packed(x, ("settings",), kept, "decoder")
-        part = weakref.ref(packs_of(x))
-        del x
-        assert part() is None
 
 
 def test_slot_outlives_the_python_objects_of_its_tensor():
@@ -84,15 +56,6 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
             alive.append(kept)
     assert len(packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
     assert find_shared(buffer, ("settings",)) is not None
-
-
-def test_weak_storage_expires_with_the_last_alias():
-    x = torch.randn(4)
-    weak, alias = WeakStorage(x.untyped_storage()), x.detach()
-    del x
-    assert not weak.expired() and torch.equal(torch.empty(0).set_(weak()), alias)
-    del alias
-    assert weak.expired() and weak() is None
 
 
 def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():

@@ -31,7 +31,6 @@ from tests.autograd.measuring import settings
         lambda x: x.view(-1, 2).std(1),
         lambda x: F.normalize(x.view(-1, 2)),
         lambda x: F.cosine_similarity(x[:, ::2], x[:, 1::2]),
-        lambda x: torch.logsumexp(x, -1),
     ],
 )
 def test_singular_gradients_are_exact(op):
@@ -47,7 +46,7 @@ def test_singular_gradients_are_exact(op):
 
 
 @every_noisy_leaf
-@pytest.mark.parametrize("op", [lambda x: 1.0 / x, lambda x: x**0.5, lambda x: torch.logsumexp(x, -1)])
+@pytest.mark.parametrize("op", [lambda x: 1.0 / x, lambda x: x**0.5])
 def test_singular_gradients_of_each_kind_are_exact(leaf, op):
     x = (torch.rand(64, 64) * 10 + 0.01).requires_grad_()
     weights, grads = torch.randn(64, 64), []

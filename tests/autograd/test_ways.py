@@ -216,15 +216,6 @@ def test_spellings_of_a_call_change_no_gradient(name, quantizer):
     assert all(are_same(a, b) for a, b in zip(spelled, plain, strict=True))
 
 
-@pytest.mark.parametrize("call", [lambda x: F.silu(x=x), lambda x: torch.mul(x, x2=x, other=x), lambda x: x.div()])
-def test_names_that_torch_does_not_take_raise_its_error(call):
-    with pytest.raises(TypeError) as expected:
-        call(torch.ones(4))
-    with region(BackwardSettings(brevact.quantizer(StochBackward2bit))), pytest.raises(TypeError) as found:
-        call(torch.ones(4))
-    assert str(found.value) == str(expected.value)
-
-
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_keywords_change_no_gradient_of_a_batch_norm(quantizer):
     norm = nn.BatchNorm2d(16)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from brevact.command_line.doctor import TORCHVISION
+from brevact.command_line import doctor
 from brevact.command_line.main import main
 
 SHAPE = ["--shape", "64,64"]
@@ -135,7 +135,7 @@ def test_report_says_what_to_do_where_torchvision_does_not_import(module, tmp_pa
     assert main(["report", f"{module}:resnet18", *SHAPE]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "RuntimeError: operator nms does not exist (" in lines[0]
-    assert lines[0].endswith(f"line 1); torchvision does not work here: {TORCHVISION}")
+    assert lines[0].endswith(f"line 1); torchvision does not work here: {doctor.TORCHVISION}")
 
 
 @pytest.mark.parametrize("code", ["1 / 0", "def net(): return 1 / 0"])
@@ -147,3 +147,9 @@ def test_report_names_the_line_where_a_model_fails(code, tmp_path, monkeypatch, 
     text = capsys.readouterr().err
     assert "MODEL a_module_that_fails:net cannot be made: ZeroDivisionError: division by zero" in text
     assert "a_module_that_fails.py, line 2)" in text and len(text.splitlines()) == 1
+
+
+def test_doctor_says_that_triton_needs_a_c_compiler(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert any(each.state == doctor.WRONG and "install gcc" in each.fix for each in doctor._compiler())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -454,3 +455,18 @@ def test_inductor(name):
     assert_near([found], [out])
     assert_near(near, grads)
     assert packed <= full
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_a_region_around_a_compiled_module_does_not_warn_of_global_hooks(has_policy: bool):
+    model = transformer()
+    step = compiled(brevact.quantize_backward(model, FINE_LEAF) if has_policy else model)
+    with warnings.catch_warnings(record=True) as caught, brevact.backward_quant(model if has_policy else FINE_LEAF):
+        warnings.simplefilter("always")
+        step(X)
+        assert not [each for each in caught if "global hooks" in str(each.message)]
+        handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+        with contextlib.closing(contextlib.ExitStack()) as stack:
+            stack.callback(handle.remove)
+            step(X)
+    assert [each for each in caught if "global hooks" in str(each.message)]

@@ -241,7 +241,7 @@ def test_a_process_that_ends_lets_what_follows_a_collective_end():
     code = """
 import time, torch
 from torch import distributed
-from brevact.distributed.message import after
+from brevact.distributed.packing import after
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 work = distributed.all_reduce(torch.ones(2), async_op=True)
 future = after(work, lambda: time.sleep(0.3) or torch.ones(1), is_cpu=True)

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit
+from brevact.trainers import TrainingPolicy
 from tests.integration.models import codes, quantized
 from tests.ranks import WORLD, join
 
+FOUR_BITS = "StochBackward4bit:min_numel=0"
 BATCH = torch.randn(WORLD * 24, 64, generator=torch.Generator().manual_seed(3))
 
 
@@ -48,12 +50,12 @@ def in_parallel(before: bool, **options: object) -> nn.Module:
     return quantized(DistributedDataParallel(net(), **options))
 
 
-def sharded(before: bool, lowers: bool = False) -> nn.Module:
+def sharded(before: bool, lowers: bool = False, quantizes: bool = True) -> nn.Module:
     model = quantized(net()) if before else net()
     policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if lowers else ()))
     for module in (model[3], model[0], model):
         fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)), mp_policy=policy)
-    return model if before else quantized(model)
+    return model if before or not quantizes else quantized(model)
 
 
 def accumulated(part: Tensor) -> list[Tensor]:
@@ -84,6 +86,24 @@ def trained(make: Callable[[], nn.Module], part: Tensor) -> list[Tensor]:
         loss_of(model(part)).backward()
         optimizer.step()
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+def followed(part: Tensor, policy: str) -> list[Tensor] | str:
+    """Weights of a sharded model whose run a training policy follows, or its error."""
+    model, run = sharded(False, quantizes=False), TrainingPolicy(policy, noise_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        run.begin(model, [part, part + 1], lambda model, batch: loss_of(model(batch)))
+    except ValueError as error:
+        return str(error)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model(part)).backward()
+        optimizer.step()
+        run.step()
+    assert run.figures()["brevact/plain_mib"] > run.figures()["brevact/saved_mib"] > 0 < run.figures()["brevact/noise"]
+    run.end()
+    return [p.full_tensor() for p in model.parameters()]
 
 
 def measured(model: nn.Module, part: Tensor) -> nn.Module:
@@ -133,6 +153,11 @@ def measure(rank: int) -> dict[str, object]:
         "checkpoint": recomputed(part),
         "weights, ddp": trained(lambda: in_parallel(True), part),
         "weights, fsdp": trained(lambda: sharded(True), part),
+        "weights, fsdp, of four bits": trained(
+            lambda: brevact.quantize_backward(sharded(False, quantizes=False), FOUR_BITS), part
+        ),
+        "weights, fsdp, followed": followed(part, FOUR_BITS),
+        "fsdp, fitted": followed(part, "2x"),
         "weights, fsdp, measured": trained(lambda: measured(sharded(True), part), part),
     }
 

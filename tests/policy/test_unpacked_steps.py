@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import LosslessBackward, SaveMode, StochBackward2bit, StochBackward4bit
-from brevact.policy import inherit
+from brevact.policy import attach
 
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch):
-    monkeypatch.setattr(inherit._Watch, "warned", False)
-    monkeypatch.setattr(inherit, "has_compiled", lambda: False)  # of other tests of this process
+    monkeypatch.setattr(attach._Watch, "warned", False)
+    monkeypatch.setattr(attach, "has_compiled", lambda: False)  # of other tests of this process
 
 
 def net() -> nn.Sequential:

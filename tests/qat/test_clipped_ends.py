@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
 from brevact.autograd import known_values
-from brevact.autograd.decoders import SavedByHook
+from brevact.autograd.saved import SavedByHook
 
 SHAPE = (4, 32, 16, 24)
 NUMEL = 4 * 32 * 16 * 24

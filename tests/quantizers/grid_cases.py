@@ -19,40 +19,16 @@ def buckets(numel: int, bit_width: int, bucket_size: int, block_size: int = 512)
     return Geometry(numel, bit_width, block_size, bucket_size, -(-numel // bucket_size), True)
 
 
-def channels(repeats: int, groups: int, inner: int, bit_width: int, block_size: int = 512) -> Geometry:
-    """Groups of several runs; `inner` = 1 for channels_last."""
-    return Geometry(repeats * groups * inner, bit_width, block_size, inner, groups, repeats == 1)
-
-
-def random_grid(
-    groups: int,
-    size: int,
-    *,
-    has_bounds: bool = False,
-    has_offset: bool = True,
-    has_scale: bool = True,
-    marks: bool = False,
-) -> Grid:
-    """Random ascending levels, some equal or closer than normal numbers; a constant group and a broken one.
-
-    With marks some groups are flagged, one of them constant, and the levels end in NaN.
-    """
+def random_grid(size: int, *, has_bounds: bool = False, marks: bool = False) -> Grid:
+    """Random ascending levels, some equal or closer than normal numbers; with marks, they end in NaN."""
     levels = torch.randn(1, size) * 2
     levels[:, 4:6] = levels[:, 3:4]
     levels[:, 1:3] = torch.tensor([0.0, 1e-39])[: size - 1]
     levels = levels.sort(1).values
     bounds = torch.randn(len(levels), size - 1).sort(1).values * 2 if has_bounds else None
-    offset = torch.randn(groups) if has_offset else None
-    scale = torch.rand(groups) + 0.1 if has_scale else None
-    if scale is not None and groups > 2:
-        scale[1] = 0.0
-    if offset is not None and groups > 3:
-        offset[3] = float("nan")
     if marks:
         levels[:, -1] = float("nan")
-        if scale is not None:
-            scale[1::2] *= -1
-    return Grid(levels, bounds, offset, scale, marks)
+    return Grid(levels, bounds, marks=marks)
 
 
 def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,18 +57,10 @@ class GridCase:
 @st.composite
 def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> GridCase:
     bit_width, block_size = draw(st.integers(1, 10)), draw(st.sampled_from([512, 512, 64, 1024]))
-    if draw(st.booleans()):
-        numel = draw(st.integers(1, most))
-        bucket_size = draw(st.one_of(st.sampled_from([64, 256, 4096, numel]), st.integers(1, 700)))
-        geometry = buckets(numel, bit_width, bucket_size, block_size)
-    else:
-        groups, inner = draw(st.integers(1, 40)), draw(st.one_of(st.just(1), st.integers(1, 90)))
-        repeats = draw(st.integers(1, max(most // (groups * inner), 1)))
-        geometry = channels(repeats, groups, inner, bit_width, block_size)
+    geometry = buckets(draw(st.integers(1, most)), bit_width, 512, block_size)
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    flags = ("has_bounds", "has_offset", "has_scale", "marks")
     size = draw(st.one_of(st.just(1 << bit_width), st.integers(2, 1 << bit_width)))
-    grid = random_grid(geometry.groups, size, **{flag: draw(st.booleans()) for flag in flags})
+    grid = random_grid(size, has_bounds=draw(st.booleans()), marks=draw(st.booleans()))
     x = values_around(grid, geometry.numel, draw(st.sampled_from(dtypes)))
     seed = draw(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)))
     return GridCase(x, geometry, grid, seed, draw(st.booleans()))

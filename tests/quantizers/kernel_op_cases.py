@@ -53,23 +53,17 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         if name == "unpack_mask":
             return [(packed, Unwritten(_N, torch.bool))]
         return [(packed, _N, y, slope, Unwritten(_N, y.dtype)) for y in (x, x.half()) for slope in (0.0, -0.3)]
-    if name == "random_words":
-        return [(SEED, Unwritten(_N, torch.int64))]
     if name.startswith(("fake_quantize", "decode_integers")):
         return _of_integers(name)
-    if name.endswith("_grid") or name in ("ranges", "moments"):
+    if name.endswith("_grid"):
         return _of_groups(name, other)
     return _of_uniform(name, x, other)
 
 
 def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
     geometry = buckets(_N, 3, 100)
-    grid = random_grid(geometry.groups, 8)
+    grid = random_grid(8)
     x = values_around(grid, _N, torch.float32)
-    if name == "ranges":
-        return [(x, geometry)]
-    if name == "moments":
-        return [(x, geometry, torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4)]
     if name == "quantize_grid":
         return [(x, geometry, grid, seed, Unwritten(geometry.code_bytes)) for seed in (None, SEED, torch.tensor(SEED))]
     codes = torch.empty(geometry.code_bytes, dtype=torch.uint8)
@@ -203,8 +197,6 @@ def _of_segments(
     return calls
 
 
-#: Triton's kernels draw the words where they use them.
-_WITHOUT_LAUNCHERS = frozenset(("random_words",))
 #: Passes whose definitions are ops of torch on the device: sums, and numbers of another type, are its own there.
 _ON_DEVICE = frozenset(("fake_quantize", "fake_quantize_backward", "decode_integers"))
 
@@ -213,10 +205,7 @@ def check_kernel_op(
     name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None
 ) -> None:
     """A launcher has the parameters of its reference, writes and returns the same, and leaves the same alone."""
-    reference, launch = REFERENCES[name], getattr(launchers, name, None)
-    if launch is None:
-        assert name in _WITHOUT_LAUNCHERS, f"{launchers.__name__} has no launcher for it"
-        return
+    reference, launch = REFERENCES[name], getattr(launchers, name)
     assert list(inspect.signature(launch).parameters) == list(inspect.signature(reference).parameters)
     calls = arguments_of(name)
     for arguments in calls[:: max(-(-len(calls) // (most or len(calls))), 1)]:
@@ -245,7 +234,6 @@ def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]
             shape = argument.shape or (argument.numel,)
             argument = memory.to(device).view(argument.dtype).view(shape)
         elif isinstance(argument, Grid):
-            parts = (argument.levels, argument.bounds, argument.offset, argument.scale)
-            argument = Grid(*(None if part is None else part.to(device) for part in parts), argument.marks)
+            argument = Grid(argument.levels.to(device), marks=argument.marks)
         placed.append(argument.to(device, copy=True) if isinstance(argument, Tensor) else argument)
     return placed

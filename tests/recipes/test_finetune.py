@@ -1,11 +1,18 @@
 """`python -m recipes.finetune`: language models of Hugging Face, in `transformers.Trainer` with brevact's callback."""
 
 import importlib.util
+import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import brevact
+from recipes import finetune
 from recipes.domains.variants import prepare
 from recipes.files import read_rows
 from recipes.finetune import DOMAIN, FineTuneSettings, FineTuning, main
@@ -77,18 +84,120 @@ def test_main_lets_gpt2_write_no_more_than_its_positions(tmp_path):
 def test_policies_pack_in_trainer(method, monkeypatch):
     """The loss is in the region, too: `Trainer` computes it there."""
     from brevact.policy.attach import region_of_step
-    from brevact.trainers import arguments
+    from brevact.trainers import training_policy
 
     entered = []
-    monkeypatch.setattr(arguments, "region_of_step", lambda model: entered.append(1) or region_of_step(model))
+    monkeypatch.setattr(training_policy, "region_of_step", lambda model: entered.append(1) or region_of_step(model))
     task = FineTuning(replace(FineTuneSettings(**SMALL), method=method), 0, CPU)
     task.train_epoch(1, prepare(task, POLICY), lambda: None)
     assert len(entered) == task.steps_per_epoch
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """Makes tasks with models of two layers."""
+    monkeypatch.setitem(finetune.SIZES, "tiny", (128, 2, 2))
+
+    def make(**options):
+        torch.manual_seed(0)
+        return FineTuning(replace(FineTuneSettings(**SMALL, lr=1e-2), **options), 0, CPU)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packed": True},
+        {"trainer": "sft"},
+        {"trainer": "sft", "packed": True},
+        {"trainer": "dpo"},
+        {"trainer": "dpo", "method": "lora"},
+        {"method": "lora", "weights_4bit": True},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_options_train_with_packed_tensors(made, options):
+    """The loss is bit for bit that of plain training, and falls in steps on the same batches."""
+    for name in {"bitsandbytes"} & {*options} | {"trl"} & {options.get("trainer")}:
+        pytest.importorskip(name)
+    task = made(context=32, **options)
+    batch = next(task.batches(1))
+    plain = task.loss(batch)
+    region = prepare(task, POLICY)
+    report = brevact.memory_report(task.model, batch, lambda model, batch: task.loss(batch))
+    with region():
+        assert task.loss(batch) == plain
+    for _ in range(2):
+        task.train_epoch(1, region, lambda: None)
+    task.model.load_state_dict(task.model.state_dict())  # as a run that goes on does
+    print(f"{options}: {report.ratio:.2f} times less")
+    assert report.ratio > 4 and task.loss(batch) < plain
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_packed_texts_attend_to_themselves_alone(made, architecture):
+    task = made(packed=True, context=48, architecture=architecture)
+    batch = next(task.batches(1))
+    ids, positions = batch["input_ids"][0], batch["position_ids"][0]
+    ends = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+    assert len(ends) > 3 and (batch["labels"][0][ends[:-1]] == -100).all()
+    logits = task.model.eval()(**batch, use_cache=False).logits[0]
+    for first, end in itertools.pairwise(ends):
+        alone = task.model(input_ids=ids[None, first:end]).logits[0]
+        torch.testing.assert_close(logits[first:end], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_every_nth_block_is_checkpointed_beside_packed_tensors(made):
+    """Fewer checkpoints keep more; gradients are those of plain training, and with packed tensors the loss is."""
+    kept, gradients = {}, {}
+    for every, variant in ((0, "plain"), (1, "checkpoint"), (2, "checkpoint"), (2, f"checkpoint+{POLICY}")):
+        task = made(packed=True, checkpoint_every=max(1, every))
+        batch, region = next(task.batches(1)), prepare(task, variant)
+        report = brevact.memory_report(task.model, batch, lambda model, batch, task=task: task.loss(batch))
+        kept[every, variant] = report.plain_bytes, report.saved_bytes
+        with region():
+            loss = task.loss(batch)
+        loss.backward()
+        gradients[every, variant] = loss.detach(), *(x.grad for x in task.model.parameters())
+    (plain, _), (all_, _), (half, _), (beside, packed) = kept.values()
+    print(f"plain {plain}, each block {all_}, every second {half}, with packed tensors {packed}")
+    assert all_ < half == beside < plain and packed < half
+    *exact, rounded = gradients.values()
+    assert all(map(torch.equal, exact[0], exact[1])) and all(map(torch.equal, exact[0], exact[2]))
+    assert torch.equal(rounded[0], exact[0][0]) and not all(map(torch.equal, rounded, exact[0]))
+
+
+@pytest.mark.exhaustive
+def test_main_trains_with_interpreted_kernels_of_liger(tmp_path):
+    pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
+    few = {"context": 8, "sequences": 2, "test-sequences": 1, "epochs": 1, "batch-size": 2, "out-dir": tmp_path}
+    words = [word for name, value in few.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.finetune", "--liger", *words, "--variants", POLICY, "--seeds", "0"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, packed = read_rows(tmp_path / "runs.csv")
+    assert plain["loss"] == packed["loss"] and float(plain["kept_mib"]) > 2 * float(packed["kept_mib"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--weights-4bit"], "--weights-4bit is not possible with --method full; use --method lora"),
+        (["--trainer", "dpo", "--packed"], "--packed is not possible with --trainer dpo"),
+        (["--trainer", "dpo", "--batch-size", "1"], "--batch-size 1 is not possible with --trainer dpo"),
+        (["--checkpoint-every", "0"], "--checkpoint-every 0 is not possible: use at least 1"),
+        pytest.param(
+            ["--liger"],
+            "Liger's kernels need a GPU; to interpret them on a CPU, slowly, set TRITON_INTERPRET=1",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
         (["--context", "1"], "--context 1 is not possible: use at least 2"),
         (["--vocabulary", "9"], "--vocabulary 9 is not possible: use at least 257"),
         (["--context", "9999999"], "--context 9999999 is not possible: a part of the text has"),

@@ -16,7 +16,7 @@ def test_main_trains_pairs_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     written = path.read_text()
     assert study.main([*options, "--policies", "None", "StochBackward2bit"]) == 0
     assert path.read_text() == written and len(written.splitlines()) == 3
-    assert "`StochBackward2bit`  1 pairs" in capsys.readouterr().out
+    assert "StochBackward2bit  1 pairs" in capsys.readouterr().out
 
 
 def test_comparisons_pair_runs_of_a_seed():

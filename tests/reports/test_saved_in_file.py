@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import brevact
 from brevact.autograd import regions_disabled
 from brevact.reports import peak
-from brevact.reports.gradient_noise import plain_gradients
-from brevact.reports.gradient_passes import gradients
+from brevact.reports.gradient_noise import gradients, plain_gradients
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import _measure, _measured_plain
 from brevact.reports.peak import peak_of

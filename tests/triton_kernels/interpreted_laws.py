@@ -11,12 +11,9 @@ from brevact import triton_kernels
 from brevact.geometry import Geometry, Place
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.reference import column_bits
-from brevact.triton_kernels.grids import moments_kernel
-from brevact.triton_kernels.groups import RANGES_TILE, group_of, ranges_kernel
-from brevact.triton_kernels.launch import over_groups
+from brevact.triton_kernels.groups import group_of
 from brevact.triton_kernels.normalize import load_statistics_of_plane, values_of
 from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
-from tests.quantizers.grid_cases import buckets
 from tests.quantizers.kernel_laws import *  # noqa: F403
 from tests.quantizers.kernel_laws import Backend, check_kernel_op
 
@@ -33,12 +30,6 @@ def backend() -> Backend:
 @pytest.mark.parametrize("name", ["map_levels", "look_up"])
 def test_kernel_op_equals_its_reference_in_every_call(name: str):
     check_kernel_op(name, triton_kernels)
-
-
-def test_statistics_of_a_large_group_are_found_in_parts():
-    geometry = buckets(40_003, 3, 40_003)
-    assert over_groups(ranges_kernel, geometry, RANGES_TILE).grid[1] > 1
-    assert over_groups(moments_kernel, geometry, 512, 64).grid[1] > 1
 
 
 @triton.jit

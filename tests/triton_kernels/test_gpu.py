@@ -8,7 +8,6 @@ import torch
 from brevact import triton_kernels
 from brevact.quantizers import (
     DualPrecisionQuantizer,
-    Granularity,
     Layout,
     NormalizedFormat,
     NormalizedQuantizer,
@@ -20,7 +19,7 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
-from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
+from tests.quantizers.grid_cases import GridCase, buckets, random_grid, values_around
 from tests.quantizers.kernel_laws import *  # noqa: F403
 from tests.quantizers.kernel_laws import DTYPES, SEED, Backend
 from tests.quantizers.same_values import assert_same_values
@@ -34,8 +33,8 @@ def backend() -> Backend:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bucket_size", [8, 512, 16384, 100, 5000, None])
-def test_quantize_bytes_of_large_tensors(backend: Backend, bucket_size: int | None, dtype: torch.dtype):
+@pytest.mark.parametrize("bucket_size", [8, 512, 16384, 100])
+def test_quantize_bytes_of_large_tensors(backend: Backend, bucket_size: int, dtype: torch.dtype):
     torch.manual_seed(0)
     for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC):
         quantizer = UniformQuantizer(bit_width=3, rounding=rounding, bucket_size=bucket_size)
@@ -43,29 +42,10 @@ def test_quantize_bytes_of_large_tensors(backend: Backend, bucket_size: int | No
             backend.check_quantizer(quantizer, torch.randn(length).to("cuda", dtype))
 
 
-@pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.SAMPLE, Granularity.TENSOR])
-@pytest.mark.parametrize("shape", [(8, 64, 56, 56), (8, 48, 7, 7), (500, 3, 1, 1)], ids=str)
-def test_quantize_bytes_of_large_groups(backend: Backend, granularity: Granularity, shape: tuple[int, ...]):
-    torch.manual_seed(0)
-    x = torch.randn(shape, device="cuda")
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        quantizer = UniformQuantizer(bit_width=4, granularity=granularity)
-        backend.check_quantizer(quantizer, x.bfloat16().contiguous(memory_format=memory_format))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        *(buckets(100_003, 4, size) for size in (1, 100, 512, 16384, 100_003)),
-        *(channels(8, 64, inner, 4) for inner in (1, 49, 56 * 56)),
-        channels(5000, 48, 1, 4),
-    ],
-    ids=str,
-)
-def test_quantize_grid_bytes_of_large_tensors(backend: Backend, geometry, dtype: torch.dtype):
+def test_quantize_grid_bytes_of_large_tensors(backend: Backend, dtype: torch.dtype):
     torch.manual_seed(0)
-    grid = random_grid(geometry.groups, 16, has_bounds=True)
+    geometry, grid = buckets(100_003, 4, 512), random_grid(16, has_bounds=True)
     for seed in (None, SEED):
         x = values_around(grid, geometry.numel, dtype)
         backend.check_grid(GridCase(x, geometry, grid, seed, multiply=seed is None))

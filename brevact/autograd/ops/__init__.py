@@ -22,7 +22,7 @@ from brevact.autograd.ops import (
 )
 from brevact.autograd.ops.op import Op
 
-#: All rows, in the order of docs/stored.md.
+#: All rows, in the order of docs/how.md.
 OPS: tuple[Op, ...] = (
     *(*convolution.OPS, *norms.OPS, *smooth.OPS, *piecewise_linear.OPS, *dropout.OPS, *selections.OPS, *pooling.OPS),
     *(*products.OPS, *attention.OPS, *probabilities.OPS, *losses.OPS, *vector_norms.OPS),

@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.call_arguments import is_plain
-from brevact.autograd.decoders import AS_IT_IS, distinct_elements, with_strides
+from brevact.autograd.call_arguments import Parameters, is_plain
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Saving, load, outside_regions, requires_grad, run_inside, save, with_bits
+from brevact.autograd.ops.base import Formula, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saved import Keeper, PassesOn, Saved, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Keeper, PassesOn, Saved, distinct_elements, one_object_each, with_strides
 from brevact.autograd.storages import find_shared, share_packed
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -46,20 +45,13 @@ class _Options(NamedTuple):
     enable_gqa: bool
 
 
-class _Attention(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        attend: Callable[..., Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: _Options,
-        backend: int | None,
-    ) -> Tensor:
-        ctx.needs = needs = ctx.needs_input_grad[2:6]
+def _apply(
+    region: Keeper, attend: Callable[..., Tensor], options: _Options, backend: int | None, *tensors: Tensor | None
+) -> Tensor:
+    dtypes = tuple(None if x is None else x.dtype for x in tensors)
+
+    def run(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        needs = ctx.needs_input_grad[3:7]
         state = None
         if backend is not None:
             state = torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
@@ -73,30 +65,30 @@ class _Attention(Saving):
         if region.recompute and options.dropout_p == 0.0 and not needs[3]:
             token = _remember(region, (of_query, of_key, of_value), out, key.shape[-2], mask, options, needs[:3])
         of_mask = _keep_mask(finer, mask) if mask is not None and needs[3] else None
-        given = mask if of_mask is None else None
-        save(ctx, token, of_query, of_key, of_value, of_mask, exact=(given, state))
-        ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
+        save(ctx, token, of_query, of_key, of_value, of_mask, exact=(mask if of_mask is None else None, state))
+        ctx.gradients = functools.partial(gradients, out.dtype, value.shape)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        token, *kept, mask, state = load(ctx)
+    def gradients(
+        dtype: torch.dtype, of_value: torch.Size, needs: tuple[bool, ...], grad: Tensor, token: Any, *saved: Any
+    ) -> tuple[Tensor | None, ...]:
         graph = None if token is None else take_graph(token.decode())
         if graph is not None:
             with outside_regions(grad.device):
-                return None, None, *_differentiated(ctx, *graph, grad), None, None
-        *kept, made = kept
-        query, key, value = (None if item is None else item.decode_as(ctx.dtype) for item in kept)
+                return _differentiated(needs, dtypes, *graph, grad)
+        *kept, made, mask, state = saved
+        query, key, value = (None if item is None else item.decode_as(dtype) for item in kept)
         mask = mask if made is None else made.decode()
-        value = grad.new_zeros(ctx.value_shape) if value is None else value
+        value = grad.new_zeros(of_value) if value is None else value
         leaves = [
-            x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
-            for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
+            x if x is None or x.dtype is torch.bool else x.detach().to(dtype).requires_grad_(need)
+            for x, need in zip((query, key, value, mask), needs, strict=True)
         ]
         with outside_regions(grad.device), _replaying(state, grad.device):
-            out = _recompute_attention(leaves, ctx.options, ctx.backend)
-            return None, None, *_differentiated(ctx, out, tuple(leaves), grad), None, None
+            out = _recompute_attention(leaves, options, backend)
+            return _differentiated(needs, dtypes, out, tuple(leaves), grad)
+
+    return region.apply(Formula, run, None, *tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +131,11 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
 
 
 def _differentiated(
-    ctx: Any, out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
+    needs: tuple[bool, ...], dtypes: tuple[Any, ...], out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if x is not None and need]
+    wanted = [x for x, need in zip(leaves, needs, strict=True) if x is not None and need]
     found = iter(torch.autograd.grad(out, wanted, grad))
-    return tuple(next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
+    return tuple(next(found).to(dtype) if need else None for need, dtype in zip(needs, dtypes, strict=True))
 
 
 @dataclass(eq=False, slots=True)
@@ -224,19 +216,14 @@ def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _scaled_dot_product_attention(
-    region: Keeper,
-    func: Callable,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    tensors = (query, key, value)
+_PARAMETERS = Parameters("query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False")
+
+
+def _scaled_dot_product_attention(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _PARAMETERS.read(args, kwargs)
+    if given is None:
+        return NotImplemented
+    *tensors, attn_mask, dropout_p, is_causal, scale, enable_gqa = given.values()
     if not all(region.is_activation(x) for x in tensors) or not requires_grad(*tensors, attn_mask):
         return NotImplemented
     if attn_mask is not None and not region.is_activation(attn_mask):
@@ -250,14 +237,13 @@ def _scaled_dot_product_attention(
     backend = None
     if dropout_p > 0:
         backend = choose_attention(*tensors, attn_mask, **options._asdict())
-        if not _can_replay(query):
+        if not _can_replay(tensors[0]):
             return NotImplemented
     attend = functools.partial(func, **options._asdict())
-    return region.apply(_Attention, attend, *tensors, attn_mask, options, backend)
+    return _apply(region, attend, options, backend, *tensors, attn_mask)
 
 
 def _can_replay(x: Tensor) -> bool:
-    """Return whether dropout can be replayed; a CUDA graph cannot set the generator."""
     return x.device.type in ("cpu", "meta") or (
         x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
     )
@@ -273,5 +259,5 @@ STORED = Stored(
 _multi_head = run_inside(F.multi_head_attention_forward)
 OPS = (
     Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),
-    Op((F.multi_head_attention_forward,), _multi_head, STORED, _multi_head, is_bit_exact=False, is_layer=True),
+    Op((F.multi_head_attention_forward,), _multi_head, STORED, twice=True, is_bit_exact=False, is_layer=True),
 )

@@ -17,7 +17,7 @@ from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved, Strides, lay_out
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names import of_torch
@@ -71,7 +71,6 @@ class SavedValue(NamedTuple):
         return self.decoder.decode_as(self.tensors, dtype)
 
     def multiply(self, grad: Tensor) -> Tensor:
-        """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
         return self.decoder.multiply(self.tensors, grad)
 
     def with_statistics(self) -> WithStatistics:
@@ -186,8 +185,19 @@ class Formula(Saving):
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
 
 
+def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
+    """Return the gradient g * mask * factor, laid out as torch's; ``is_exact``: 0 g is NaN where g is not finite."""
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: SavedValue) -> tuple[Tensor, ...]:
+        product = grad * kept.decode() if is_exact or stride is None else kept.multiply(grad)
+        if stride is not None:
+            product = lay_out(product, grad, stride, saved_first=saved_first)
+        return (product if factor == 1.0 else product.mul_(factor),)
+
+    return gradients
+
+
 def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
-    """Return a copy of a region with other settings, for one op."""
     other = copy.copy(region)
     other.settings = settings
     return other
@@ -242,7 +252,6 @@ def _out_of_place_name(func: Callable) -> str | None:
 
 @functools.cache
 def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the out-of-place variant of an in-place torch function; other functions unchanged."""
     name = _out_of_place_name(function)
     if name is None:
         return function
@@ -250,12 +259,10 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def may_overwrite(function: Callable[..., Tensor]) -> bool:
-    """Return whether a torch function overwrites its first argument, always or by an option."""
     return out_of_place(function) is not function or _inplace_position(function) is not None
 
 
 def as_number(x: Any) -> Any:
-    """Return the number in a tensor that replaces a number; other values unchanged."""
     return x.item() if isinstance(x, Tensor) else x
 
 
@@ -342,21 +349,10 @@ def gradients_of(
     return [next(found) if needed else None for needed in needs]
 
 
-class _OfWeight(Saving):
-    is_brevact = False  # its result is computed from weights
+class OfWeight(Formula):
+    """A Formula whose result is computed from weights."""
 
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Tensor], gradients: Callable | None, *tensors: Tensor) -> Tensor:
-        save(ctx, exact=tensors)
-        ctx.gradients = gradients or functools.partial(gradients_of, compute)
-        out = compute(*tensors)
-        if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
-            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.gradients(load(ctx), ctx.needs_input_grad[2:], grad)
+    is_brevact = False
 
 
 def compute_from_weight(
@@ -366,8 +362,19 @@ def compute_from_weight(
 
     ``gradients``: the gradients from the tensors, which of them need one, and the result's; None differentiates.
     """
+
+    def run(ctx: Any, *tensors: Tensor) -> Tensor:
+        save(ctx, exact=tensors)
+        out = compute(*tensors)
+        if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
+            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    def through(needs: tuple[bool, ...], grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:
+        return (gradients or functools.partial(gradients_of, compute))([*tensors], needs, grad)
+
     with DisableTorchFunction():
-        return region.apply_to_weight(_OfWeight, compute, gradients, *tensors)
+        return region.apply_to_weight(OfWeight, run, through, *tensors)
 
 
 def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, save
+from brevact.autograd.ops.base import Formula, SavedValue, as_tuples, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
@@ -49,60 +49,63 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-class _Convolution(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        geometry: _Geometry,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
+def _apply(
+    region: Keeper,
+    convolve: Callable[..., Tensor],
+    geometry: _Geometry,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    shape, stride, bias_sizes = input.shape, input.stride(), None if bias is None else list(bias.shape)
+
+    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[3:5]
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
-        ctx.geometry = geometry
-        ctx.is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
-        ctx.input_like = (input.shape, input.stride(), w.dtype)
-        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
+        ctx.gradients = functools.partial(gradients, w.dtype, is_after_recomputed)
         return convolve(x, w, b)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight = load(ctx)
-        shape, stride, dtype = ctx.input_like
-        mask = list(ctx.needs_input_grad[3:6])
+    def gradients(
+        dtype: torch.dtype, is_after_recomputed: bool, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any
+    ) -> tuple[Any, ...]:
         if weight is None:  # only the bias trains
-            return (None,) * 5 + (sum_of_channels(grad),)
-        if ctx.is_after_recomputed and mask[0] and grad.is_cpu:
-            return None, None, None, *_sample_by_sample(ctx, grad.to(dtype), kept, weight.decode_as(dtype), mask)
+            return None, None, sum_of_channels(grad)
+        grad, w, mask = grad.to(dtype), weight.decode_as(dtype), list(needs)
+        if is_after_recomputed and mask[0] and grad.is_cpu:
+            return _sample_by_sample(shape, bias_sizes, geometry, grad, kept, w, mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode_as(dtype)
-        grads = _convolution_backward(grad.to(dtype), x, weight.decode_as(dtype), ctx.bias_sizes, *ctx.geometry, mask)
-        return None, None, None, *grads
+        return _convolution_backward(grad, x, w, bias_sizes, *geometry, mask)
+
+    return region.apply(Formula, run, None, input, weight, bias)
 
 
 def _sample_by_sample(
-    ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
+    shape: torch.Size,
+    bias_sizes: list[int] | None,
+    geometry: _Geometry,
+    grad: Tensor,
+    kept: SavedValue,
+    weight: Tensor,
+    mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of weight and bias first: only they need the decoded input.
 
     Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
     """
-    shape, _, dtype = ctx.input_like
-    step = samples_of_call(shape)
+    dtype, step = grad.dtype, samples_of_call(shape)
     if weight.numel() > step * math.prod(shape[1:]):
         step = shape[0]  # sums of weights would take long
     samples = [slice(start, start + step) for start in range(0, shape[0], step)]
     totals: list[Tensor | None] = [None, None]
     x = kept.decode_as(dtype)
     for part in samples:
-        sums = _convolution_backward(grad[part], x[part], weight, ctx.bias_sizes, *ctx.geometry, [False, *mask[1:]])[1:]
+        sums = _convolution_backward(grad[part], x[part], weight, bias_sizes, *geometry, [False, *mask[1:]])[1:]
         for place, sum_of_part in enumerate(sums):
             total = totals[place]
             if total is None:  # sums of many pieces would stagnate in 16 bits
@@ -115,7 +118,7 @@ def _sample_by_sample(
     grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
     for part in samples:
         out = grad_input[part]  # only the sizes and strides of the input matter here
-        out.copy_(_convolution_backward(grad[part], out, weight, None, *ctx.geometry, [True, False, False])[0])
+        out.copy_(_convolution_backward(grad[part], out, weight, None, *geometry, [True, False, False])[0])
     return grad_input, *totals
 
 
@@ -154,7 +157,7 @@ def _convolve(
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
     else:
-        out = region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+        out = _apply(region, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
     if region.recompute:
         weights_of_sample = weight.numel() * (input if geometry[3] else out)[0, 0].numel()
         cost = weights_of_sample / out[0].numel()
@@ -210,43 +213,43 @@ def _transposed(
 
 
 STORED = Stored(
-    "convolution, transposed convolution", "the input, packed; the weight as it is", "input exact, weight unbiased"
+    "convolution, transposed convolution", "the input, packed; the weight unpacked", "input exact, weight unbiased"
 )
 
 
-class _Linear(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    is_flattened = input.dim() <= 2 or input.is_contiguous()
+    is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
+    has_rows = weight.stride() == (weight.shape[1], 1)
+
+    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
-        needs_input, needs_weight = ctx.needs_input_grad[2:4]
+        needs_input, needs_weight = ctx.needs_input_grad[3:5]
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input else None)
-        ctx.dtype = w.dtype
-        ctx.is_flattened = input.dim() <= 2 or input.is_contiguous()
-        ctx.is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
-        ctx.has_rows = weight.stride() == (weight.shape[1], 1)
+        ctx.gradients = functools.partial(gradients, w.dtype)
         return linear(x, w, b)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight = load(ctx)
-        grad = grad.to(ctx.dtype)
+    def gradients(
+        dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any
+    ) -> tuple[Tensor | None, ...]:
+        grad = grad.to(dtype)
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
         if kept is not None:  # first: the input's gradient then reuses the memory of the input
-            x = kept.decode_as(ctx.dtype)
+            x = kept.decode_as(dtype)
             x = x.reshape(-1, x.shape[-1])
-            grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()
+            grad_weight = rows.t() @ x if has_rows else (x.t() @ rows).t()
             del x
         if weight is not None:
-            w = weight.decode_as(ctx.dtype)
-            product = (w.t() @ rows.t()).t() if ctx.is_transposed else rows @ w
+            w = weight.decode_as(dtype)
+            product = (w.t() @ rows.t()).t() if is_transposed else rows @ w
             grad_input = product.view(*grad.shape[:-1], w.shape[1])
-        if ctx.needs_input_grad[4]:
-            grad_bias = rows.sum(0) if ctx.is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
-        return None, None, grad_input, grad_weight, grad_bias
+        if needs[2]:
+            grad_bias = rows.sum(0) if is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
+        return grad_input, grad_weight, grad_bias
+
+    return region.apply(Formula, run, None, input, weight, bias)
 
 
 def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -258,7 +261,7 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, flattens=True)
     else:
-        out = region.apply(_Linear, func, input, weight, bias)
+        out = _apply_linear(region, func, input, weight, bias)
     if region.recompute:
         remember_output(region, func, input, weight, bias, out, cost=weight.shape[1])
     return out

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.decoders import lay_out
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import Formula, save, times_mask
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
 from brevact.autograd.saved import Keeper, Saved
@@ -31,7 +30,6 @@ _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as in torch
 
 @functools.lru_cache(maxsize=256)
 def _noise_of_kept(p: float, dtype: torch.dtype, alpha: bool = False) -> float:
-    """Return torch's factor of kept elements, rounded to the noise's dtype, which is the input's."""
     with no_dispatch_modes():  # a selective checkpoint counts ops
         one = torch.ones((), dtype=dtype)
         return float(one.mul_(_alpha_factor(p)) if alpha else one.div_(1 - p))
@@ -49,11 +47,10 @@ class _Noise(NamedTuple):
 _OF_ELEMENTS = _Noise()
 
 
-class _Dropout(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+def _apply(region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+    def run(ctx: Any, input: Tensor) -> Tensor:
         source, shift = region.find_kept(input), None
-        ctx.factor = _alpha_factor(p) if kind.alpha else 1.0 / (1.0 - p)
+        factor = _alpha_factor(p) if kind.alpha else 1.0 / (1.0 - p)
         if kind == _OF_ELEMENTS and input.device.type != "cpu":
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
@@ -62,39 +59,27 @@ class _Dropout(Saving):
             noise = input.new_empty(sizes) if kind.of_channels else torch.empty_like(input)
             mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
             if kind.alpha:
-                shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
-                noise.mul_(ctx.factor)
+                shift = noise.add(-1).mul_(_ALPHA * factor).add_(_ALPHA * factor * p)
+                noise.mul_(factor)
             else:
                 noise.div_(1 - p)
-            ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
+            factor = _noise_of_kept(p, input.dtype, kind.alpha)
             out = input.mul_(noise) if inplace else input * noise
         kept = keep_mask(mask)
         save(ctx, kept)
-        ctx.stride, ctx.is_exact = None if kind.of_channels else mask.stride(), region.settings.is_exact
+        stride = None if kind.of_channels else mask.stride()
+        ctx.gradients = times_mask(factor, stride, is_exact=region.settings.is_exact)
         if shift is None:
-            derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
+            derive(region, out, ByMask(factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
         return out if shift is None else out.add_(shift)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        if ctx.is_exact or ctx.stride is None:  # a non-finite gradient becomes NaN where the mask is not set
-            grad_input = grad * kept.decode()
-        else:
-            grad_input = kept.multiply(grad)
-        if ctx.stride is not None:
-            grad_input = lay_out(grad_input, grad, ctx.stride)
-        return None, grad_input.mul_(ctx.factor), None, None, None
+    return region.apply(Formula, run, None, input)
 
 
-def _twice(
-    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    """Run torch's own dropout, which supports double backward; a mask replaces the noise that it saves."""
-    if not _drops(region, input, p, training):
-        return NotImplemented
+def _by_torch(region: Keeper, func: Callable, input: Tensor, p: float, inplace: bool) -> Any:
+    """Run torch's own dropout; a mask replaces the noise that it saves."""
     runner = region.torch_runner(input)
     if runner is None or input.numel() < region.settings.min_numel:
         return NotImplemented
@@ -105,16 +90,11 @@ def _twice(
         factor = 1.0 if noise.dtype is torch.bool else _noise_of_kept(p, noise.dtype)
         return stand_in(masks[0], noise.dtype, factor)
 
-    out = runner.run_torch_function(lambda x: func(x, p, training, inplace), input, keep=keep)
+    out = runner.run_torch_function(lambda x: func(x, p, True, inplace), input, keep=keep)
     if len(masks) == 1:
         factor = _noise_of_kept(p, input.dtype) if input.device.type == "cpu" else 1.0 / (1.0 - p)
         derive(region, out, ByMask(factor), ((input, source), (input, masks[0])))
     return out
-
-
-def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
-    """Return whether some but not all elements are dropped; otherwise nothing is saved, or torch raises an error."""
-    return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 
 def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Callable:
@@ -133,18 +113,17 @@ def _handler(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Calla
         training = train if training is ... else training
         training = not kind.alpha if training is ... else training
         inplace = inplace or func.__name__.endswith("_")
-        if (
-            not _drops(region, input, p, training)
-            or input.numel() == 0
-            or (kind.of_channels and input.dim() < 2)
-            or (dims and input.dim() not in (dims, unbatched))
-        ):
-            return NotImplemented  # nothing is dropped, or torch warns
+        if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel()):
+            return NotImplemented  # nothing is dropped, or all is
+        if (kind.of_channels and input.dim() < 2) or (dims and input.dim() not in (dims, unbatched)):
+            return NotImplemented  # torch warns
+        if region.settings.double_backward:
+            return _by_torch(region, func, input, p, inplace)
         if not dims or input.dim() == dims:
-            return region.apply(_Dropout, input, p, kind, inplace)
+            return _apply(region, input, p, kind, inplace)
         if inplace:
             return NotImplemented  # torch changes the input's own shape, and back
-        return region.apply(_Dropout, input.unsqueeze(0), p, kind, False).squeeze(0)
+        return _apply(region, input.unsqueeze(0), p, kind, False).squeeze(0)
 
     return handle
 
@@ -162,7 +141,7 @@ _KINDS: dict[tuple[Callable, ...], tuple] = {
 }
 _STORED = Stored("dropout of every kind", MASKS, EXACT)
 OPS = (
-    Op((F.dropout,), _handler(_OF_ELEMENTS), _STORED, _twice),
+    Op((F.dropout,), _handler(_OF_ELEMENTS), _STORED, twice=True),
     *(Op(functions, _handler(*kind), _STORED) for functions, kind in _KINDS.items()),
     Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
 )

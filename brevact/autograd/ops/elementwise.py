@@ -17,53 +17,43 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import is_activation, is_complex
-from brevact.autograd.decoders import Strides, lay_out
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
-from brevact.autograd.ops.base import Formula, Saving, is_inplace, load, save
+from brevact.autograd.ops.base import Formula, is_inplace, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Saved, Strides, lay_out
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 
 
-class _Multiply(Saving):
-    returns_new = True
+def _apply(region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+    is_same, likes = a.shape == b.shape, [(x.shape, x.stride(), x.dtype) for x in (a, b)]
 
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
-        needs_a, needs_b = ctx.needs_input_grad[2:4]
-        is_same = a.shape == b.shape
+    def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[3:]
         scales_b, scales_a = ((), ()) if is_same else (dims_of_inverses(b, a), dims_of_inverses(a, b))
         kept_b = _keep(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
         kept_a = _keep(region, a, b, scales_a, is_scale=bool(scales_b)) if needs_b else None
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
-        ctx.shapes, ctx.dtypes, ctx.strides = (a.shape, b.shape), (a.dtype, b.dtype), (a.stride(), b.stride())
         operands = [(a, kept_a), (b, kept_b)]
         if inplace:  # once they are overwritten, no saved form of them is found
             operands = [(x, kept or region.find_kept(x)) for x, kept in operands]
         out = multiply(a, b)
-        derive(
-            *(region, out, torch.mul, operands),
-            is_pointwise=is_same,
-            is_dirty=inplace,
-            is_new=not inplace,
-        )
+        derive(region, out, torch.mul, operands, is_pointwise=is_same, is_dirty=inplace, is_new=not inplace)
         if inplace:
             ctx.mark_dirty(a)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_others = ctx.shapes[::-1], ctx.strides[::-1]
-        grads = [
-            None if kept is None else _product(kept, other, stride, grad, shape).to(dtype)
-            for kept, shape, dtype, other, stride in zip(load(ctx), ctx.shapes, ctx.dtypes, *of_others, strict=True)
-        ]
-        return None, None, *grads, None
+    def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if each is None else _product(each, other, stride, grad, shape).to(dtype)
+            for each, (shape, _, dtype), (other, stride, _) in zip(kept, likes, likes[::-1], strict=True)
+        )
+
+    return region.apply(Formula, run, gradients, a, b)
 
 
 def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
@@ -83,7 +73,6 @@ def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
 
 
 def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
-    """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
     if kept is None:
         return None
     tensors, decoder = kept
@@ -112,7 +101,7 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
         square = keep_square(region, lambda x: func(x, x), input)
         if square is not NotImplemented:
             return square
-    return region.apply(_Multiply, func, input, other, inplace)
+    return _apply(region, func, input, other, inplace)
 
 
 def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
@@ -143,7 +132,7 @@ def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
-_STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)
+_STORED = Stored("products of activations", "each factor once, packed; a weight unpacked", UNBIASED)
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
 _INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
 _DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.decoders import decoder_of_mask
-from brevact.autograd.ops.base import Formula, SavedValue, Saving, compute_from_weight, gradients_of, load, save
+from brevact.autograd.ops.base import Formula, Saving, compute_from_weight, gradients_of, load, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Saved, decoder_of_mask
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.geometry import IntegerRounding
@@ -59,7 +58,6 @@ class Integers:
     clips_gradients: bool = True
 
     def of(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x / s + z, its rounded values, and the clipped integers."""
         shifted = x / scale + zero_point
         rounded = self.round(shifted)
         return shifted, rounded, self.clamp(rounded)
@@ -75,7 +73,6 @@ class Integers:
 
     @functools.cached_property
     def kind(self) -> Kind | None:
-        """Description of the integers for the kernels, or None if they do not support them."""
         if self.rounding is None:
             return None
         ends = self.bit_width, self.lowest, self.highest
@@ -85,21 +82,15 @@ class Integers:
         low, high = self.residual
         return ResidualQuantizer(bit_width=bit_width, low=low, high=high)
 
-    def quantized(
-        self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
-    ) -> Tensor:
-        if self.kind is not None:
-            one_pass = one_pass_for(self.kind, False, x, scale, zero_point, pre_scale, pre_zero_point)
-            if one_pass is not None:
-                return one_pass.values(x, scale, zero_point)
-        return self.by_ops(x, scale, zero_point, pre_scale, pre_zero_point)
+    def quantized(self, x: Tensor, *given: Tensor) -> Tensor:
+        """Return the values; ``given``: the scale and the zero point, and those before rounding."""
+        one_pass = None if self.kind is None else one_pass_for(self.kind, False, x, *given)
+        return self.by_ops(x, *given) if one_pass is None else one_pass.values(x, *given[:2])
 
     def by_ops(self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor) -> Tensor:
-        """Return the values by differentiable ops, in the order of stock ones."""
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
 
     def gradients(self, tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor) -> Sequence[Tensor | None]:
-        """Return gradients of :meth:`quantized`."""
         one_pass = None if self.kind is None else one_pass_for(self.kind, False, *tensors)
         if one_pass is None or not one_pass.takes(grad):
             return gradients_of(self.by_ops, tensors, needs, grad)
@@ -123,17 +114,9 @@ class _FakeQuantization(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        integers: Integers,
-        rectifier: Rectifier | None,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        pre_scale: Tensor,
-        pre_zero_point: Tensor,
+        ctx: Any, region: Keeper, integers: Integers, rectifier: Rectifier | None, x: Tensor, *given: Tensor
     ) -> Tensor:
-        given = scale, zero_point, pre_scale, pre_zero_point
+        scale, zero_point, pre_scale, pre_zero_point = given
         needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
         in_bits = needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8
         residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None
@@ -201,19 +184,31 @@ class _FakeQuantization(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, residual, mask, values, scale, pre_scale, pre_zero_point, zero_point = load(ctx)
-        needs = ctx.needs_input_grad[3:]
+        needs, (of_scale, of_zero_point, of_pre_scale, of_pre_zero_point) = ctx.needs_input_grad[3:], ctx.shapes
         if ctx.keeps_ends:
             token, *numbers = codes.tensors
             codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
-            found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
-            return None, None, None, *found
+            x = None if values is None else values.decode()
+            learns = x is not None or residual is not None
+            if zero_point is None:
+                zero_point = grad.new_zeros(of_zero_point) if codes is None else codes.tensors[1]
+            found = ctx.one_pass.gradients(
+                *(grad, scale, zero_point),
+                codes=codes.tensors[0] if learns and codes is not None else None,
+                mask=None if mask is None else mask.tensors[0],
+                values=x,
+                residual_of=ctx.residual_of,
+                residual=None if residual is None else residual.tensors[0],
+                zero_learns=needs[2] or needs[4],
+            )
+            return None, None, None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
         if ctx.integers is not None:
             compute = ctx.integers.of_rectified if ctx.rectifies else ctx.integers.by_ops
             given = scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point
             return None, None, None, *gradients_of(compute, [values.decode(), *given], needs, grad)
         shifted = blocked = None
-        q = None if codes is None else codes.decoder.integers(codes.tensors)
+        q: Any = None if codes is None else codes.decoder.integers(codes.tensors)
         if residual is not None:
             shifted = residual.decode()
             blocked = shifted == ctx.residual_of.clipped
@@ -230,8 +225,15 @@ class _FakeQuantization(Saving):
             clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
         else:
             clipped = through if mask is None else mask.multiply(through)
-        found = _gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale, ctx.of_quotient)
-        of_x = found[0]
+        of_shifted = clipped.to(ctx.of_quotient)  # each gradient by the formula and order of stock ops
+        of_x = of_shifted / pre_scale if needs[0] else None
+        found = (
+            of_x,
+            (grad * q).sum_to_size(of_scale) if needs[1] else None,
+            (-through).sum_to_size(of_zero_point) if needs[2] else None,
+            (-of_shifted * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs[3] else None,
+            clipped.sum_to_size(of_pre_zero_point) if needs[4] else None,
+        )
         if of_x is not None and ctx.rectifies and _may_be_nan(pre_scale):  # 0 / NaN, which a ReLU sets to 0
             rectified = of_x if mask is None else mask.multiply(of_x)
             rectified = rectified if blocked is None else torch.where(blocked, 0.0, rectified)
@@ -253,33 +255,6 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
 def _may_be_nan(x: Tensor) -> bool:
     """Return whether a tensor may have a NaN; True without looking on a GPU, to avoid a synchronization."""
     return not is_on_host(x) or bool(x.isnan().any())
-
-
-def _in_one_pass(
-    ctx: Any,
-    grad: Tensor,
-    codes: SavedValue | None,
-    residual: SavedValue | None,
-    mask: SavedValue | None,
-    values: SavedValue | None,
-    scale: Tensor,
-    zero_point: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[3:]
-    x = None if values is None else values.decode()
-    learns = x is not None or residual is not None
-    if zero_point is None:
-        zero_point = grad.new_zeros(ctx.shapes[1]) if codes is None else codes.tensors[1]
-    found = ctx.one_pass.gradients(
-        *(grad, scale, zero_point),
-        codes=codes.tensors[0] if learns and codes is not None else None,
-        mask=None if mask is None else mask.tensors[0],
-        values=x,
-        residual_of=ctx.residual_of,
-        residual=None if residual is None else residual.tensors[0],
-        zero_learns=needs[2] or needs[4],
-    )
-    return tuple(each if needed else None for each, needed in zip(found, needs, strict=True))
 
 
 def _quantized(
@@ -308,35 +283,6 @@ def _quantized(
         blocked.logical_not_()
         mask = (pack_mask(blocked),), decoder_of_mask(Layout.of(blocked), 0.0)
     return Quantized(out, codes, mask, residual)
-
-
-def _gradients(
-    needs: tuple[bool, ...],
-    shapes: tuple[torch.Size, ...],
-    grad: Tensor,
-    q: Any,
-    through: Tensor,
-    clipped: Tensor,
-    shifted: Any,
-    pre_scale: Tensor,
-    of_quotient: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point, each by the formula and order of stock ops.
-
-    ``q``: integers less the zero point. ``through``, ``clipped``: gradients of the clipped and of the rounded integers.
-    ``shifted``: x / pre_scale, in its own dtype. Each is None if no gradient reads it. ``shapes`` are those of the last
-    four.
-    """
-    of_shifted = clipped.to(of_quotient)
-    needs_x, needs_scale, needs_zero_point, needs_pre_scale, needs_pre_zero_point = needs
-    of_scale, of_zero_point, of_pre_scale, of_pre_zero_point = shapes
-    return (
-        of_shifted / pre_scale if needs_x else None,
-        (grad * q).sum_to_size(of_scale) if needs_scale else None,
-        (-through).sum_to_size(of_zero_point) if needs_zero_point else None,
-        (-of_shifted * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs_pre_scale else None,
-        clipped.sum_to_size(of_pre_zero_point) if needs_pre_zero_point else None,
-    )
 
 
 def fake_quantize(
@@ -409,7 +355,6 @@ class Signs:
 
 
 def quantize_signs(region: Keeper, signs: Signs, x: Tensor, scale: Tensor) -> Any:
-    """Fake-quantize an activation or weight to signs times a scale; ``NotImplemented`` where stock ops must run."""
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented
     storage_report.report_op(quantize_signs)

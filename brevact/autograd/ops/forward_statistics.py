@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.ops.base import Saving, compute_from_weight, load, save
+from brevact.autograd.ops.base import OfWeight, compute_from_weight, save
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 
@@ -53,45 +53,37 @@ def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     return value, index[equal.view(1)]
 
 
-class _LargestMagnitude(Saving):
-    is_brevact = False  # its result is computed from weights
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-        ctx.dim, ctx.keepdim = dim, keepdim
-        if dim is None:
-            out = weight.abs().max()
-            save(ctx, exact=(weight, out))
-            return out
-        save(ctx, exact=(weight, None))  # backward finds the largest again: an index per row is 8 bytes
-        return weight.abs().amax(dim, keepdim=keepdim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, found = load(ctx)
-        if ctx.dim is not None:
-            zeros = torch.zeros_like(weight)
-            index = weight.abs().max(ctx.dim, keepdim=True).indices
-            signs = weight.gather(ctx.dim, index).sgn()
-            return zeros.scatter_(ctx.dim, index, grad.reshape(index.shape) * signs), None, None
-        if weight.is_cpu and not math.isnan(found.item()):
-            ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
-            each = grad / ones.sum(dtype=torch.float32 if ones.numel() <= 2**24 else torch.float64).long()  # exact
-            share = each.item()
-            if math.isfinite(share) and share != 0.0:
-                shares = ones.mul_(share)
-                shares = shares.add_(0.0) if share < 0.0 else shares  # 0, not -0, elsewhere
-                return shares.mul_(weight.sgn()), None, None
-        is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
-        shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
-        return shares.mul_(weight.sgn()), None, None
+def _of_largest(needs: tuple[bool, ...], grad: Tensor, weight: Tensor, found: Tensor) -> tuple[Tensor]:
+    if weight.is_cpu and not math.isnan(found.item()):
+        ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
+        each = grad / ones.sum(dtype=torch.float32 if ones.numel() <= 2**24 else torch.float64).long()  # exact
+        share = each.item()
+        if math.isfinite(share) and share != 0.0:
+            shares = ones.mul_(share)
+            shares = shares.add_(0.0) if share < 0.0 else shares  # 0, not -0, elsewhere
+            return (shares.mul_(weight.sgn()),)
+    is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
+    shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
+    return (shares.mul_(weight.sgn()),)
 
 
 def largest_magnitude(region: Keeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
     """Largest magnitude of a weight, or of its rows along a dimension: ``brevitas.core.stats.AbsMax``."""
     storage_report.report_op(weight_statistics)
+
+    def run(ctx: Any, weight: Tensor) -> Tensor:
+        out = weight.abs().max() if dim is None else weight.abs().amax(dim, keepdim=keepdim)
+        save(ctx, exact=(weight, out) if dim is None else (weight,))
+        return out
+
+    def of_rows(needs: tuple[bool, ...], grad: Tensor, weight: Tensor) -> tuple[Tensor]:
+        assert dim is not None
+        index = weight.abs().max(dim, keepdim=True).indices  # found again: an index per row is 8 bytes
+        signs = weight.gather(dim, index).sgn()
+        return (torch.zeros_like(weight).scatter_(dim, index, grad.reshape(index.shape) * signs),)
+
     with DisableTorchFunction():
-        return region.apply_to_weight(_LargestMagnitude, weight, dim, keepdim)
+        return region.apply_to_weight(OfWeight, run, _of_largest if dim is None else of_rows, weight)
 
 
 def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
@@ -120,7 +112,6 @@ def absolute_percentile(
 
 
 def magnitude_of_all(x: Tensor, q: float) -> Tensor:
-    """Percentile of all magnitudes of an activation that needs no gradient, ()."""
     with DisableTorchFunction():
         flat = x.detach().reshape(-1)
         return kth_magnitude(flat, _rank(q, flat.numel()))[0].squeeze(0)
@@ -130,35 +121,32 @@ def _rank(q: float, numel: int) -> int:
     return math.floor(0.01 * q * numel + 0.5)
 
 
-class _Scale(Saving):
+def _scale(value: Tensor, threshold: Tensor, least: float | None, learns: bool) -> Tensor:
     """s = max(|v|, least) / t, with dL/dv = sgn(v) (dL/ds / t) for parameters (brevitas.core.scaling.ParameterScaling).
 
     For nonnegative statistics v (StatsFromParameterScaling) the sign is that of max(v, least).
     """
 
-    is_brevact = False  # its result is computed from weights
-    returns_new = True
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, threshold: Tensor, least: float | None, learns: bool) -> Tensor:
+    def run(ctx: Any, value: Tensor, threshold: Tensor) -> Tensor:
         magnitude = value.abs() if learns else value
         bounded = magnitude if least is None else magnitude.clamp_min(least)
         save(ctx, exact=(value if learns else bounded, threshold))
         return bounded / threshold
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        signed, threshold = load(ctx)
-        return (grad / threshold).to(signed.dtype).mul_(signed.sgn()), None, None, None
+    return OfWeight.record(None, run, _of_scale, value, threshold)
+
+
+def _of_scale(needs: tuple[bool, ...], grad: Tensor, signed: Tensor, threshold: Tensor) -> tuple[Tensor, None]:
+    return (grad / threshold).to(signed.dtype).mul_(signed.sgn()), None
 
 
 def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
     """Return scales of a parameter; ``threshold``: positive, 0-d; ``least``: smallest magnitude, None for none."""
     if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
         return value.abs() / threshold  # its gradient in C++ is the same
-    return _Scale.record(value, threshold, least, True)
+    return _scale(value, threshold, least, True)
 
 
 def scale_of_magnitudes(magnitudes: Tensor, threshold: Tensor, least: float) -> Tensor:
     """Return scales of nonnegative statistics, NaN for NaN; ``threshold``: positive, 0-d, of the same dtype."""
-    return _Scale.record(magnitudes, threshold, least, False)
+    return _scale(magnitudes, threshold, least, False)

@@ -168,7 +168,7 @@ def _reducing(is_by_row: bool) -> Callable:
 
 _REDUCED = Stored(
     "`scatter_reduce`, `index_reduce` (sum, mean, amax, amin)",
-    "the indices; of extremes, masks of 1 bit an element",
+    "the indices; of extremes, masks of 1 bit per element",
     EXACT,
 )
 
@@ -189,9 +189,7 @@ OPS = (
         kind=Kind.MOVE,
     ),
     Op(
-        everywhere(
-            *("index_select", "index_fill", "index_put", "scatter", "scatter_add", "getitem", "setitem"),
-        ),
+        everywhere("index_select index_fill index_put scatter scatter_add getitem setitem"),
         saves=Saves.PLACES,
         places=places_in_first,
     ),

@@ -34,6 +34,7 @@ probabilities stays exact: its derivative, (x - t) / (x (1 - x)), is unbounded.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,9 +45,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import arguments_of
+from brevact.autograd.call_arguments import Parameters, arguments_of
 from brevact.autograd.layer_recompute import rows_of
-from brevact.autograd.ops.base import Formula, Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
 from brevact.autograd.settings import BackwardSettings
@@ -64,43 +65,39 @@ class _Options(NamedTuple):
     label_smoothing: float
 
 
-class _CrossEntropy(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
-    ) -> Tensor:
+def _cross_entropy(
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    dim, dtype, has_index = options.class_dim, input.dtype, not target.is_floating_point()
+
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         out = call(input, target, weight)
         known = _known_logits(region, input)
         if known is None:
-            kept = region.keep(torch.softmax(input, options.class_dim, dtype=out.dtype), share=False)
+            kept = region.keep(torch.softmax(input, dim, dtype=out.dtype), share=False)
         else:
-            kept = reported((known[0], _Probabilities(known[1], options.class_dim, tuple(input.shape), out.dtype)))
-        ctx.has_index = not target.is_floating_point()
-        kept_target = _kept_index(region, input, target, options) if ctx.has_index else region.keep_activation(target)
+            kept = reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), out.dtype)))
+        kept_target = _kept_index(region, input, target, options) if has_index else region.keep_activation(target)
         save(ctx, kept, kept_target, exact=(weight,))
-        ctx.options, ctx.dtype = options, input.dtype
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, target, weight = load(ctx)
-        if ctx.has_index:
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, weight: Any) -> tuple[Any, ...]:
+        if has_index:
             is_new = isinstance(kept.decoder, _Probabilities)
-            grad_input = _of_indices(grad, kept.decode(), target.decode(), weight, ctx.options, overwrites=is_new)
+            found = _of_indices(grad, kept.decode(), target.decode(), weight, options, overwrites=is_new)
         else:
-            grad_input = _of_probabilities(grad, kept.decode(), target.decode(), weight, ctx.options)
-        grad_input = grad_input.to(ctx.dtype)
-        return None, None, None, grad_input, None, None
+            found = _of_probabilities(grad, kept.decode(), target.decode(), weight, options)
+        return found.to(dtype), None, None
+
+    return region.apply(Formula, run, gradients, input, target, weight)
 
 
-class _CrossEntropyOfRows(Saving):
-    """Cross-entropy of (N, C) logits and N class indices, in chunks of rows."""
+def _cross_entropy_of_rows(
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
-    ) -> Tensor:
-        step = _rows_of_chunk(input)
+    def run(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
         known = _known_logits(region, input)
         losses, kept = [], []
         for start in range(0, len(input), step):
@@ -110,40 +107,37 @@ class _CrossEntropyOfRows(Saving):
                 kept.append(region.keep(torch.softmax(x, 1, dtype=losses[-1].dtype), share=False))
         loss = torch.cat(losses)
         if known is not None:
-            probabilities = _Probabilities(known[1], 1, tuple(input.shape), loss.dtype)
-            kept.append(reported((known[0], probabilities)))
+            kept.append(reported((known[0], _Probabilities(known[1], 1, tuple(shape), loss.dtype))))
         save(ctx, *kept, _kept_index(region, input, target, options))
-        ctx.options, ctx.input_like, ctx.loss_dtype, ctx.step = options, (input.shape, input.dtype), loss.dtype, step
-        ctx.is_known = known is not None
+        ctx.gradients = functools.partial(gradients, loss.dtype, known is not None)
         if options.reduction == "none":
             return loss
         is_ignored = target.long() == options.ignore_index  # bytes may not hold every index
         return F.nll_loss(-loss.unsqueeze(1), is_ignored.long(), reduction=options.reduction, ignore_index=1)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, kept_target = load(ctx)
+    def gradients(of_loss: torch.dtype, is_known: bool, needs: Any, grad: Tensor, *values: Any) -> tuple[Any, ...]:
+        *kept, kept_target = values
         target = kept_target.decode()
-        shape, dtype = ctx.input_like
-        like = grad.new_empty((), dtype=ctx.loss_dtype)
-        g, y, w_y = _of_samples(grad, like, target, None, ctx.options)
+        g, y, w_y = _of_samples(grad, grad.new_empty((), dtype=of_loss), target, None, options)
         hit = (g * w_y).expand(len(target), 1)
-        rows = None if not ctx.is_known else rows_of(kept[0].decoder.logits, kept[0].tensors)
-        whole = kept[0].decode() if ctx.is_known and rows is None else None
+        rows = rows_of(kept[0].decoder.logits, kept[0].tensors) if is_known else None
+        whole = kept[0].decode() if is_known and rows is None else None
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
-        for count, start in enumerate(range(0, len(target), ctx.step)):
-            of_chunk = slice(start, min(start + ctx.step, len(target)))
+        for count, start in enumerate(range(0, len(target), step)):
+            of_chunk = slice(start, min(start + step, len(target)))
             out, factor = grad_input[of_chunk], hit[of_chunk]
-            found = out if dtype is ctx.loss_dtype else torch.empty_like(out, dtype=ctx.loss_dtype)
+            found = out if dtype is of_loss else torch.empty_like(out, dtype=of_loss)
             if rows is not None:
-                torch.softmax(rows(of_chunk.start, of_chunk.stop), 1, dtype=ctx.loss_dtype, out=found)
+                torch.softmax(rows(of_chunk.start, of_chunk.stop), 1, dtype=of_loss, out=found)
                 found.mul_(factor)
             else:
                 torch.mul(kept[count].decode() if whole is None else whole[of_chunk], factor, out=found)
             found.scatter_add_(1, y[of_chunk], -factor)
             if found is not out:
                 out.copy_(found)
-        return None, None, None, grad_input, None, None
+        return grad_input, None
+
+    return region.apply(Formula, run, None, input, target)
 
 
 #: Minimum elements per chunk of logits, and maximum number of chunks.
@@ -169,7 +163,7 @@ class _Probabilities(Decoder):
     how = storage_report.RECOMPUTED
 
     @property
-    def quality(self) -> Quality:
+    def quality(self) -> Quality:  # type: ignore[override]
         return self.logits.quality._replace(is_curved=True)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -194,31 +188,27 @@ def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options
 
 
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
-    """Return the saved form of recomputed logits if probabilities may be computed from it, else None."""
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
         return known
     return None
 
 
-class _NegativeLogLikelihood(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
-    ) -> Tensor:
+def _negative_log_likelihood(
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    shape, dtype = input.shape, input.dtype
+
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         save(ctx, _kept_index(region, input, target, options), exact=(weight,))
-        ctx.options, ctx.input_like = options, (input.shape, input.dtype)
         return call(input, target, weight)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight = load(ctx)
-        target = kept.decode()
-        shape, dtype = ctx.input_like
-        grad_input = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
-        g, y, w_y = _of_samples(grad, grad_input, target, _stretched(weight, grad_input, ctx.options), ctx.options)
-        grad_input.scatter_(ctx.options.class_dim, y, -g * w_y)
-        return None, None, None, grad_input.to(dtype), None, None
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Tensor | None) -> tuple[Any, ...]:
+        found = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+        g, y, w_y = _of_samples(grad, found, kept.decode(), _stretched(weight, found, options), options)
+        return found.scatter_(options.class_dim, y, -g * w_y).to(dtype), None, None
+
+    return region.apply(Formula, run, gradients, input, target, weight)
 
 
 def _of_indices(
@@ -272,7 +262,6 @@ def _of_samples(
 def _goes_by_rows(
     settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
 ) -> bool:
-    """Return whether logits take several chunks, each large enough to be packed, without weights."""
     if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if weight is not None or options.label_smoothing or not input.is_contiguous():
@@ -282,19 +271,17 @@ def _goes_by_rows(
     return rows == len(target) and rows > step and last * input.shape[1] >= settings.min_numel
 
 
-def _handler(function: type[Saving]) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float | None = None,
-    ) -> Any:
+_PARAMETERS = Parameters(
+    "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' label_smoothing=None"
+)
+
+
+def _handler(apply: Callable[..., Tensor]) -> Callable:
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        given = _PARAMETERS.read(args, kwargs)
+        if given is None:
+            return NotImplemented
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing = given.values()
         if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
             return NotImplemented
         if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
@@ -306,13 +293,13 @@ def _handler(function: type[Saving]) -> Callable:
         more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
 
         options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)
-        in_chunks = function is _CrossEntropy and _goes_by_rows(region.settings, input, target, weight, options)
+        in_chunks = apply is _cross_entropy and _goes_by_rows(region.settings, input, target, weight, options)
         of_call = "none" if in_chunks else reduction
 
         def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
             return func(x, y, weight=w, ignore_index=ignore_index, reduction=of_call, **more)
 
-        return region.apply(_CrossEntropyOfRows if in_chunks else function, call, options, input, target, weight)
+        return (_cross_entropy_of_rows if in_chunks else apply)(region, call, options, input, target, weight)
 
     return handle
 
@@ -320,10 +307,10 @@ def _handler(function: type[Saving]) -> Callable:
 OPS: tuple[Op, ...] = (
     Op(
         (F.cross_entropy,),
-        _handler(_CrossEntropy),
+        _handler(_cross_entropy),
         Stored(
             "cross-entropy",
-            "the probabilities, packed; targets that are indices as they are, those made in the step in the smallest "
+            "the probabilities, packed; index targets unpacked, those made in the step in the smallest "
             "integers; others packed",
             UNBIASED,
         ),
@@ -331,9 +318,9 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         (F.nll_loss,),
-        _handler(_NegativeLogLikelihood),
+        _handler(_negative_log_likelihood),
         Stored(
-            "negative log-likelihood", "the targets as they are, those made in the step in the smallest integers", EXACT
+            "negative log-likelihood", "the targets unpacked, those made in the step in the smallest integers", EXACT
         ),
         is_bit_exact=False,
     ),

@@ -139,7 +139,6 @@ class Norm:
 
 
 def runs_in_float32(name: str, x: Tensor) -> bool:
-    """Return whether autocast, if enabled, runs the norm of this name in float32 on the tensor's device."""
     if not is_any_autocast_enabled():
         return False
     device = x.device.type
@@ -158,8 +157,6 @@ def sum_of_channels(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class BatchNorm(Norm):
-    """Batch norm by batch statistics; updates the running ones."""
-
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
@@ -212,7 +209,6 @@ class InstanceNorm(BatchNorm):
         return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
 
     def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
-        """Turn gradients of the one batch into those of the samples, which share their weights."""
         grad_input, of_weight, of_bias = grads
         of_weight, of_bias = (
             None if total is None else total.view(x.shape[:2]).sum(0) for total in (of_weight, of_bias)

@@ -15,7 +15,7 @@ passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
 from brevact.autograd.norm_decoders import (
@@ -33,7 +34,7 @@ from brevact.autograd.norm_decoders import (
     normalized_early,
     packed_decoder,
 )
-from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Formula, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
     Frozen,
@@ -60,82 +61,96 @@ from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
-def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
-    if has_mean and region.settings.quantizes_forward:
-        return region.is_activation(input) and input.numel() > 0
-    return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
+def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """Run a norm; under double backward, torch's own on its input less its means."""
+    settings, trains = region.settings, requires_grad(input, weight, bias)
+    rounds = norm.has_mean and settings.quantizes_forward
+    reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
+    if not (reacts and input.numel()):
+        return NotImplemented
+    if settings.double_backward:
+        return _by_torch(region, norm, input, weight, bias)
+    if rounds and not (torch.is_grad_enabled() and trains):
+        return _run_levels(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
+    if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
+        norm.packing = _plan_of_call(settings, norm, input, weight, bias)
+        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
+        if found is not NotImplemented:
+            return found
+    out: Tensor = region.apply(Formula, functools.partial(_save, region, norm), None, input, weight, bias)
+    ModelState.mark_activation(out)
+    return out
 
 
-def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    rounds = norm.has_mean and region.settings.quantizes_forward
-    if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
-        out: Tensor = region.apply(_Normalization, norm, input, weight, bias)
-        ModelState.mark_activation(out)
-        return out
+def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    if isinstance(norm, Frozen) or region.settings.for_normalized is not None or not requires_grad(input, weight):
+        return NotImplemented
+    runner = region.torch_runner(input, *norm.running)
+    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
+
+
+def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
+    reads_x = ctx.needs_input_grad[4] or (ctx.needs_input_grad[3] and not is_frozen)
     x, w, b = _to_autocast(norm, input, weight, bias)
-    return _run_levels(region, norm, input, x, w, b)[0]
+    kept: Saved | None
+    mark = None
+    ctx.gradients = functools.partial(_gradients, norm, x.dtype, None if w is None else w.dtype)
+    if norm.packing is not None and _packs_anew(region, input):
+        out, kept, given = _run_planned(region, norm, input, weight, bias)
+    elif (
+        norm.has_mean
+        and region.settings.for_normalized is not None
+        and (not is_frozen or region.settings.quantizes_forward)
+    ):
+        out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
+    else:
+        out, mean, spread = norm.forward(x, w, b)
+        given = NormInput(norm, mean, spread, x.dtype)
+        kept = region.keep(input, norm=given) if reads_x else None
+    if reads_x:
+        derive_output(region, given, kept, out, w, b)
+        save(ctx, kept, exact=(weight, None, mark))
+    else:
+        save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
+    return out
 
 
-class _Normalization(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
-        reads_x = ctx.needs_input_grad[3] or (ctx.needs_input_grad[2] and not is_frozen)
-        x, w, b = _to_autocast(norm, input, weight, bias)
-        kept: Saved | None
-        mark = None
-        ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
-        if norm.packing is not None and _packs_anew(region, input):
-            out, kept, given = _run_planned(region, norm, input, weight, bias)
-        elif (
-            norm.has_mean
-            and region.settings.for_normalized is not None
-            and (not is_frozen or region.settings.quantizes_forward)
-        ):
-            out, kept, given, mark = _run_levels(region, norm, input, x, w, b)
-        else:
-            out, mean, spread = norm.forward(x, w, b)
-            given = NormInput(norm, mean, spread, x.dtype)
-            kept = region.keep(input, norm=given) if reads_x else None
-        if reads_x:
-            derive_output(region, given, kept, out, w, b)
-            save(ctx, kept, exact=(weight, None, mark))
-        else:
-            save(ctx, None, exact=(weight, given.spread, None) if is_frozen else (None, None, None))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, spread, mark = load(ctx)
-        norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
-        grad_input = grad_weight = None
-        packing = norm.packing
-        if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
-            buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
-            return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
-        if kept is not None:
-            dtype, weight_dtype = ctx.dtypes
-            of_kernels = packing is not None and dtype is torch.float32
-            if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
-                return None, None, *_backward_of_recomputed(norm, kept, grad, weight, mask)
-            x, mean, invstd = kept.with_statistics()
-            x = x if x.dtype is dtype else x.to(dtype)
-            w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
-            wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
-            grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
-            grad_weight = grad_weight if mark is None else grad_weight + mark
-            if wanted == mask:
-                return None, None, grad_input, grad_weight, grad_bias
-        elif spread is not None and mask[0]:
-            factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
-            grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
-        return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+def _gradients(
+    norm: Any,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    needs: tuple[bool, ...],
+    grad: Tensor,
+    kept: SavedValue | None,
+    weight: Tensor | None,
+    spread: Tensor | None,
+    mark: Tensor | None,
+) -> Gradients:
+    mask, packing = list(needs), norm.packing
+    grad_input = grad_weight = None
+    if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
+        buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
+        return packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
+    if kept is not None:
+        of_kernels = packing is not None and dtype is torch.float32
+        if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+            return _backward_of_recomputed(norm, kept, grad, weight, mask)
+        x, mean, invstd = kept.with_statistics()
+        x = x if x.dtype is dtype else x.to(dtype)
+        w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
+        wanted = [*mask[:2], mask[2] and w is not None]  # without a weight, ATen computes no gradient for the bias
+        grad_input, grad_weight, grad_bias = norm.backward(grad, x, mean, invstd, w, wanted)
+        grad_weight = grad_weight if mark is None or grad_weight is None else grad_weight + mark
+        if wanted == mask:
+            return grad_input, grad_weight, grad_bias
+    elif spread is not None and mask[0]:
+        factor = norm.alignment.inverse(spread) if weight is None else weight * norm.alignment.inverse(spread)
+        grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
+    return grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
 
 
 def _packs_anew(region: Any, input: Tensor) -> bool:
-    """Whether a batch norm with a plan just packs its input: no saved form is known, and no report is active."""
     is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
     return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
 
@@ -143,7 +158,6 @@ def _packs_anew(region: Any, input: Tensor) -> bool:
 def _run_planned(
     region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
-    """Run a batch norm, and pack its input by the same kernel if there is one."""
     spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
@@ -225,90 +239,64 @@ def _has_rules(kind: type[Tensor]) -> bool:
     return rule is not None and rule is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def _has_channels(input: Any, weight: Any, bias: Any, least_dims: int = 2) -> bool:
-    return isinstance(input, Tensor) and input.dim() >= least_dims and _fit((input.shape[1],), weight, bias)
-
-
-def _have_last_dims(input: Any, shape: Any, *weights: Any) -> bool:
-    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
-        return False
-    return tuple(input.shape[-len(shape) :]) == tuple(shape) and _fit(tuple(shape), *weights)
-
-
-def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """Run a norm; under double backward, torch's own on its input less its means."""
-    if not reacts(region, input, weight, bias, has_mean=norm.has_mean):
-        return NotImplemented
-    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
-
-
-def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    if region.settings.for_normalized is not None or not requires_grad(input, weight):
-        return NotImplemented
-    runner = region.torch_runner(input, *norm.running)
-    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
-
-
-def _of_statistics(
-    kind: type[BatchNorm],
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: Any = None,
-    momentum: Any = None,
-    eps: Any = None,
-    cudnn_enabled: Any = None,
-    use_input_stats: Any = None,
-) -> Any:
-    by_batch = training if use_input_stats is None else use_input_stats
+def _made(name: str, func: Callable, given: dict[str, Any]) -> Norm | None:
+    """Return a call's norm; None where torch raises the error, or weights have rules of their own."""
+    input, weight, bias, eps = given["input"], given.get("weight"), given.get("bias"), given["eps"]
+    if not isinstance(input, Tensor) or input.dim() == 0:
+        return None
+    if "normalized_shape" in given:
+        shape = given["normalized_shape"]
+        if not (isinstance(shape, tuple | list) and shape and tuple(input.shape[-len(shape) :]) == tuple(shape)):
+            return None
+        kind = LayerNorm if name == "layer_norm" else RMSNorm
+        return kind(tuple(shape), eps) if _fit(tuple(shape), weight, bias) else None
+    has_channels = input.dim() >= (3 if name == "instance_norm" else 2)
+    if name == "group_norm":
+        groups = given["num_groups"]
+        if func is F.group_norm and has_channels and groups > 0:
+            n, c, *sizes = input.shape
+            verify_batch_size([n * c // groups, groups, *sizes])
+        is_known = has_channels and _fit((input.shape[1],), weight, bias) and groups > 0 and not input.shape[1] % groups
+        return GroupNorm(groups, eps) if is_known else None
+    by_batch = given["training" if name == "batch_norm" else "use_input_stats"]
+    if "cudnn_enabled" not in given:  # torch's Python functions check the sizes
+        if by_batch and input.dim() >= 2:
+            (verify_batch_size if name == "batch_norm" else verify_spatial_size)(input.size())
+        if name == "batch_norm" and (not isinstance(eps, float | int) or eps <= 0):
+            return None
+    cudnn_enabled = given.get("cudnn_enabled", torch.backends.cudnn.enabled)
     if not isinstance(by_batch, bool) or cudnn_enabled is None:
-        return NotImplemented
-    if not _has_channels(input, weight, bias, 3 if kind is InstanceNorm else 2):
-        return NotImplemented
-    if not reacts(region, input, weight, bias):
-        return NotImplemented
-    running = running_mean, running_var
+        return None
+    running = given["running_mean"], given["running_var"]
+    if not (has_channels and _fit((input.shape[1],), weight, bias)):
+        return None
     if not all([(x is None and by_batch) or (isinstance(x, Tensor) and not x.requires_grad) for x in running]):
-        return NotImplemented  # torch raises the error
-    rest = momentum, eps, cudnn_enabled
+        return None
+    rest = given["momentum"], eps, cudnn_enabled
     if not by_batch:
-        if region.settings.double_backward:
-            return NotImplemented
-        assert running_mean is not None and running_var is not None
-        function = torch.instance_norm if kind is InstanceNorm else torch.batch_norm
-        return apply(region, Frozen(function, running_mean, running_var, *rest), input, weight, bias)
-    norm = kind(*running, *rest)
-    is_torchs = kind is BatchNorm and requires_grad(input, weight) and region.settings.for_normalized is None
-    if is_torchs and not region.settings.double_backward:
-        norm.packing = _plan_of_call(region.settings, input, *running, weight, bias, eps)
-        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
-        if found is not NotImplemented:
-            return found
-    return (_by_torch if region.settings.double_backward else apply)(region, norm, input, weight, bias)
+        return Frozen(getattr(torch, name), *running, *rest)
+    return (BatchNorm if name == "batch_norm" else InstanceNorm)(*running, *rest)
+
+
+def _norm(name: str, region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _PARAMETERS[func].read(args, kwargs)
+    norm = None if given is None else _made(name, func, given)
+    if given is None or norm is None:
+        return NotImplemented
+    return _run(region, norm, given["input"], given.get("weight"), given.get("bias"))
 
 
 def _plan_of_call(
-    settings: BackwardSettings,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> NormalizedPlan | None:
-    """Return how batch norm by batch statistics packs its input, in any surroundings; None for unusual arguments."""
     if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
         return None
-    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor:
+    if type(norm.eps) is not float or norm.eps <= 0.0 or type(input) is not Tensor:
         return None
     if input._is_view() and (is_parameter(input._base) or input._base.numel() != input.numel()):  # type: ignore[union-attr]
         return None
     device = input.device
-    for statistic in (running_mean, running_var):
+    for statistic in norm.running:
         if statistic is not None and not (type(statistic) is Tensor and statistic.device == device):
             return None
     for y in (weight, bias):
@@ -327,118 +315,37 @@ def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: 
     return plan_of_channels(quantizer, layout) if shape.numel() == layout.numel > shape[1] else None
 
 
-def _batch_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if training and isinstance(input, Tensor) and input.dim() >= 2:
-        verify_batch_size(input.size())
-    if not isinstance(eps, float | int) or eps <= 0:
-        return NotImplemented
-    options = training, momentum, eps, torch.backends.cudnn.enabled
-    return _of_statistics(BatchNorm, region, func, input, weight, bias, running_mean, running_var, *options)
-
-
-def _instance_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
-        verify_spatial_size(input.size())
-    options = use_input_stats, momentum, eps, torch.backends.cudnn.enabled
-    return _of_statistics(InstanceNorm, region, func, input, weight, bias, running_mean, running_var, *options)
-
-
-def _layer_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Any:
-    if not _have_last_dims(input, normalized_shape, weight, bias):
-        return NotImplemented
-    return _run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
-
-
-def _group_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    if func is F.group_norm and isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
-        n, c, *sizes = input.shape
-        verify_batch_size([n * c // num_groups, num_groups, *sizes])
-    if not _has_channels(input, weight, bias) or num_groups <= 0 or input.shape[1] % num_groups:
-        return NotImplemented
-    return _run(region, GroupNorm(num_groups, eps), input, weight, bias)
-
-
-def _rms_norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Any:
-    if not _have_last_dims(input, normalized_shape, weight):
-        return NotImplemented
-    return _run(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
-
-
 _STORED = Stored(
     "batch, layer, group, instance and RMS norm",
-    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations as they are",
+    "the normalized input, packed, which has one scale across rows and channels; the inverse deviations unpacked",
     "bias Var/N of one packed copy, negligible for maps",
 )
-_WITH_MEAN: dict[Callable, Callable] = {
-    F.batch_norm: _batch_norm,
-    torch.batch_norm: functools.partial(_of_statistics, BatchNorm),
-    F.instance_norm: _instance_norm,
-    torch.instance_norm: functools.partial(_of_statistics, InstanceNorm),
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    torch.group_norm: _group_norm,
+_OF_STATISTICS = "input weight bias running_mean running_var {} momentum eps cudnn_enabled"
+_OF_MODULES = "input running_mean{0} running_var{0} weight=None bias=None {1} momentum=0.1 eps=1e-5"
+_OF_LAYERS = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True"
+_OF_GROUPS = "input num_groups weight=None bias=None eps=1e-5 cudnn_enabled=True"
+_PARAMETERS: dict[Callable, Parameters] = {
+    F.batch_norm: Parameters(_OF_MODULES.format("", "training=False")),
+    torch.batch_norm: Parameters(_OF_STATISTICS.format("training")),
+    F.instance_norm: Parameters(_OF_MODULES.format("=None", "use_input_stats=True")),
+    torch.instance_norm: Parameters(_OF_STATISTICS.format("use_input_stats")),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), Parameters(_OF_LAYERS)),
+    **dict.fromkeys((F.group_norm, torch.group_norm), Parameters(_OF_GROUPS)),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), Parameters("input normalized_shape weight=None eps=None")),
 }
-#: Torch's own instance norm saves its input in another layout.
-_ONCE = F.instance_norm, torch.instance_norm
 OPS = (
     *(
         Op(
-            *((func,), handler, _STORED, None if func in _ONCE else handler),
+            (getattr(F, name), getattr(torch, name)),
+            functools.partial(_norm, name),
+            _STORED,
+            twice=name in ("batch_norm", "layer_norm", "group_norm"),  # instance norm saves its input in another layout
+            rounds_forward=name != "rms_norm",
             is_bit_exact=False,
             is_layer=True,
             is_norm=True,
-            rounds_forward=True,
         )
-        for func, handler in _WITH_MEAN.items()
+        for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm")
     ),
-    Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),
     Op(everywhere("native_layer_norm", "local_response_norm"), is_layer=True),
 )

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
 from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Saved, decoder_of_mask, decoder_of_packed
 from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding, packed_bytes
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer
@@ -108,7 +107,7 @@ class OnePass(NamedTuple):
         residual: Tensor | None = None,
         zero_learns: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of x, scale, zero point, and pre-rounding scale and zero point, as ``_gradients`` does.
+        """Return gradients of x, scale, zero point, and pre-rounding scale and zero point, as stock ops do.
 
         Scales' are None if only a mask is saved; zero points' are None unless they are learned. Without codes,
         everything is recomputed from ``values``, the ReLU's output.
@@ -161,7 +160,6 @@ class OnePass(NamedTuple):
         return x if is_dense else self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
-        """Return whether a gradient has the memory layout of the codes, or a dense layout of its own."""
         if grad.dtype is not self.layout.dtype:
             return False
         if self.layout.matches(grad):

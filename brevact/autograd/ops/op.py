@@ -15,13 +15,14 @@ from brevact.autograd.derived import Kind
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
-#: Texts of gradients and saved tensors that several rows of docs/stored.md share.
+#: Texts of gradients and saved tensors that several rows of docs/how.md share.
 EXACT, UNBIASED = "exact", "unbiased"
-MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
+MASKS, NOTHING = "masks, 1 bit per element or channel", "nothing"
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:
-    """Return all torch functions, methods and operators with these names, including in-place ones."""
+    """Return all torch functions, methods and operators with these names, parted by spaces, and in-place ones."""
+    names = tuple(" ".join(names).split())
     found = [getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in _HOMES]
     found += [getattr(Tensor, f"__{prefix}{name}__", None) for name in names for prefix in ("", "i", "r")]
     return tuple(function for function in found if callable(function))
@@ -41,8 +42,8 @@ class Saves(enum.Enum):
     operators of other libraries. A torch function without a kind saves its tensors unpacked, as does one that a later
     torch adds, since nobody has checked its gradient, which may be
 
-    - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, exp(y) of a log-sum-exp,
-      a matrix inverse): a rounding error, a fraction of the range, changes the gradient instead of adding noise;
+    - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, a matrix
+      inverse): a rounding error, a fraction of the range, changes the gradient instead of adding noise;
     - a *choice* by the saved tensor (which element is the largest, between which elements a grid point lies);
     - a *loss* or another reduction in one torch function, which hides the ops inside;
     - *attention or a norm* whose counterpart does not support the arguments: a saved log-sum of scores does not match
@@ -58,7 +59,7 @@ class Saves(enum.Enum):
 
 
 class Stored(NamedTuple):
-    """A row of the table in docs/stored.md; rows with equal texts are merged. ``kept``: tensors saved for backward."""
+    """A row of the table in docs/how.md; rows with equal texts are merged. ``kept``: tensors saved for backward."""
 
     op: str
     kept: str
@@ -77,8 +78,7 @@ class Op:
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
             to let torch run (nothing to save, or an argument that torch rejects with an error).
         stored: their row in the documentation.
-        twice: their counterpart for double backward, called like ``handler``: it applies none of our Functions.
-            None: torch runs.
+        twice: whether the counterpart also serves double backward, for which it applies none of our Functions.
         saves: why the tensors of torch's own op may be packed; None: hooks leave them unpacked.
         must_not_round: takes a region and a call's arguments, returns whether the tensors of torch's own op must stay
             unpacked.
@@ -111,7 +111,7 @@ class Op:
     functions: tuple[Callable, ...] = ()
     handler: Callable[..., Any] | None = None
     stored: Stored | None = None
-    twice: Callable[..., Any] | None = None
+    twice: bool = False
     saves: Saves | None = None
     must_not_round: Callable[[Any, tuple], bool] | None = None
     is_bit_exact: bool = True

@@ -22,23 +22,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import is_complex
-from brevact.autograd.decoders import lay_out
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.ops.base import (
     Formula,
-    Saving,
     as_number,
     clamp_passes_bounds,
     expanded_one,
     is_inplace,
-    load,
     save,
+    times_mask,
 )
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Keeper, lay_out
 from brevact.autograd.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key
 
@@ -62,32 +60,44 @@ class _Pieces(NamedTuple):
     saved_first: bool = True
 
 
-class _PiecewiseLinear(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
-        mask = pieces.mask(input)
+def _apply(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        mask = pieces.mask(x)
         kept = keep_mask(mask, pieces.outside / pieces.inside)
         save(ctx, kept)
-        ctx.inside, ctx.saved_first = pieces.inside, pieces.saved_first
-        source = region.find_known(input)
-        operands = [(input, source), (input, kept)]
+        source = region.find_known(x)
+        operands = [(x, source), (x, kept)]
         bounds = pieces.value
         if source is not None and isinstance(bounds, _Bounded) and None not in bounds[:2]:
             at_middle = ((bounds.low + bounds.high) / 2 - bounds.shift) / bounds.slope  # type: ignore[operator]
-            operands.append((input, keep_mask(input > (at_middle if bounds.low <= bounds.high else -torch.inf))))  # type: ignore[operator]
-        out = call(input)
+            operands.append((x, keep_mask(x > (at_middle if bounds.low <= bounds.high else -torch.inf))))  # type: ignore[operator]
+        out = call(x)
         if source is not None and pieces.value is not None:
             derive(region, out, pieces.value, operands, is_dirty=pieces.inplace)
-        ctx.stride = {"input": input, "output": out, "mask": mask}[pieces.reads].stride()
+        read = {"input": x, "output": out, "mask": mask}[pieces.reads]
+        ctx.gradients = times_mask(pieces.inside, read.stride(), saved_first=pieces.saved_first)
         if pieces.inplace:
-            ctx.mark_dirty(input)
+            ctx.mark_dirty(x)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, saved_first=ctx.saved_first)
-        return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
+    return region.apply(Formula, run, None, input)
+
+
+def _by_torch(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Any:
+    """Run torch's own function; a mask replaces the tensor that it saves.
+
+    In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
+    """
+    runner, inside = region.torch_runner(input), pieces.stands[0]
+    if runner is None or input.numel() < region.settings.min_numel or (pieces.inplace and pieces.reads != "output"):
+        return NotImplemented
+    if math.isfinite(inside) and abs(inside) > torch.finfo(input.dtype).max:
+        return NotImplemented
+    mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
+    out = runner.run_torch_function(call, input, kept=stand_in(mask, input.dtype, *pieces.stands))
+    if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
+        derive(region, out, pieces.value, ((input, source), (input, mask)))
+    return out
 
 
 class _Bounded(NamedTuple):
@@ -116,7 +126,6 @@ def _between(low: float, high: float) -> float:
 
 
 def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function of an input: where ATen's backward kernel passes a gradient of ones."""
     return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
 
 
@@ -160,41 +169,7 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
     return _Pieces(mask, value=_Bounded(min, max), stands=(middle, math.nan), reads="mask")
 
 
-def _twice(rule: Callable[..., _Pieces]) -> Callable:
-    """Make the double-backward handler of a function: a mask replaces the tensor that torch saves.
-
-    In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
-    """
-
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        try:
-            pieces = rule(*args, **kwargs)
-        except TypeError:
-            return NotImplemented
-        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
-        inplace = pieces.inplace or func.__name__.endswith("_")
-        if not (region.packs_input(input) and input.requires_grad):
-            return NotImplemented
-        runner = region.torch_runner(input)
-        if runner is None:
-            return NotImplemented
-        if (inplace and pieces.reads != "output") or input.numel() < region.settings.min_numel:
-            return NotImplemented
-        if math.isfinite(pieces.stands[0]) and abs(pieces.stands[0]) > torch.finfo(input.dtype).max:
-            return NotImplemented
-        mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
-        kept = stand_in(mask, input.dtype, *pieces.stands)
-        out = runner.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept=kept)
-        if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
-            derive(region, out, pieces.value, ((input, source), (input, mask)))
-        return out
-
-    return handle
-
-
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
-    """Make the handler of a function that shares its parameters with ``rule``."""
-
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             pieces = rule(*args, **kwargs)
@@ -206,11 +181,13 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
         if func.__name__.endswith("_"):
             pieces = pieces._replace(inplace=True)
         call: Callable[[Tensor], Tensor] = lambda x: func(x, *rest, **kwargs)  # noqa: E731
+        if region.settings.double_backward:
+            return _by_torch(region, call, pieces, input)
         if region.settings.is_exact and (pieces.reads == "output" or (pieces.inplace and pieces.outside)):
             runner = region.torch_runner(input)
             if runner is not None and runner.may_give_up_masks() and region.find_known(input) is None:
                 return runner.run_torch_function(call, input, mask_of=pieces.mask)
-        return region.apply(_PiecewiseLinear, call, pieces, input)
+        return _apply(region, call, pieces, input)
 
     return handle
 
@@ -257,13 +234,22 @@ def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
     return x * (above.to(x.dtype) - below.to(x.dtype))
 
 
-class _PReLU(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
-        x, w, device = input, weight, input.device.type
-        if torch.amp.is_autocast_available(device) and has_kernel_for_key("aten::prelu", f"Autocast{device.upper()}"):
-            x, w = to_autocast(input, weight)
-        needs_input, needs_weight = ctx.needs_input_grad[2:]
+def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
+    if not region.packs_layer(input, weight):
+        return NotImplemented
+    if weight.requires_grad and region.settings.is_exact:
+        return NotImplemented  # torch saves the input alone: a mask would come on top
+    if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
+        return NotImplemented  # torch raises the error
+    if weight.dim() > 1:
+        return NotImplemented
+    x, w, device = input, weight, input.device.type
+    if torch.amp.is_autocast_available(device) and has_kernel_for_key("aten::prelu", f"Autocast{device.upper()}"):
+        x, w = to_autocast(input.detach(), weight.detach())
+    dtype, stride = x.dtype, x.stride()
+
+    def run(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        needs_input, needs_weight = ctx.needs_input_grad[3:]
         mask, source, out = keep_mask(x > 0), region.find_known(input), func(x, w)
         below = None
         if needs_weight:
@@ -272,31 +258,20 @@ class _PReLU(Saving):
         if source is not None:
             derive(region, out, _leaky, ((input, source), (input, mask), (_along_channels(w, x), None)))
         save(ctx, mask if needs_input else None, below, exact=(weight,))
-        ctx.dtype, ctx.stride = x.dtype, x.stride()
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, below, weight = load(ctx)
-        w = _along_channels(weight.to(ctx.dtype), grad)
+    def gradients(needs: tuple[bool, ...], grad: Tensor, mask: Any, below: Any, weight: Tensor) -> tuple[Any, ...]:
+        w = _along_channels(weight.to(dtype), grad)
         grad_input = grad_weight = None
         if mask is not None:
             scaled = torch.where(mask.decode(), grad, w * grad)
-            grad_input = lay_out(scaled, grad, ctx.stride, saved_first=True)
+            grad_input = lay_out(scaled, grad, stride, saved_first=True)
         if below is not None:
-            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, saved_first=True)
+            terms = lay_out(below.multiply(grad).neg_(), grad, stride, saved_first=True)
             grad_weight = terms.sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
-        return None, None, grad_input, grad_weight
+        return grad_input, grad_weight
 
-
-def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
-    if not region.packs_layer(input, weight):
-        return NotImplemented
-    if weight.requires_grad and region.settings.is_exact:
-        return NotImplemented  # torch saves the input alone: a mask would come on top
-    if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
-        return NotImplemented  # torch raises the error
-    return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
+    return region.apply(Formula, run, gradients, input, weight)
 
 
 def _rrelu(
@@ -362,7 +337,7 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
 
 
 OPS = (
-    *(Op(funcs, _handler(rule), _STORED, _twice(rule)) for rule, funcs in _RULES.items()),
+    *(Op(funcs, _handler(rule), _STORED, twice=True) for rule, funcs in _RULES.items()),
     Op(
         (torch.prelu, Tensor.prelu),
         _prelu,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
+from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import Kind, derive
 from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Formula, blank, save
@@ -99,25 +100,20 @@ class _Positions(Decoder):
 
 
 class _Pick(NamedTuple):
-    """Picks elements of a map at flat indices into its last ``rank`` dimensions."""
-
     rank: int
 
     def __call__(self, x: Tensor, index: Tensor) -> Tensor:
         return x.flatten(-self.rank).gather(-1, index.flatten(-self.rank)).view(index.shape)
 
 
-def _max_pool(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
+_OF_POOL = Parameters("input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False")
+
+
+def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = _OF_POOL.read(args, kwargs)
+    if given is None:
+        return NotImplemented
+    input, kernel_size, stride, padding, dilation, ceil_mode, return_indices = given.values()
     dims, returns_index = _MAX_POOLS[func]
     sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
     if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
@@ -134,20 +130,10 @@ def _max_pool(
 
 
 def _maxima(
-    region: Keeper,
-    pool: Callable,
-    pool_backward: Callable,
-    windows: _Windows,
-    input: Tensor,
-    dims: int,
-    returns_index: bool,
+    region: Keeper, pool: Callable, pool_backward: Callable, windows: _Windows, input: Tensor, dims: int, index: bool
 ) -> Any:
-    """Run a max-pooling; a 1-d one runs as 2-d over maps of height one."""
-    if dims == 1:
-        out, index = (
-            x.squeeze(-2) for x in _maxima(region, pool, pool_backward, windows, input.unsqueeze(-2), 2, True)
-        )
-        return (out, index) if returns_index else out
+    """Run a max-pooling, which may return the ``index``; a 1-d one runs as 2-d over maps of height one."""
+    input = input.unsqueeze(-2) if dims == 1 else input
     input_like = input.shape, input.stride(), input.dtype
 
     def run(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,7 +153,8 @@ def _maxima(
         return (pool_backward(grad, blank(input_like, grad), index),)
 
     found = region.apply(Formula, run, gradients, input)
-    return found if returns_index else found[0]
+    found = tuple([x.squeeze(-2) for x in found]) if dims == 1 else found
+    return found if index else found[0]
 
 
 def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
@@ -178,7 +165,6 @@ def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
 
 
 def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
-    """Sizes of the result; () where torch raises an error."""
     sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     if len(sizes) != dims:
@@ -197,15 +183,8 @@ def _adaptive_max_pool(
     size = flat + size
     windows = _adaptive_windows(flat + tuple(input.shape[-dims:]), size)
     pool, pool_backward = _ATEN_ADAPTIVE_MAX[len(size)]
-    return _maxima(
-        region,
-        lambda x: pool(x, size),
-        pool_backward,
-        windows,
-        input,
-        dims,
-        return_indices if returns_index is None else returns_index,
-    )
+    returns_index = return_indices if returns_index is None else returns_index
+    return _maxima(region, lambda x: pool(x, size), pool_backward, windows, input, dims, returns_index)
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:

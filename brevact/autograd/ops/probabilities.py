@@ -1,7 +1,8 @@
-"""Softmax and log-softmax: probabilities are saved packed.
+"""Softmax, log-softmax and log-sum-exp: probabilities are saved packed.
 
 Log-softmax: dL/dx = g - p sum(g), with p = exp(out) saved; linear in p, hence unbiased. Packing the output itself
-would be biased: the gradient is exponential in it.
+would be biased: the gradient is exponential in it. So is that of log-sum-exp, p g, in its input; p = exp(x - out) is
+saved.
 
 Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
@@ -26,7 +27,7 @@ router or an attention at a low temperature, errors were as large as the gradien
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,7 +67,6 @@ _FEW = (2, 3)
 
 
 def _saves_products(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
-    """Save p_0 p_1, and for three classes p_1 p_2 and p_2 p_0, along the same dimension."""
     p = out.detach().unbind(dim)
     products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
     return (region.keep(torch.stack(products, dim), share=False),)
@@ -114,7 +114,6 @@ _LOGARITHMS = _Rule(lambda region, out, dim: (region.keep(out.exp(), share=False
 
 @functools.lru_cache(maxsize=64)
 def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, BackwardSettings]:
-    """Return how to pack probabilities with independent errors, and how to pack squared errors."""
     quantizer = settings.quantizer
     if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # it rounds a bucket's elements by one shift
         quantizer = replace(quantizer, rounding=Rounding.STOCHASTIC)
@@ -123,7 +122,6 @@ def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, Backward
 
 
 def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Rule:
-    """Return the rule of softmax along a dimension, by the number of classes."""
     if not -len(shape) <= dim < len(shape):
         return _WHOLE
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
@@ -164,6 +162,28 @@ def _softmin(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *ar
     return run(region, func, input, dim, *args, **kwargs)
 
 
+def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
+    """Save the probabilities p = exp(x - out) for this op alone: the gradient is p g."""
+    if not (region.packs_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
+        return NotImplemented
+    if input.numel() < max(1, region.settings.min_numel):
+        return NotImplemented
+    dims, dtype = dim if isinstance(dim, Sequence) else (dim,), input.dtype
+    places = sorted(place % input.dim() for place in dims)
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = func(x, dim, keepdim)
+        of_rows = out if keepdim else functools.reduce(Tensor.unsqueeze, places, out)
+        save(ctx, region.keep((x - of_rows).exp_(), share=False))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+        grad = grad if keepdim else functools.reduce(Tensor.unsqueeze, places, grad)
+        return (kept.decode().mul_(grad).to(dtype),)
+
+    return region.apply(Formula, run, gradients, input)
+
+
 _STORED = Stored(
     "softmax",
     "with two or three classes products of two probabilities, packed; with more the output, packed, squares of its "
@@ -171,7 +191,7 @@ _STORED = Stored(
     "its readers",
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
-_OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)
+_OF_LOGARITHMS = Stored("log-softmax, log-sum-exp", "the probabilities, packed", UNBIASED)
 OPS = (
     Op(
         (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
@@ -185,6 +205,13 @@ OPS = (
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
+    Op(
+        (torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp),
+        _logsumexp,
+        _OF_LOGARITHMS,
+        is_bit_exact=False,
+    ),
     Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
-    Op(everywhere("softmax", "softmin", "gumbel_softmax"), saves=Saves.BOUNDED),
+    Op((F.gumbel_softmax,), run_inside(F.gumbel_softmax), _STORED),
+    Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )

@@ -14,6 +14,7 @@ rows would set their scale.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +22,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall, is_complex
-from brevact.autograd.decoders import Mapped
-from brevact.autograd.layer_recompute import Layer, remember_output
-from brevact.autograd.ops.base import Formula, Saving, load, requires_grad, save
+from brevact.autograd.layer_recompute import remember_output
+from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Mapped, Saved
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
 
@@ -95,42 +95,41 @@ class _Einsum(NamedTuple):
         return result.expand([self.sizes[label] for label in labels])
 
 
-class _Product(Saving):
-    """``beta * added + alpha * product(a, b)``."""
+def _apply(
+    region: Keeper,
+    multiply: Callable[..., Tensor],
+    rule: _Matmul | _Einsum,
+    a: Tensor,
+    b: Tensor,
+    added: Tensor | None = None,
+    alpha: float = 1,
+    beta: float = 1,
+) -> Tensor:
+    """Return ``beta * added + alpha * product(a, b)``."""
+    dtypes, added_like = (a.dtype, b.dtype), None if added is None else (added.shape, added.dtype)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Keeper,
-        multiply: Callable[..., Tensor],
-        rule: _Matmul | _Einsum,
-        added: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        factors: tuple[float, float],
-    ) -> Tensor:
+    def run(ctx: Any, added: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         out = without_autocast_cache(multiply, a, b, added)
         needs_a, needs_b = ctx.needs_input_grad[4:6]
         kept_b = keep_operand(region, b) if needs_a else None
         save(ctx, kept_b, keep_operand(region, a) if needs_b else None)
-        ctx.rule, ctx.factors, ctx.dtype, ctx.dtypes = rule, factors, out.dtype, (a.dtype, b.dtype)
-        ctx.added_like = None if added is None else (added.shape, added.dtype)
+        ctx.gradients = functools.partial(gradients, out.dtype)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept_b, kept_a = load(ctx)
-        alpha, beta = ctx.factors
+    def gradients(
+        dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any
+    ) -> tuple[Tensor | None, ...]:
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
         if kept_a is not None:  # the activation, if the other factor is a weight: it is freed first
-            grad_b = ctx.rule.of_second(scaled, kept_a.decode_as(ctx.dtype).conj()).to(ctx.dtypes[1])
+            grad_b = rule.of_second(scaled, kept_a.decode_as(dtype).conj()).to(dtypes[1])
         if kept_b is not None:
-            grad_a = ctx.rule.of_first(scaled, kept_b.decode_as(ctx.dtype).conj()).to(ctx.dtypes[0])
-        if ctx.needs_input_grad[3]:
-            shape, dtype = ctx.added_like
-            grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)
-        return None, None, None, grad_added, grad_a, grad_b, None
+            grad_a = rule.of_first(scaled, kept_b.decode_as(dtype).conj()).to(dtypes[0])
+        if needs[0] and added_like is not None:
+            grad_added = (grad if beta == 1 else grad * beta).sum_to_size(added_like[0]).to(added_like[1])
+        return grad_added, grad_a, grad_b
+
+    return region.apply(Formula, run, None, added, a, b)
 
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
@@ -152,34 +151,26 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **nam
     if not _can_pack(region, input, other):
         return NotImplemented
 
-    def multiply(a: Tensor, b: Tensor, _: None) -> Tensor:
-        return func(a, b)
-
-    out = region.apply(_Product, multiply, _Matmul.of(input, other), None, input, other, (1, 1))
-    _remember(region, _MATMUL, input, other, None, out)
+    out = _apply(region, lambda a, b, _: func(a, b), _Matmul.of(input, other), input, other)
+    _remember(region, input, other, None, out)
     return out
 
 
-class _WithWeight(NamedTuple):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None:
-            return torch.matmul(x, weight)
-        return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
+def _with_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.matmul(x, weight)
+    return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
 
 
-_MATMUL = _WithWeight()
-
-
-def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _remember(region: Keeper, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
-        remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
+        remember_output(region, _with_weight, a, b, bias, out, cost=b.shape[0])
 
 
 def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
     if not _can_pack(region, other, input):
         return NotImplemented
-    rule = _Matmul.of(other, input)
-    return region.apply(_Product, lambda a, b, _: func(b, a), rule, None, other, input, (1, 1))
+    return _apply(region, lambda a, b, _: func(b, a), _Matmul.of(other, input), other, input)
 
 
 def _multiply_add(
@@ -201,10 +192,9 @@ def _multiply_add(
     def multiply(a: Tensor, b: Tensor, added: Tensor) -> Tensor:
         return func(added, a, b, beta=beta, alpha=alpha)
 
-    rule = _Matmul.of(first, second)
-    out = region.apply(_Product, multiply, rule, input, first, second, (alpha, beta))
+    out = _apply(region, multiply, _Matmul.of(first, second), first, second, input, alpha, beta)
     if alpha == beta == 1 and input.dim() == 1:
-        _remember(region, _MATMUL, first, second, input, out)
+        _remember(region, first, second, input, out)
     return out
 
 
@@ -215,9 +205,7 @@ def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> An
     if len(operands) != 2 or not isinstance(equation, str) or not _can_pack(region, *operands):
         return NotImplemented
     rule = _parse(equation.replace(" ", ""), *(x.shape for x in operands))
-    if rule is None:
-        return NotImplemented
-    return region.apply(_Product, lambda a, b, _: func(equation, a, b), rule, None, *operands, (1, 1))
+    return NotImplemented if rule is None else _apply(region, lambda a, b, _: func(equation, a, b), rule, *operands)
 
 
 def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
@@ -241,7 +229,7 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
 def _are_columns(x: Tensor) -> bool:
@@ -249,7 +237,6 @@ def _are_columns(x: Tensor) -> bool:
 
 
 def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
-    """Set the rows after the last offset to 0."""
     if is_on_host(out):
         if (end := int(offs[-1])) < len(out):
             out[end:].zero_()

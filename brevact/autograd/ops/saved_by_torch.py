@@ -51,8 +51,8 @@ OPS = (
         everywhere("lstm", "gru", "rnn_tanh"),
         stored=Stored(
             "LSTM, GRU, RNN",
-            "input, states and gates, packed; weights as they are. An LSTM on a CPU: its input and output, packed; "
-            "oneDNN's workspace, bytes of no known meaning, as it is. An RNN with ReLU: as in PyTorch, since its "
+            "input, states and gates, packed; weights unpacked. An LSTM on a CPU: its input and output, packed; "
+            "oneDNN's workspace, bytes of no known meaning, unpacked. An RNN with ReLU: as in PyTorch, since its "
             "gradient asks for the sign",
             "noise, biased where steps multiply it",
         ),
@@ -61,9 +61,8 @@ OPS = (
     Op(everywhere("rnn_tanh_cell", "lstm_cell", "gru_cell"), saves=Saves.BOUNDED),
     Op(
         everywhere(
-            *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "clone", "contiguous", "reshape"),
-            *("flatten", "repeat", "tile", "flip", "roll", "rot90", "repeat_interleave", "pixel_shuffle"),
-            *("pixel_unshuffle", "channel_shuffle"),
+            "cat concat concatenate stack hstack vstack dstack clone contiguous reshape flatten repeat tile flip roll "
+            "rot90 repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle"
         ),
         stored=Stored("cat, stack, pixel shuffle", NOTHING, EXACT),
         saves=Saves.PLACES,
@@ -71,54 +70,42 @@ OPS = (
     ),
     Op((torch.autograd.grad, torch.autograd.backward, Tensor.backward), is_backward=True),
     Op(
-        everywhere(
-            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "to", "type", "type_as", "float"),
-            *("double", "half", "bfloat16"),
-        ),
+        everywhere("add sub subtract rsub neg negative positive to type type_as float double half bfloat16"),
         kind=Kind.SUM,
     ),
     Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), kind=Kind.BILINEAR),
     Op(everywhere("mean"), kind=Kind.AVERAGE),
     Op(
         everywhere(
-            *("add", "sub", "subtract", "rsub", "neg", "negative", "mul", "multiply", "div", "divide", "true_divide"),
-            *("truediv", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "clamp", "clamp_min"),
-            *("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
+            "add sub subtract rsub neg negative mul multiply div divide true_divide truediv pow square sqrt rsqrt "
+            "reciprocal exp log clamp clamp_min clone contiguous to type type_as float double half bfloat16"
         ),
         is_pointwise=True,
     ),
     Op(
         everywhere(
-            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "sum", "mean", "cumsum", "trace"),
-            *("diff", "sum_to_size", "deg2rad", "rad2deg", "floor", "ceil", "round", "trunc", "fix", "frac", "sign"),
-            *("heaviside", "detach", "copy", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu"),
-            *("cuda", "xpu", "view", "view_as", "reshape_as", "unflatten", "ravel", "squeeze", "unsqueeze", "expand"),
-            *("expand_as", "broadcast_to", "broadcast_tensors", "permute", "transpose", "swapaxes", "swapdims"),
-            *("movedim", "moveaxis", "t", "adjoint", "as_strided", "unfold", "fold", "narrow", "narrow_copy"),
-            *("select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"),
-            *("unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "diagonal", "diag"),
-            *("diag_embed", "diagflat", "tril", "triu", "row_stack", "column_stack", "block_diag", "atleast_1d"),
-            *("atleast_2d", "atleast_3d", "meshgrid", "cartesian_prod", "combinations", "fliplr", "flipud"),
-            *("select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter", "native_channel_shuffle"),
-            *("fill", "zero", "fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2"),
-            *("rfftn", "irfftn", "hfft", "ihfft", "hfft2", "ihfft2", "hfftn", "ihfftn", "fftshift", "ifftshift"),
-            *("view_as_real", "view_as_complex", "complex", "real", "imag", "resolve_conj", "resolve_neg"),
-            *("bernoulli", "uniform", "normal", "exponential", "empty_like", "zeros_like", "ones_like", "full_like"),
-            *("rand_like", "randn_like", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "any"),
-            *("all", "argmax", "argmin", "argsort"),
-            *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
+            "add sub subtract rsub neg negative positive sum mean cumsum trace diff sum_to_size deg2rad rad2deg floor "
+            "ceil round trunc fix frac sign heaviside detach copy to type type_as float double half bfloat16 cpu cuda "
+            "xpu view view_as reshape_as unflatten ravel squeeze unsqueeze expand expand_as broadcast_to "
+            "broadcast_tensors permute transpose swapaxes swapdims movedim moveaxis t adjoint as_strided unfold fold "
+            "narrow narrow_copy select split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk "
+            "tensor_split hsplit vsplit dsplit unbind diagonal diag diag_embed diagflat tril triu row_stack "
+            "column_stack block_diag atleast_1d atleast_2d atleast_3d meshgrid cartesian_prod combinations fliplr "
+            "flipud select_scatter slice_scatter diagonal_scatter as_strided_scatter native_channel_shuffle fill zero "
+            "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2 rfftn irfftn hfft ihfft hfft2 ihfft2 hfftn ihfftn "
+            "fftshift ifftshift view_as_real view_as_complex complex real imag resolve_conj resolve_neg bernoulli "
+            "uniform normal exponential empty_like zeros_like ones_like full_like rand_like randn_like eq ne lt le gt "
+            "ge isnan isinf isfinite any all argmax argmin argsort fake_quantize_per_tensor_affine "
+            "fake_quantize_per_channel_affine"
         ),
         stored=Stored("add, views, fold", NOTHING, EXACT),
         saves=Saves.PLACES,
     ),
     Op(
-        everywhere(
-            *("exp", "exp2", "var", "var_mean", "trapezoid", "trapz", "cumulative_trapezoid", "affine_grid"),
-            *("affine_grid_generator", "stft"),
-        ),
+        everywhere("exp exp2 var var_mean trapezoid trapz cumulative_trapezoid affine_grid affine_grid_generator stft"),
         stored=Stored(
             "exp, var, lerp, addcmul and other ops of a closed table",
-            "activations packed, masks 1 bit, weights and indices as they are",
+            "activations packed, masks 1 bit, weights and indices unpacked",
             "unbiased where linear in what is stored",
         ),
         saves=Saves.FACTORS,
@@ -135,7 +122,6 @@ _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 
 
 def stores_nothing(func: Callable, args: tuple) -> bool:
-    """Return whether a region may skip a call of an attribute (``x.shape``) or of a function of :data:`OPS`."""
     if func is _GETITEM:  # views have a graph node that records their relation to the tensor
         index = args[1]
         return type(index) in _VIEWING or (type(index) is tuple and _VIEWING.issuperset(map(type, index)))

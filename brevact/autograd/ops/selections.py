@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,13 +66,6 @@ def _without(grad: Tensor, lost: Tensor, ties: Tensor | None) -> Tensor:
     return torch.where(ties, grad / 2, grad).masked_fill_(lost, 0)
 
 
-class _Rule(NamedTuple):
-    """Whether the first of two elements, which may be NaN, is chosen; and whether NaN never is."""
-
-    is_first: Callable[[Tensor, Tensor], Tensor]
-    ignores_nan: bool = False
-
-
 def _of_dims(kind: _Kind) -> Callable:
     def handle(
         region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
@@ -89,8 +82,11 @@ def _of_dims(kind: _Kind) -> Callable:
     return handle
 
 
-def _either(rule: _Rule) -> Callable:
-    """Masks record whether the first and the second of two elements were chosen: both if equal, none if one is NaN."""
+def _either(is_first: Callable[..., Tensor], *, ignores_nan: bool = False) -> Callable:
+    """Save whether the first and the second of two elements were chosen: both if equal, none if one is NaN.
+
+    ``is_first``: whether the first of two elements, which may be NaN, is chosen; ``ignores_nan``: NaN never is.
+    """
 
     def handle(region: Keeper, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
         if kwargs or not (region.is_activation(input) and region.is_activation(other)):
@@ -101,14 +97,13 @@ def _either(rule: _Rule) -> Callable:
 
         def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
             x, y = a.detach(), b.detach()
-            is_first = rule.is_first(x, y)
-            if not rule.ignores_nan:
-                save(ctx, keep_mask(is_first), keep_mask(rule.is_first(y, x)))
+            first = is_first(x, y)
+            if not ignores_nan:
+                save(ctx, keep_mask(first), keep_mask(is_first(y, x)))
             elif fmax_shares_ties():
-                is_second = rule.is_first(y, x) | (x.isnan() & ~y.isnan())
-                save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
+                save(ctx, keep_mask(first | y.isnan()), keep_mask(is_first(y, x) | (x.isnan() & ~y.isnan())))
             else:
-                save(ctx, keep_mask(is_first | y.isnan()))
+                save(ctx, keep_mask(first | y.isnan()))
             return func(a, b)
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
@@ -125,8 +120,8 @@ def _either(rule: _Rule) -> Callable:
     return handle
 
 
-def _whole_or_either(rule: _Rule) -> Callable:
-    of_two = _either(rule)
+def _whole_or_either(is_first: Callable[..., Tensor]) -> Callable:
+    of_two = _either(is_first)
 
     def handle(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
@@ -145,18 +140,17 @@ def _is_whole(region: Keeper, args: tuple) -> bool:
     return not any(type(arg) is int for arg in args[1:])
 
 
-_MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
 _STORED = Stored("max, min, nansum, nanmean", MASKS, EXACT)
 OPS = (
     Op((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _of_dims(_Kind.EXTREME), _STORED),
     Op((torch.nansum, Tensor.nansum), _of_dims(_Kind.SUM), _STORED),
     Op((torch.nanmean, Tensor.nanmean), _of_dims(_Kind.MEAN), _STORED),
-    Op((torch.max, Tensor.max), _whole_or_either(_MAXIMUM), _STORED),
-    Op((torch.min, Tensor.min), _whole_or_either(_MINIMUM), _STORED),
-    Op((torch.maximum, Tensor.maximum), _either(_MAXIMUM), _STORED),
-    Op((torch.minimum, Tensor.minimum), _either(_MINIMUM), _STORED),
-    Op((torch.fmax, Tensor.fmax), _either(_Rule(torch.ge, ignores_nan=True)), _STORED),
-    Op((torch.fmin, Tensor.fmin), _either(_Rule(torch.le, ignores_nan=True)), _STORED),
+    Op((torch.max, Tensor.max), _whole_or_either(torch.ge), _STORED),
+    Op((torch.min, Tensor.min), _whole_or_either(torch.le), _STORED),
+    Op((torch.maximum, Tensor.maximum), _either(torch.ge), _STORED),
+    Op((torch.minimum, Tensor.minimum), _either(torch.le), _STORED),
+    Op((torch.fmax, Tensor.fmax), _either(torch.ge, ignores_nan=True), _STORED),
+    Op((torch.fmin, Tensor.fmin), _either(torch.le, ignores_nan=True), _STORED),
     Op(everywhere("where"), stored=Stored("where", MASKS, EXACT), saves=Saves.PLACES),
     Op(
         everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"),

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops.base import Formula, Saving, as_number, expanded_one, is_inplace, load, save, value_of
+from brevact.autograd.ops.base import Formula, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
@@ -66,12 +66,10 @@ class _Curve(NamedTuple):
     dim: int | None = None
 
 
-class ByDerivative(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool
-    ) -> Tensor:
-        ctx.dim = curve.dim
+def _apply(
+    region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool = False
+) -> Tensor:
+    def run(ctx: Any, input: Tensor) -> Tensor:
         if curve.by_output is not None and _packs_output(region, input):
             out = call(input)
             own = region.keep(out)
@@ -91,10 +89,12 @@ class ByDerivative(Saving):
             ctx.mark_dirty(input)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        products = [kept.multiply(grad) for kept in load(ctx)]
-        return None, None, None, products[0] if ctx.dim is None else torch.cat(products, ctx.dim), None
+    return region.apply(Formula, run, functools.partial(_times, curve.dim), input)
+
+
+def _times(dim: int | None, needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Tensor]:
+    products = [each.multiply(grad) for each in kept]
+    return (products[0] if dim is None else torch.cat(products, dim),)
 
 
 def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Tensor, dim: int | None) -> Saved:
@@ -115,8 +115,6 @@ def _gelu_slope(approximate: str) -> Derivative:
 
 @dataclass(frozen=True)
 class _SoftplusSlope:
-    """Derivative of Softplus. It jumps by exp(-threshold) at the threshold."""
-
     beta: float
     threshold: float
 
@@ -144,8 +142,7 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
         return NotImplemented
     value = value_of(func, (dim,), {})
-    curve = _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim)
-    return region.apply(ByDerivative, value, curve, input, False)
+    return _apply(region, value, _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim), input)
 
 
 def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Callable:
@@ -163,6 +160,12 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
+        if region.settings.double_backward:
+            run = _TWICE.get(func)
+            out = None
+            if not inplace and run is not None and region.torch_runner(input) is not None:
+                out = run(region, value_of(func, rest, kwargs), input)
+            return NotImplemented if out is None else out
         jumps = isinstance(derivative, _SoftplusSlope) and derivative.threshold < 8
         value = value_of(func, rest, kwargs) if is_gentle and not jumps else None
         if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
@@ -173,7 +176,7 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
         # A Function cannot give up its saved tensor for a logarithm of its output.
         by_output = None if derivative in _DIVIDED and not inplace else _BY_OUTPUT.get(derivative)
         curve = _Curve((Slope(derivative),), value, by_output)
-        return region.apply(ByDerivative, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
+        return _apply(region, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
 
     return handle
 
@@ -216,19 +219,6 @@ def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) 
     return out
 
 
-def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        if is_inplace(func, args, kwargs) or not (args or "input" in kwargs):
-            return NotImplemented
-        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
-        if not (region.packs_input(input) and input.requires_grad and region.torch_runner(input)):
-            return NotImplemented
-        out = run(region, value_of(func, rest, kwargs), input)
-        return NotImplemented if out is None else out
-
-    return handle
-
-
 def _sigmoid_slope(one: Tensor, x: Tensor) -> Tensor:
     return aten.sigmoid_backward(one, torch.sigmoid(x))
 
@@ -254,15 +244,15 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
 }
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
-_TWICE: dict[Callable[..., Any], Callable] = {
-    **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
-    **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
-    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), _by_torch(run_torch_by_output)),
-}
 #: Functions for which torch saves only the input or only the output.
 _RUNNERS = {
     **dict.fromkeys((F.silu, F.mish, F.gelu), run_torch),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), run_torch_by_output),
+}
+#: The same for double backward.
+_TWICE: dict[Callable[..., Any], Callable] = {
+    **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu, F.celu, torch.celu, F.selu, torch.selu), run_torch),
+    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
 }
 #: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
@@ -316,11 +306,9 @@ _BOUNDED = Stored(
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 
 
-class _PowerSlope(NamedTuple):
-    exponent: float
-
-    def __call__(self, one: Tensor, x: Tensor) -> Tensor:
-        return torch.pow(x, self.exponent - 1) * self.exponent
+@functools.lru_cache
+def _power_slope(exponent: float) -> Derivative:
+    return lambda one, x: torch.pow(x, exponent - 1) * exponent
 
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
@@ -357,7 +345,7 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     return _smooth_power(region, torch.pow, input, exponent) if exponent > 2 else NotImplemented
 
 
-_smooth_power = smooth_handler(lambda input, exponent: _PowerSlope(exponent))
+_smooth_power = smooth_handler(lambda input, exponent: _power_slope(exponent))
 
 
 def _is_steep(region: Keeper, args: tuple) -> bool:
@@ -383,7 +371,7 @@ OPS = (
     ),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
-    *(Op((func,), twice=handler) for func, handler in _TWICE.items()),
+    Op(tuple(_TWICE), twice=True),
     Op((torch.pow, Tensor.pow, Tensor.__pow__), _pow, STORED._replace(op="x^p with p > 2"), is_bit_exact=False),
     Op((torch.square, Tensor.square), keep_square, WRITTEN_OUT, is_bit_exact=False),
     Op(everywhere("square"), saves=Saves.FACTORS),

@@ -58,7 +58,6 @@ def _group(x: Tensor, dim: Any) -> _Group | None:
 
 
 def _over(x: Tensor, norm: Tensor) -> Tensor:
-    """x / norm, and 0 where the norm is 0."""
     return (x / norm).masked_fill_(norm == 0, 0)
 
 
@@ -85,49 +84,38 @@ def _packs(region: Keeper, x: Any) -> bool:
     return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
 
 
-def _norm_of(region: Keeper, call: Callable[..., Tensor], input: Any, dim: Any) -> Any:
-    group = _group(input, dim) if _packs(region, input) else None
-    return NotImplemented if group is None else _apply_norm(region, call, group, 0.0, input, None)
+#: The order of each norm: its name, and its default.
+_ORDERS: dict[Callable, tuple[str, Any]] = {
+    **dict.fromkeys((torch.norm, Tensor.norm), ("p", "fro")),
+    torch.linalg.vector_norm: ("ord", 2),
+    torch.linalg.norm: ("ord", None),
+    torch.linalg.matrix_norm: ("ord", "fro"),
+}
 
 
-def _norm(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    out: None = None,
-    dtype: None = None,
-) -> Any:
-    if p not in ("fro", 2) or out is not None or dtype is not None:
+def _norm(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    name, default = _ORDERS[func]
+    given = dict(zip((name, "dim", "keepdim"), args, strict=False)) | {
+        key: value for key, value in kwargs.items() if key not in ("out", "dtype") or value is not None
+    }
+    if len(args) > 3 or not given.keys() <= {name, "dim", "keepdim"} or not _packs(region, input):
         return NotImplemented
-    return _norm_of(region, lambda x: func(x, p, dim, keepdim), input, dim)
-
-
-def _vector_norm(
-    region: Keeper, func: Callable, input: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
-) -> Any:
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, dim) if ord == 2 else NotImplemented
-
-
-def _linalg_norm(
-    region: Keeper, func: Callable, input: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
-) -> Any:
-    of_vector = ord is None or (ord == "fro" and (dim is None or not isinstance(dim, int)))
-    if not of_vector and not (ord == 2 and isinstance(dim, int)):
-        return NotImplemented  # another norm, or that of a matrix
-    if ord == "fro" and (input.dim() != 2 if dim is None else len(dim) != 2):
-        return NotImplemented  # torch raises the error
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, dim)
-
-
-def _matrix_norm(
-    region: Keeper, func: Callable, input: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
-) -> Any:
-    if ord != "fro" or not isinstance(dim, tuple | list) or len(dim) != 2:
-        return NotImplemented
-    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), input, tuple(dim))
+    order, dim = given.get(name, default), given.get("dim", (-2, -1) if func is torch.linalg.matrix_norm else None)
+    is_of_two = isinstance(dim, tuple | list) and len(dim) == 2
+    is_of_vectors = order in ("fro", 2)
+    if func is torch.linalg.vector_norm:
+        is_of_vectors = order == 2
+    elif func is torch.linalg.matrix_norm:
+        is_of_vectors = order == "fro" and is_of_two
+    elif func is torch.linalg.norm:  # with another order of a matrix, or wrong dimensions
+        of_whole = order == "fro" and (input.dim() == 2 if dim is None else is_of_two)
+        is_of_vectors = order is None or of_whole or (order == 2 and isinstance(dim, int))
+    group = _group(input, dim) if is_of_vectors else None
+    return (
+        NotImplemented
+        if group is None
+        else _apply_norm(region, lambda x: func(x, *args, **kwargs), group, 0.0, input, None)
+    )
 
 
 def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
@@ -158,16 +146,10 @@ def _dist(region: Keeper, func: Callable, input: Tensor, other: Tensor, p: float
 
 def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = {"dim", "unbiased", "correction", "keepdim"}
-    if not _packs(region, input) or not kwargs.keys() <= known or len(args) > 3:
+    names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
+    if not _packs(region, input) or not kwargs.keys() <= known or len(args) > len(names):
         return NotImplemented
-    named = dict(kwargs)
-    if args and isinstance(args[0], bool):  # std(unbiased)
-        names: tuple[str, ...] = ("unbiased",)
-    else:
-        names = ("dim", "unbiased", "keepdim")
-    if len(args) > len(names):
-        return NotImplemented
-    named.update(zip(names, args, strict=False))
+    named = kwargs | dict(zip(names, args, strict=False))
     correction = named.get("correction")
     correction = (1 if named.get("unbiased", True) else 0) if correction is None else correction
     if named.get("dim") == ():
@@ -263,22 +245,19 @@ def _normalize(
 _VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
-    "the normalized input, packed; the norms as they are",
+    "the normalized input, packed; the norms unpacked",
     UNBIASED,
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, shared with its readers; the norms as they are",
+    "the output, packed, shared with its readers; the norms unpacked",
     "bias Var of one packed copy",
 )
 OPS = (
     *(
         Op(funcs, handler, _STORED, is_bit_exact=False)
         for funcs, handler in (
-            ((torch.norm, Tensor.norm), _norm),
-            ((torch.linalg.vector_norm,), _vector_norm),
-            ((torch.linalg.norm,), _linalg_norm),
-            ((torch.linalg.matrix_norm,), _matrix_norm),
+            (tuple(_ORDERS), _norm),
             ((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
             ((torch.dist, Tensor.dist), _dist),
             ((torch.std, Tensor.std, torch.std_mean, *_VARIANCES), _deviation),

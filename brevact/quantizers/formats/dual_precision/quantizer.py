@@ -35,10 +35,7 @@ SPATIAL = 3
 
 @dataclass(frozen=True)
 class MapBlocks:
-    """How the distinct elements of a tensor divide into `maps` maps of `sides` D, H and W, and a map into blocks.
-
-    `block` are the sides of a block, none larger than the map's; the last block along an axis may be smaller.
-    """
+    """How the distinct elements of a tensor divide into `maps` maps of `sides` D, H and W, and a map into blocks."""
 
     maps: int
     sides: tuple[int, int, int]

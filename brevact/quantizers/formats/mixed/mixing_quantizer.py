@@ -127,10 +127,7 @@ _PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and this one the seed that chooses them
 
 
 class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
-    """Quantizer of buckets: each run of so many elements has metadata of its own, and depends on no other.
-
-    It stores a 1-D tensor as packed codes, then arrays of one value per bucket.
-    """
+    """Quantizer of buckets: each run of so many elements has metadata of its own, and depends on no other."""
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor: a group is a bucket."""

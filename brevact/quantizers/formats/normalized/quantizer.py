@@ -78,17 +78,7 @@ class NormalizedFormat(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizedCodes(GridQuantizer):
-    """Quantizer of values that are normalized already: nothing but codes is stored.
-
-    It cannot mark a NaN: whoever normalized the values knows of it from the mean. And it has no code for 0, which is
-    the mean of a norm's group, not a zero of its input: nearest takes the smallest positive level, stochastic rounding
-    one of either sign.
-
-    Args:
-        format: Levels.
-        rounding: Nearest: the format's own formula. Stochastic: between the two levels around a value with the
-            probabilities that make the expectation exact; values beyond the grid take its ends.
-    """
+    """Quantizer of values that are normalized already: nothing but codes is stored."""
 
     format: NormalizedFormat
     rounding: Rounding
