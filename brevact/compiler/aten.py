@@ -191,6 +191,18 @@ _CHEAP = frozenset(
 ) | frozenset(_packets(prims, "convert_element_type"))
 
 
+def scaled(node: Any) -> tuple[Any, float]:
+    """A tensor, without casts, and the factor by which a node multiplies it."""
+    factor = 1.0
+    while True:
+        packet = packet_of(node)
+        if packet in (aten.mul, aten.div) and isinstance(node.args[1], int | float) and node.args[1]:
+            factor *= node.args[1] if packet is aten.mul else 1 / node.args[1]
+        elif packet not in CASTS:
+            return node, factor
+        node = node.args[0]
+
+
 def is_softmax(node: Any) -> bool:
     """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
     if packet_of(node) in CASTS:

@@ -140,6 +140,7 @@ def planned(
     packing.unite_views()
     packing.read_sizes_alone()
     packing.factor_slopes()
+    packing.read_exponential_units()
     packing.save_integers()
     packing.avoid_exact()
     packing.drop_computable()
@@ -419,6 +420,36 @@ class Packing:
             self.gradients.add(product)
             node.replace_all_uses_with(product)
             self.graph.erase_node(node)
+
+    def read_exponential_units(self) -> None:
+        """Let the gradient of ELU and its kind read exp(x) from the result, a * (exp(x) - 1) where x is at most 0."""
+        results: dict[Any, tuple[fx.Node, float]] = {}
+        for node in list[Any](self.graph.nodes):
+            if packet_of(node) is not aten.where or packet_of(node.args[0]) not in (aten.gt, aten.le):
+                continue
+            (x, bound), (_, above, below) = node.args[0].args, node.args
+            if packet_of(node.args[0]) is aten.gt:
+                unit, factor = table.scaled(below)
+                if packet_of(unit) is aten.expm1 and factor and bound == 0 and self.may_round(node):
+                    results[table.scaled(unit.args[0])] = node, factor
+                continue
+            exp: Any = next(
+                (each for each in getattr(above, "all_input_nodes", ()) if packet_of(each) is aten.exp), None
+            )
+            argument = (None, 0.0) if exp is None else table.scaled(exp.args[0])
+            settings = self.settings_of([node])
+            if argument not in results or argument[0] is not table.scaled(x)[0] or bound != 0:
+                continue
+            if settings is None or settings.is_exact or above not in self.gradients:
+                continue
+            result, factor = results[argument]
+            with self.insert_after(max(result, exp)):
+                unit = self._like(exp, self.call(aten.div.Tensor, result, factor))
+                again = self._like(exp, self.call(aten.add.Tensor, unit, 1))
+            for nodes in (self.live, self.activations):
+                nodes |= {unit, again}
+            above.replace_input_with(exp, again)
+            self.saved[result] = None
 
     def insert_after(self, node: fx.Node) -> Any:
         return self.graph.inserting_before((self.last_input if node.op == "placeholder" else node).next)

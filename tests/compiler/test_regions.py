@@ -148,6 +148,11 @@ def one_block(model: nn.Module) -> Callable:
     return model
 
 
+def module_compiled(model: nn.Module) -> Callable:
+    brevact.quantize_backward(model, FINE).compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
 def breaking(model: nn.Module) -> Callable:
     def forward(x: Tensor) -> Tensor:
         x = model[1](model[0](x))
@@ -171,7 +176,10 @@ def around_a_compiled_block(model: nn.Module) -> Callable:
     return lambda x: model[2:](checkpoint(block, model[0](x), use_reentrant=False))
 
 
-WAYS = [around, inside, policy_on_the_compiled_model, one_block, breaking, in_checkpoint, around_a_compiled_block]
+WAYS = [
+    *(around, inside, policy_on_the_compiled_model, module_compiled),
+    *(one_block, breaking, in_checkpoint, around_a_compiled_block),
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -199,14 +207,16 @@ def test_rules_hold_in_graphs(rules):
 
 
 def test_layers_with_slots_pack():
-    quant = brevact.NearestBackward4bit.let(min_numel=0)
-    model = nn.Sequential(
-        *(bnn.QuantConv2d(3, 16, 3, weight_quant=None, act_quant=quant), bnn.BatchNorm2d(16, act_quant=quant)),
-        *(bnn.Hardswish(act_quant=quant), bnn.MaxPool2d(2, act_quant=quant)),
-        *(nn.Conv2d(16, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-    )
-    plain = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Hardswish(), nn.MaxPool2d(2), *model[4:])
-    assert step(compiled(model), model, IMAGES)[2] < step(compiled(plain), plain, IMAGES)[2] / 2
+    def make(quant: object) -> nn.Module:
+        return nn.Sequential(
+            *(bnn.QuantConv2d(3, 16, 3, act_quant=quant), bnn.BatchNorm2d(16, act_quant=quant)),
+            *(bnn.Hardswish(act_quant=quant), bnn.MaxPool2d(2, act_quant=quant)),
+            *(bnn.QuantConv2d(16, 8, 3, weight_quant=None, act_quant=quant), bnn.AdaptiveAvgPool2d(1, act_quant=quant)),
+            *(nn.Flatten(), bnn.QuantLinear(8, 10, True, act_quant=quant)),
+        )
+
+    packed, plain = (make(quant) for quant in (brevact.NearestBackward4bit.let(min_numel=0), None))
+    assert step(compiled(packed), packed, IMAGES)[2] < step(compiled(plain), plain, IMAGES)[2] / 2
 
 
 def test_noise_is_new_in_each_step_and_fixed_by_the_seed():
@@ -254,6 +264,10 @@ def test_eval_and_no_grad_pack_nothing():
         with torch.no_grad():
             run(X)
     assert not [each for each in saved.tensors if each.dtype is torch.uint8]
+    model.train()
+    with torch.no_grad():
+        run(X)
+    assert step(run, model, X)[2] < step(plain := transformer(), plain, X)[2]
 
 
 def test_weights_are_not_packed():

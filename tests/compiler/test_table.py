@@ -152,6 +152,7 @@ FUNCTIONS = {
     "a comparison": lambda x: torch.where(x > x.roll(1), x * x, x),
     "scores": lambda x: F.scaled_dot_product_attention(x.view(1, 2, 8, 8), x.view(1, 2, 8, 8), x.view(1, 2, 8, 8)),
     "a saturated function": lambda x: (30 * x).tanh() * (30 * x).tanh().roll(1),
+    "exponential units": lambda x: F.elu(3 * x) * F.selu(x.roll(1)) + F.celu(x, 0.5).square(),
     "saturated gates": lambda x: (20 * x[:, :8]).sigmoid() * (20 * x[:, 8:]).tanh(),
     "between graphs": lambda x: LSTM(x[None])[0],
 }
@@ -208,6 +209,12 @@ def test_uses_and_bits(function, op, expected):
     for error, standard in errors_of_mean(call, plain):
         assert error <= 5 * standard + 0.02
     assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
+
+
+@pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
+def test_exponential_units_are_read_from_their_results(unit):
+    weight = torch.randn(16, 16, requires_grad=True)
+    assert packed_rows(lambda x: unit(x) @ weight, X) == {"aten.where": 2, "aten.le": 1}
 
 
 def test_lookups_in_weights_are_computed_again():
