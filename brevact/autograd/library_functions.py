@@ -47,7 +47,10 @@ READ = {
     "spconv": ("spconv", (2, 3), (2, 3)),
     "efficientnet_pytorch": ("efficientnet-pytorch", (0, 7), (0, 7)),
     "monai": ("monai", (1, 6), (1, 6)),
+    "bitsandbytes": ("bitsandbytes", (0, 50), (0, 50)),
 }
+#: Namespaces of operators that write to nothing but what they declare, of libraries in `READ`.
+DECLARING = {"bitsandbytes"}
 _TABLE = """
 torch.nn.modules._functions SyncBatchNorm L----
 timm.layers.activations_me SwishAutoFn S
@@ -271,6 +274,11 @@ def _letters_of(path: str, count: int) -> str | None:
 
 def is_exact_alone(path: str | None) -> bool:
     return path in SETS and set().union(*SETS[path]) == {EXACT}
+
+
+def declares_writes(namespace: str) -> bool:
+    """Return whether a library's operators are known to write to nothing but what they declare."""
+    return namespace in DECLARING and _is_read(namespace)
 
 
 @functools.cache

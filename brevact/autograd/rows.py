@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd.call_arguments import tensors_of_call
+from brevact.autograd.library_functions import declares_writes
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.base import may_overwrite
 from brevact.autograd.ops.op import NOTHING, Op, Saves
@@ -161,7 +162,10 @@ def _row_of_operator(func: Callable) -> Op:
 
 
 def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
-    """Select the tensors of a call that an operator declares to write, or all if none: kernels may bump no version."""
+    """Select the tensors of a call that an operator declares to write, or all if none: kernels may bump no version.
+
+    None of an operator that declares none, of a library whose operators are known to declare what they write.
+    """
     found = {
         key
         for schema in schemas_of_operator(name)
@@ -169,9 +173,10 @@ def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:
         if argument.alias_info is not None and argument.alias_info.is_write
         for key in (place, argument.name)
     }
+    declares = declares_writes(name.partition(":")[0])
 
     def written(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-        if found:
+        if found or declares:
             args = tuple([x for place, x in enumerate(args) if place in found])
             kwargs = {key: x for key, x in kwargs.items() if key in found}
         return tensors_of_call(args, kwargs)

@@ -20,13 +20,15 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import LosslessBackward, Policy, StochBackward2bit, StochBackward8bit
-from brevact.autograd import known_values, region
+from brevact.autograd import known_values, library_functions, region, rows
 from tests.autograd.measuring import settings
 
 _library = torch.library.Library("brevact_writes", "FRAGMENT")
 for _name in ("declared(Tensor(a!) x, Tensor other) -> ()", "undeclared(Tensor x, Tensor other) -> ()"):
     _library.define(_name)
     _library.impl(_name.partition("(")[0], lambda x, other: double(x.detach().numpy()), "CompositeExplicitAutograd")
+_library.define("reading(Tensor x) -> Tensor")
+_library.impl("reading", lambda x: x.detach().clone(), "CompositeExplicitAutograd")
 
 
 def double(memory: Any) -> None:
@@ -158,6 +160,18 @@ def test_addresses_that_torch_and_this_package_take_end_nothing():
             assert known_values.find(y, eight) is not None
         y.data_ptr()
         assert known_values.find(y, eight) is None
+
+
+def test_operators_of_libraries_that_were_read_write_what_they_declare(monkeypatch):
+    norm, eight = nn.LayerNorm(64), settings(bit_width=8)
+    monkeypatch.setitem(library_functions.READ, "brevact_writes", ("torch", (2, 0), (99, 0)))
+    for namespace, stays in (("", False), ("brevact_writes", True)):
+        monkeypatch.setattr(library_functions, "DECLARING", {namespace})
+        rows._row_of_operator.cache_clear()
+        with region(eight):
+            y = norm(torch.eye(64) * 1)
+            torch.ops.brevact_writes.reading(y)
+            assert (known_values.find(y, eight) is not None) == stays
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")

@@ -54,8 +54,11 @@ def test_full_precision_trains_as_without_a_callback(run, callback, tmp_path):
         {"eval_strategy": "steps", "eval_steps": 1},
         {"label_smoothing_factor": 0.1},
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"train_sampling_strategy": "group_by_length"},
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "torch_compile": True}
+        | {"torch_compile_backend": "aot_eager"},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: " ".join(options),
 )
 def test_default_trains_with_options_of_the_trainer(run, callback, tmp_path, options):
     """Without dropout: rounding draws its seeds from the generator that dropout draws from."""
@@ -64,6 +67,9 @@ def test_default_trains_with_options_of_the_trainer(run, callback, tmp_path, opt
     assert run.losses(trainer)[0] == run.losses(plain)[0]
     assert not run.same_weights(trainer.model, plain.model)
     row = trainer.state.log_history[0]
+    assert [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each] == pytest.approx(
+        [each["eval_loss"] for each in plain.state.log_history if "eval_loss" in each], rel=1e-3
+    )
     assert row["brevact/plain_mib"] > (1 if "gradient_checkpointing" in options else 3) * row["brevact/saved_mib"] > 0
 
 
