@@ -41,7 +41,8 @@ def compile(
         policy: backward quantizer, :class:`brevact.Policy`, or words for :func:`brevact.parse_policy`.
         budget: which part of the packed bytes that a graph saves without computing layers again it may save, from 0 to
             1; backward computes layers again for the rest, where it can. A ratio such as ``"20x"`` or bytes such as
-            ``"512MiB"``: each graph saves at most that, by the layers and the bits of least estimated noise. None takes
+            ``"512MiB"``: each graph saves at most that; it computes as few layers again as codes of 8 bits allow, and
+            bits fall by least estimated noise. A ratio is of what the graph would save unpacked. None takes
             ``torch._functorch.config.activation_memory_budget`` for the part.
         backend: compiler, as for `torch.compile`; one that compiles by AOTAutograd.
         mode: mode of Inductor, as for `torch.compile`.
