@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from recipes.domains.variants import prepare
 
 import brevact
 from benchmarks.records import append_rows, print_table
-from recipes.domains.variants import prepare
 from recipes.finetune import FineTuneSettings, FineTuning
 
 LENGTHS = 1024, 4096, 16384
