@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from brevact.private_names.of_torch import DisableTorchFunction
+from brevact.private_names.of_torch import DisableTorchFunction, parts_of_coo
 
 T = TypeVar("T", Tensor, UntypedStorage)
 
@@ -104,7 +104,7 @@ def storage_address(x: Tensor) -> int:
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
     """Return the dense tensors that a sparse tensor consists of, or ``x`` itself."""
     if x.layout is torch.sparse_coo:
-        return x._indices(), x._values()
+        return parts_of_coo(x)
     if x.layout in (torch.sparse_csr, torch.sparse_bsr):
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout in (torch.sparse_csc, torch.sparse_bsc):

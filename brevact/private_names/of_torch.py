@@ -141,6 +141,11 @@ def outside_of_legacy_vmap() -> Any:
     return _ExcludeDispatchKeys(_DispatchKeySet(_key_named("VmapMode")))
 
 
+def parts_of_coo(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a sparse tensor, coalesced or not."""
+    return x._indices(), x._values()
+
+
 # --- modules
 
 global_forward_pre_hooks = find("torch.nn.modules.module._global_forward_pre_hooks")
