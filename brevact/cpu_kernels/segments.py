@@ -36,7 +36,19 @@ from brevact.cpu_kernels.groups import (
     read_metadata,
     uniform_table,
 )
-from brevact.cpu_kernels.memory import advance, f32_at, f32_scratch, i64_at, inlined, kernel, load, store, u8_at
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    lanes,
+    load,
+    look_up_lanes,
+    store,
+    u8_at,
+)
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.teams import share
@@ -113,8 +125,13 @@ def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
     mask, at = np.uint32((1 << bit_width) - 1), plane * bit_width
     shift, low = np.uint32(at & 7), advance(packed, (at >> 3) * columns)
     high = advance(packed, (at + bit_width - 1 >> 3) * columns)  # the same, unless a code lies in two bytes
-    target = advance(out, plane * columns)
-    for k in range(start, stop):
+    target, j = advance(out, plane * columns), start
+    if stop - start >= lanes():
+        while j < stop:
+            j = min(j, stop - lanes())  # the last columns are looked up with some that are known already
+            look_up_lanes(advance(low, j), advance(high, j), shift, mask, row, advance(target, j))
+            j += lanes()
+    for k in range(j, stop):
         word = np.uint32(np.uint32(load(low, k)) | np.uint32(np.uint32(load(high, k)) << np.uint32(8)))
         store(target, k, load(row, np.int64(np.uint32(np.uint32(word >> shift) & mask))))
 
