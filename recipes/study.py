@@ -3,6 +3,8 @@
     python -m recipes.study --policies None DEFAULT --csv docs/studies.csv --dataset cifar10 --data-dir DIR
     python -m recipes.study --csv docs/studies.csv                                           # the table alone
 
+`fit:bytes=NAME` is the policy that `brevact.fit` finds at the bytes of the policy NAME, and is compared with that, too.
+
 The runs of a pair start from the same weights, see the same batches and differ in their saved tensors. Runs in the CSV
 are not trained again. Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import math
 import statistics
 import sys
@@ -29,6 +32,8 @@ from recipes.recipe import RecipeError, torch_device
 from recipes.training import Run
 
 FULL_PRECISION = "None"
+#: Before the name of a policy: `brevact.fit` at its bytes.
+FITTED = "fit:bytes="
 RECIPES = {"efficientnetv2": efficientnetv2.RECIPE, "qat": qat.RECIPE}
 #: Columns that tell kinds of runs apart, and with policy and seed, runs.
 KIND = ("dataset", "recipe", "epochs", "train_size", "settings")
@@ -77,7 +82,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A policy against full precision, over runs of the same kind."""
+    """A policy against full precision, or a fitted one against the policy whose bytes are its budget."""
 
     kind: tuple[str, ...]
     policy: str
@@ -85,6 +90,7 @@ class Comparison:
     less: float
     loss: Interval
     accuracy: Interval
+    against: str = FULL_PRECISION
 
     @property
     def is_long(self) -> bool:
@@ -95,21 +101,26 @@ class Comparison:
         """The kind and the policy, for a table."""
         _, recipe, epochs, size, settings = self.kind
         words = {"efficientnetv2": "EfficientNetV2 nano", "qat": "the same at W4A4"}.get(recipe, recipe)
-        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), self.policy
+        return f"{words}, {epochs} x {size or 'all'} images" + (f", {settings}" if settings else ""), self.label
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.against == FULL_PRECISION else f"{self.policy} against {self.against}"
 
 
 def comparisons(rows: Iterable[Mapping[str, str]]) -> list[Comparison]:
-    """Every policy against full precision, by kind of run; the longest first."""
+    """Every comparison, by kind of run; the longest first."""
     runs: dict[tuple[str, ...], dict[str, dict[str, Mapping[str, str]]]] = {}
     for row in rows:
         kind = tuple(row[name] for name in KIND)
         runs.setdefault(kind, {}).setdefault(row["policy"], {})[row["seed"]] = row
     found = []
     for kind, policies in sorted(runs.items(), key=lambda item: -int(item[0][2]) * int(item[0][3] or 10**6)):
-        plain = policies.get(FULL_PRECISION, {})
-        for policy, seeds in policies.items():
-            pairs = [(seeds[seed], plain[seed]) for seed in seeds if seed in plain]
-            if policy == FULL_PRECISION or not pairs:
+        for policy, against in itertools.product(policies, policies):
+            seeds, others = policies[policy], policies[against]
+            pairs = [(seeds[seed], others[seed]) for seed in seeds if seed in others]
+            is_compared = policy == FITTED + against or (against == FULL_PRECISION != policy)
+            if not (is_compared and pairs):
                 continue
             loss, accuracy = (
                 [factor * (float(mine[column]) - float(other[column])) for mine, other in pairs]
@@ -117,18 +128,35 @@ def comparisons(rows: Iterable[Mapping[str, str]]) -> list[Comparison]:
             )
             less = int(pairs[0][0]["plain_bytes"]) / int(pairs[0][0]["saved_bytes"])
             intervals = Interval.of(loss, 3), Interval.of(accuracy, 2)
-            found.append(Comparison(kind, policy, len(pairs), less, *intervals))
+            found.append(Comparison(kind, policy, len(pairs), less, *intervals, against))
     return found
 
 
-def train(recipe_name: str, policy: str, seed: int, options: argparse.Namespace) -> Row:
+def policy_of_study(words: str) -> str:
+    """Read a policy, or `fit:bytes=` and one; for argparse."""
+    variant_of(words.removeprefix(FITTED))
+    return words
+
+
+def variant_in(rows: Iterable[Mapping[str, str]], kind: Sequence[str], policy: str, seed: int) -> str:
+    """The variant of a run: for `fit:bytes=NAME` the bytes in the row of NAME; a RecipeError without that row."""
+    if not policy.startswith(FITTED):
+        return policy
+    wanted = [*kind, policy.removeprefix(FITTED), str(seed)]
+    for row in rows:
+        if [row[name] for name in (*KIND, "policy", "seed")] == wanted:
+            return f"{int(row['saved_bytes']) / 2**20}MiB"
+    raise RecipeError(f"--policies {policy}: seed {seed} has no row of {wanted[-2]}; name that policy before it")
+
+
+def train(recipe_name: str, policy: str, variant: str, seed: int, options: argparse.Namespace) -> Row:
     """Train one run and return its row; without dropout, which would draw from the quantizers' generator."""
     start, recipe = datetime.datetime.now(), RECIPES[recipe_name]
     settings = recipe.settings(
         **{name: getattr(options, name) for name in ("dataset", "data_dir", "epochs", "train_size", "test_size")},
         **{"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0},
     )
-    run = Run(recipe, settings, policy, seed, torch_device("auto"))
+    run = Run(recipe, settings, variant, seed, torch_device("auto"))
     for epoch in range(1, settings.epochs + 1):
         loss = run.task.train_epoch(epoch, lambda: None)
     test_loss, accuracy = run.task.scores()
@@ -147,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=RECIPES, default="efficientnetv2")
     parser.add_argument(
-        "--policies", nargs="+", type=variant_of, default=[], metavar="POLICY", help="None is full precision"
+        "--policies", nargs="+", type=policy_of_study, default=[], metavar="POLICY", help="None is full precision"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--dataset", default="digits")
@@ -164,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for policy in options.policies:
                 kind = (options.dataset, options.recipe, str(options.epochs), str(options.train_size or ""), "")
                 if (*kind, policy, str(seed)) not in done:
-                    rows.append(train(options.recipe, policy, seed, options))
+                    variant = variant_in(rows, kind, policy, seed)
+                    rows.append(train(options.recipe, policy, variant, seed, options))
                     _append(options.csv, rows[-1])
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)

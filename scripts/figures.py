@@ -144,7 +144,7 @@ def figures() -> dict[str, str]:
         values = {"pairs": str(each.pairs), "less": f"{each.less:.1f}", "loss": each.loss, "accuracy": each.accuracy}
         if not settings:
             name = "study" if each.is_long else short
-            found |= {f"{name}.{each.policy}.{column}": str(value) for column, value in values.items()}
+            found |= {f"{name}.{each.label}.{column}": str(value) for column, value in values.items()}
     return found
 
 

@@ -153,7 +153,7 @@ def studies() -> Figure:
     """Differences of accuracy: intervals of six pairs and more, and the pairs of short studies one by one."""
     rows = figures.read("studies")
     figure, (left, right) = _figure(2, 4)
-    long = [each for each in comparisons(rows) if each.accuracy.half_width >= 0]
+    long = [each for each in comparisons(rows) if each.accuracy.half_width >= 0 and each.against == FULL_PRECISION]
     for at, each in enumerate(long):
         left.errorbar(each.accuracy.mean, at, xerr=each.accuracy.half_width, fmt="o", capsize=3)
     left.set_yticks(range(len(long)), [f"{each.policy}, {each.pairs} pairs" for each in long])
@@ -164,7 +164,7 @@ def studies() -> Figure:
     plain = {row["seed"]: float(row["test_accuracy"]) for row in short if row["policy"] == FULL_PRECISION}
     for place, rounding in enumerate(("Stoch", "Nearest", "Dither")):
         for bits in range(1, 9):
-            found = [row for row in short if row["policy"] == f"{rounding}Backward{bits}bit"]
+            found = [row for row in short if row["policy"] == f"{rounding}Backward{bits}bit" and row["seed"] in plain]
             values = [100 * (float(row["test_accuracy"]) - plain[row["seed"]]) for row in found]
             at = [bits + 0.2 * (place - 1)] * len(values)
             right.plot(at, values, f"C{place}o", markersize=4, label=rounding if bits == 2 else None)

@@ -19,6 +19,17 @@ def test_main_trains_pairs_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "StochBackward2bit  1 pairs" in capsys.readouterr().out
 
 
+def test_a_fit_is_compared_at_the_bytes_of_its_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "rows.csv"
+    options = ["--epochs", "2", "--train-size", "128", "--test-size", "32", "--seeds", "0", "--csv", str(path)]
+    assert study.main([*options, "--policies", "fit:bytes=StochBackward2bit"]) == 1
+    assert "name that policy before it" in capsys.readouterr().err
+    assert study.main([*options, "--policies", "StochBackward2bit", "fit:bytes=StochBackward2bit"]) == 0
+    uniform, fitted = (int(row["saved_bytes"]) for row in study.read(path))
+    assert 0.8 * uniform < fitted <= uniform
+    assert "fit:bytes=StochBackward2bit against StochBackward2bit  1 pairs" in capsys.readouterr().out
+
+
 def test_comparisons_pair_runs_of_a_seed():
     kind = {"dataset": "digits", "recipe": "qat", "epochs": "4", "train_size": "", "settings": ""}
     rows = [
