@@ -127,7 +127,7 @@ def pack_chunk(codes: Tensor, start: int, bit_width: int, block_size: int, out: 
 
 def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
     """The inverse of `pack`: (n,) int32 codes, or int64 at 32 bits."""
-    out = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+    out = torch.empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64, device=packed.device)
     for start, stop, columns in chunks(numel, block_size):
         out[start:stop] = unpack_chunk(packed, bit_width, start, stop, columns, block_size)
     return out
