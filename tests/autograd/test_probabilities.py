@@ -132,6 +132,15 @@ def test_gumbel_softmax_is_the_softmax_of_classes_that_it_ends_with():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("function", [torch.softmax, lambda x, dim: F.gumbel_softmax(x, dim=dim)])
+def test_softmax_is_packed_under_double_backward(function):
+    x = torch.randn(16, 64, requires_grad=True)
+    with watch_saved() as saved, region(settings(double_backward=True)):
+        (grad,) = torch.autograd.grad(function(x * 1, 1)[:, 0].sum(), x, create_graph=True)
+    assert saved.nbytes < x.nbytes
+    assert torch.autograd.grad(grad.square().sum(), x)[0].any()
+
+
 @pytest.mark.parametrize("classes", [4, 10])
 def test_softmax_is_unbiased_before_a_loss_that_reads_it(classes):
     # The loss is quadratic in p: its gradient has the noise of its own copy, independent of that of the softmax.

@@ -212,6 +212,6 @@ OPS = (
         is_bit_exact=False,
     ),
     Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
-    Op((F.gumbel_softmax,), run_inside(F.gumbel_softmax), _STORED),
+    Op((F.gumbel_softmax,), run_inside(F.gumbel_softmax), _STORED, twice=True),
     Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )
