@@ -652,7 +652,25 @@ class Packing:
         again = (node for node in nodes if packet_of(node) in table.MATRIX_PRODUCTS and node not in self.gradients)
         rows += [_row(node, RECOMPUTED, 0, ()) for node in again]
         self._redirect(nodes, decoded)
+        rows += [_row(copy, "", 0, (copy,)) for copy in self._copy_overwritten(kept)]
         return list(kept), rows
+
+    def _copy_overwritten(self, kept: dict[fx.Node, None]) -> Iterator[fx.Node]:
+        """Let the graph read copies of inputs that it overwrites, if backward reads these."""
+        values = [node.meta.get("val") for node in kept]
+        storages = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+        for write in [node for node in self.graph.nodes if packet_of(node) is aten.copy_]:
+            read: Any = write.args[0]
+            if read.op != "placeholder" or read.meta["val"].untyped_storage()._cdata not in storages:
+                continue
+            with self.graph.inserting_before(self.last_input.next):
+                copy = self._like(read, self.call(aten.clone.default, read))
+            others = (copy, write, self.output)
+            read.replace_all_uses_with(copy, delete_user_cb=lambda user, others=others: user not in others)
+            if read in kept:
+                del kept[read]
+                kept[copy] = None
+                yield copy
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         """Add a call at the graph's insertion point, with the fake tensor that it returns."""

@@ -242,3 +242,29 @@ def test_code_of_an_op_in_a_graph_may_enter_a_region():
         found = run(x)
     assert torch.equal(found, function(x))
     assert not torch.equal(found, torch.layer_norm(layer(x), (64,)))
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("source", [brevact.LosslessBackward, brevact.StochBackward8bit.let(bit_width=24)])
+def test_backward_reads_buffers_as_they_were_before_a_graph_overwrote_them(source: object, view: bool):
+    """Backward looks up a codebook again that moves in each forward, as in vector quantization."""
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(16, 64)
+            self.register_buffer("codes", torch.randn(64, 32) if view else torch.randn(32, 64))
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            found = self.layer(x) * (self.codes.t() if view else self.codes)[index]
+            with torch.no_grad():
+                self.codes.mul_(0.5)
+            return found
+
+    x, index = torch.randn(512, 16), torch.randint(0, 32, (512,))
+    gradients = []
+    for model in (Codebook(), brevact.compile(Codebook(), source, backend="aot_eager", fullgraph=True)):
+        model(x, index).square().sum().backward()
+        gradients.append(model.layer.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
