@@ -101,6 +101,7 @@ def models() -> Figure:
             value, name = values[at]
             axis.annotate(name, (at % len(values), value), place, textcoords="offset points", ha=align)
     axis.set(yscale="log", ylabel="times less kept", xlabel="models of a group, sorted", yticks=(2, 5, 10, 20, 40))
+    axis.margins(y=0.1)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.legend()
