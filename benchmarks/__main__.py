@@ -4,10 +4,10 @@
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
     python -m benchmarks --all                   # the rows of the pages, at most 25 minutes on two cores; goes on
 
-MODEL is a name or a group (small, images, domains, qat, large, compiled, trained, cifar10; see `--list`). A policy is
-"plain" or "checkpoint" (of each block), "compile" or "compile:0.3" (torch.compile, with that part of the memory that it
-would keep), "compile+DEFAULT" or "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one),
-"fit:30x" (brevact.fit), or words such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
+MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block), "compile" or
+"compile:0.3" (torch.compile, with that part of the memory that it would keep), "compile+DEFAULT" or
+"compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one), "fit:30x" (brevact.fit), or words
+such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
 
 bytes: distinct storages that autograd keeps for backward, without weights and batch.
 peak: the most bytes that PyTorch allocates in a step, and the growth of a fresh process over four steps.

@@ -35,7 +35,11 @@ def run(recipe: Recipe, options: argparse.Namespace) -> None:
     device, folder = torch_device(options.device), options.out_dir
     files.open_folder(folder, asdict(settings), resume=options.resume, overwrite=options.overwrite)
     variants = list(dict.fromkeys([PLAIN, *options.compare] if options.compare else options.variants))
-    runs, epochs = training.train(recipe, settings, variants, list(dict.fromkeys(options.seeds)), device, folder)
+    try:
+        runs, epochs = training.train(recipe, settings, variants, list(dict.fromkeys(options.seeds)), device, folder)
+    except RecipeError:
+        files.leave_folder(folder)
+        raise
     rows = results.table_rows(recipe, settings, variants, runs)
     files.write_rows(folder / results.TABLE, results.COLUMNS, rows)
     results.draw(recipe, rows, epochs, folder)
@@ -60,13 +64,14 @@ def _parse(recipe: Recipe, arguments: Sequence[str] | None) -> argparse.Namespac
         *("--variants", "--act-quant"),
         **words,
         default=list(recipe.variants),
-        help=f"train these: {PLAIN}, {CHECKPOINT}, policies, {CHECKPOINT}+POLICY, budgets such as 24x (default: "
-        f"{' '.join(recipe.variants)})",
+        help=f"train these: {PLAIN}, {CHECKPOINT}, policies, {CHECKPOINT}+POLICY, budgets such as 24x; python -m pydoc "
+        f"recipes.policies has all words (default: {' '.join(recipe.variants)})",
     )
     seeds = recipe.seeds
     parser.add_argument("--seeds", "--seed", nargs="+", type=int, default=list(seeds), help="a training for each")
     parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
     parser.add_argument("--out-dir", type=Path, default=Path("runs") / recipe.name, help="default: %(default)s")
-    parser.add_argument("--resume", action="store_true", help="go on with the runs in the folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace the runs in the folder")
+    found = parser.add_mutually_exclusive_group()
+    found.add_argument("--resume", action="store_true", help="go on with the runs in the folder")
+    found.add_argument("--overwrite", action="store_true", help="replace the runs in the folder")
     return parser.parse_args(arguments)

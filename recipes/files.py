@@ -43,6 +43,12 @@ def open_folder(folder: Path, settings: Mapping[str, object], *, resume: bool, o
             )
 
 
+def leave_folder(folder: Path) -> None:
+    """Forgets the settings of a folder without runs, so that a mended command starts there."""
+    if not any((folder / name).exists() for name in (RUNS, CHECKPOINT)):
+        (folder / SETTINGS).unlink(missing_ok=True)
+
+
 def _check_writable(folder: Path) -> None:
     """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there."""
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]

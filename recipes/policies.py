@@ -5,7 +5,7 @@ checkpoint                                               inputs of checkpoints
 checkpoint+DEFAULT                                       the same, and a policy outside of them
 StochBackward2bit                                        a quantizer, or a policy, of brevact
 StochBackward4bit:bucket_size=256,save_mode='...'        with settings
-StochBackward2bit+norms=StochBackward4bit                but for the norms
+StochBackward2bit+norms=StochBackward4bit                but for the norms; likewise DEFAULT+norms=StochBackward4bit
 None+blocks.2.*=StochBackward4bit                        modules by a pattern of their names, which has a dot or a star
 24x, 512MiB, peak=2GiB, noise=0.05                       the policy of least noise within a budget, by `brevact.fit`
 """
@@ -50,13 +50,18 @@ def policy_of(words: str) -> tuple[Any, dict[str, float]]:
                     f"+{part}: write +norms=NAME, or a pattern of modules' names, such as +blocks.2.*=NAME"
                 )
             rules[is_norm if name == "norms" else name] = _leaf(source)
-        return brevact.Policy({**rules, "*": _leaf(whole)}), {}
+        base = _leaf(whole)
+        return (base if isinstance(base, brevact.Policy) else brevact.Policy({"*": base})).let(rules), {}
     except (OSError, TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{words}: {error}") from error
 
 
 def _leaf(words: str) -> Any:
-    return None if words == "None" else read_policy(words, "policy")[0]
+    """A quantizer, a policy, or None for full precision."""
+    found, budget = read_policy(words, "policy")
+    if budget:
+        raise ValueError(f"{words} is a budget, which is fitted for the whole model: leave out what follows it")
+    return None if words == "None" else found
 
 
 def prepare(task: Task, variant: str, fitted: str | None = None) -> str | None:

@@ -58,7 +58,7 @@ def _of_bench(name: str, ways: Sequence[str], columns: dict[str, str], models: S
                 text = rows.get((model, way), {}).get(column, "")
                 plain = rows.get((model, "plain"), {}).get(column, "")
                 if text and plain:
-                    value = float(plain) / float(text) if title == "speed" else float(text) / float(plain)
+                    value = float(plain) / float(text) if title.startswith("speed") else float(text) / float(plain)
                     panels[title].setdefault(model, {})[way] = round(value, 3)
     return _bars(panels, 1.0)
 
@@ -71,7 +71,7 @@ def large() -> Figure:
 
 def gpu() -> Figure:
     ways = ("checkpoint", "DEFAULT", "RECOMPUTE", "LosslessBackward", "plain+captured", "DEFAULT+captured")
-    return _of_bench("gpu", ways, {"peak, part of plain": "peak_mib", "speed": "step"})
+    return _of_bench("gpu", ways, {"peak, part of plain": "peak_mib", "speed, times plain": "step"})
 
 
 def qat() -> Figure:
@@ -97,9 +97,11 @@ def models() -> Figure:
         names = [name for name in figures.models_of(group) if (name, "DEFAULT") in rows]
         values = sorted((float(rows[name, "DEFAULT"]["kept_less"]), name) for name in names)
         axis.plot([value for value, _ in values], "o", markersize=4, label=group)
-        for at in (0, -1):
-            axis.annotate(values[at][1], (at % len(values), values[at][0]), (4, 4), textcoords="offset points")
+        for at, place, align in ((0, (4, 6 if group == "small" else -11), "left"), (-1, (-4, 6), "right")):
+            value, name = values[at]
+            axis.annotate(name, (at % len(values), value), place, textcoords="offset points", ha=align)
     axis.set(yscale="log", ylabel="times less kept", xlabel="models of a group, sorted", yticks=(2, 5, 10, 20, 40))
+    axis.margins(y=0.1)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.legend()

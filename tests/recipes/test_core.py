@@ -98,11 +98,20 @@ def test_main_keeps_runs_with_other_settings_apart(tmp_path, capsys):
     assert len(before) == 2 and len(without_time(tmp_path)) == 3
 
 
+def test_a_mended_command_starts_in_the_folder_of_one_that_failed(tmp_path, capsys):
+    command = ["--variants", "plain", "--seeds", "0", "--epochs", "1", "--out-dir", str(tmp_path)]
+    assert main([*command, "--lr", "1e30"]) == 2
+    capsys.readouterr()
+    refused(main, [*command, "--resume"], "no runs to resume", capsys)
+    assert main(command) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--variants", "checkpoints"], "checkpoints: policy 'checkpoints': checkpoints is not a backward quantizer"),
         (["--compare", "DEFAULT", "--variants", "plain"], "not allowed with argument"),
+        (["--resume", "--overwrite"], "not allowed with argument"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     ],
 )

@@ -28,8 +28,15 @@ def test_parts_of_a_model_have_quantizers_of_their_own():
     found = stored("StochBackward2bit+norms=StochBackward4bit:bucket_size=64+2*=None")
     assert found["0"] == (2, brevact.quantizer(brevact.StochBackward2bit).bucket_size)
     assert found["1"] == (4, 64) and found["2"] is None
+    found = stored("DEFAULT+norms=StochBackward2bit")
+    assert found["1"][0] == 2 and found["2"] == stored("DEFAULT")["2"]
     found = stored("None+norms=L4Backward")
     assert found["0"] is found["2"] is None and found["1"] is not None
+
+
+def test_a_pattern_that_names_no_module_is_refused():
+    with pytest.raises(ValueError, match=r"policy rule 'blocks\.7\*' matches no module"):
+        stored("StochBackward2bit+blocks.7*=StochBackward4bit")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,9 @@ def test_parts_of_a_model_have_quantizers_of_their_own():
         ("StochBackward2bit:bucket=3", r"did you mean bucket_size\?"),
         ("StochBackward2bit:64", r"'64' is not of the form setting=value"),
         ("StochBackward2bit+norm=L4Backward", r"\+norm=L4Backward: write \+norms=NAME, or"),
-        ("CONV_NET+norms=L4Backward", r"is no backward quantizer"),
+        ("None+norms=CONV_NET", r"is no backward quantizer"),
+        ("24x+norms=L4Backward", r"24x is a budget, which is fitted for the whole model"),
+        ("None+norms=24x", r"24x is a budget, which is fitted for the whole model"),
         ("checkpoint+nothing", r"nothing is not a backward quantizer or policy"),
         ("20", r"a budget is written 24x"),
     ],
