@@ -125,6 +125,9 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether a process has parts of a model's parameters: by FSDP, tensor parallelism or DeepSpeed's ZeRO-3."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")  # None if never imported
     kinds = () if tensor is None else (tensor.DTensor,)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        return True  # whose original parameters are plain ones
     return any(isinstance(x, kinds) or hasattr(x, "_is_flat_param") or hasattr(x, "ds_id") for x in model.parameters())
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import brevact
 from brevact.policy.rules import has_policy
 from brevact.trainers import TrainingPolicy
-from brevact.trainers.training_policy import first_batches
+from brevact.trainers.training_policy import first_batches, is_sharded
 
 BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -307,3 +307,18 @@ def test_step_refuses_a_run_that_has_not_begun():
         TrainingPolicy("default").step()
     with pytest.raises(ValueError, match="steps=-5; accepted is an integer of at least 1, or None"):
         TrainingPolicy("default").begin(net(), steps=-5)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_models_that_fsdp_wraps_are_sharded(tmp_path, use_orig_params: bool):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        assert not is_sharded(model)
+        assert is_sharded(
+            FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        )
+    finally:
+        torch.distributed.destroy_process_group()
