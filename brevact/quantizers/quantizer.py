@@ -138,7 +138,7 @@ class GridQuantizer(Quantizer):
             if grid.offset is None and grid.scale is None:
                 kernel_ops.dequantize_grid(codes, geometry, grid, other, target)
                 return
-            values = torch.empty(geometry.numel, device=target.device)
+            values = torch.empty(geometry.numel, dtype=torch.float32, device=target.device)
             kernel_ops.dequantize_grid(codes, geometry, grid, None, values)
             _from_levels(values, geometry, grid)
             limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)

@@ -32,7 +32,7 @@ def reach(count: Tensor, spacing: Tensor | int, bit_width: int) -> Tensor:
     float32 whose bits are those of L plus max(n - e, 0) * 2^23 / L.
     """
     count, octave = count.to(torch.int32), _octave(bit_width)
-    first = torch.tensor(float(1 << octave), device=count.device)
+    first = torch.tensor(float(1 << octave), dtype=torch.float32, device=count.device)
     beyond = (count - _evenly(spacing, bit_width)).clamp(min=0).to(torch.int32)
     octaves = ((beyond << (23 - octave)) + first.view(torch.int32)).view(torch.float32) - first
     return (count - beyond).float() + octaves
@@ -181,7 +181,7 @@ def positions(x: Tensor, minimum: Tensor, scale: Tensor, is_far: Tensor, bit_wid
     most = float((1 << bit_width) - 2)
     inverse, octave = torch.ones_like(step) / step, _octave(bit_width)
     size, even = x.abs() * inverse, _evenly(form >> 8, bit_width).float()
-    first = torch.tensor(float(1 << octave), device=x.device)
+    first = torch.tensor(float(1 << octave), dtype=torch.float32, device=x.device)
     beyond = ((size - even).clamp(min=0.0) + first).view(torch.int32) - first.view(torch.int32)
     count = torch.minimum(size, even) + beyond.float() * 2.0 ** (octave - 23)
     offset, zero = x * inverse - ((form & 0x7FF) - 1024).float(), (form & 0xFF).float()

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import brevact
+import brevact.quant
 from brevact.quantizers import Layout, UniformQuantizer, mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 
 QUANTIZER = UniformQuantizer(bit_width=4)
@@ -71,3 +73,18 @@ def test_plain_tensors_under_fake_tensor_mode_give_fake_ones(function):
     with FakeTensorMode(allow_non_fake_inputs=True):
         result = function(x)
     assert isinstance(result, FakeTensor) and result.numel() == x.numel()
+
+
+@pytest.mark.parametrize("source", ["StochBackward4bit", "U5Backward", "WeibullBackward2bit", "SignMagnitudeBackward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_dtype_changes_nothing(source, dtype):
+    """Lightning trains in float64 by it."""
+    quantizer, x = brevact.quantizer(getattr(brevact.quant, source)), torch.randn(4, 600).to(dtype)
+    torch.set_default_dtype(torch.float64)
+    try:
+        packed = quantizer.quantize(x, seed=0)
+        decoded = packed.dequantize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = quantizer.quantize(x, seed=0)
+    assert torch.equal(packed.buffer, expected.buffer) and torch.equal(decoded, expected.dequantize())

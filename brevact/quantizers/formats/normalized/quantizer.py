@@ -218,7 +218,7 @@ def _make_levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor
     with torch.inference_mode(False):
         levels, bounds = (torch.tensor(half, dtype=torch.float64, device="cpu").float() for half in format.halves())
         mirrored = -bounds if format.value.startswith("U") else torch.nextafter(-bounds, torch.zeros_like(bounds))
-        bounds = torch.cat((mirrored.flip(0), torch.zeros(1, device="cpu"), bounds))
+        bounds = torch.cat((mirrored.flip(0), torch.zeros_like(bounds[:1]), bounds))
         return torch.cat((-levels.flip(0), levels))[None].to(device), bounds[None].to(device)
 
 

@@ -146,6 +146,6 @@ def _levels(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         far, zero = torch.full_like(halves, 2.0), torch.zeros_like(halves)
         bounds = torch.where(even, torch.nextafter(halves, far), halves)
         mirrored = torch.where(even, -halves, torch.nextafter(-halves, zero))
-        nan = torch.full((1,), torch.nan, device="cpu")  # which no value reaches
+        nan = torch.full_like(halves[:1], torch.nan)  # which no value reaches
         levels = torch.cat((-levels[1:].flip(0), levels, nan))
         return levels[None].to(device), torch.cat((mirrored.flip(0), bounds, nan))[None].to(device)
