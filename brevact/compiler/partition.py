@@ -111,7 +111,7 @@ def pack_saved(
     saved: list[fx.Node],
     sizes: Sizes,
     settings_of: SettingsOf,
-    widths: Mapping[str, int] | None = None,
+    widths: Mapping[str, int] = {},
 ) -> tuple[list[fx.Node], list[Row]]:
     """Pack saved nodes of a joint graph, in which backward then reads decoded ones.
 
@@ -133,9 +133,9 @@ def planned(
     saved: list[fx.Node],
     sizes: Sizes,
     settings_of: SettingsOf,
-    widths: Mapping[str, int] | None = None,
+    widths: Mapping[str, int] = {},
 ) -> Packing:
-    packing = Packing(graph, saved, sizes, settings_of, widths or {})
+    packing = Packing(graph, saved, sizes, settings_of, widths)
     packing.unite_masks()
     packing.unite_views()
     packing.read_sizes_alone()

@@ -42,7 +42,7 @@ from brevact.cpu_kernels.memory import (
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import LARGEST_BLOCK
 
-_U1, _U8, _U31 = np.uint32(1), np.uint32(8), np.uint32(31)
+_U1, _U8 = np.uint32(1), np.uint32(8)
 
 
 @inlined

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import brevitas.nn as qnn
@@ -22,6 +19,7 @@ import brevact
 from brevact import LosslessBackward, Policy, StochBackward2bit, StochBackward8bit
 from brevact.autograd import known_values, library_functions, region, rows
 from tests.autograd.measuring import settings
+from tests.libraries import run_interpreted
 
 _library = torch.library.Library("brevact_writes", "FRAGMENT")
 for _name in ("declared(Tensor(a!) x, Tensor other) -> ()", "undeclared(Tensor x, Tensor other) -> ()"):
@@ -180,12 +178,4 @@ def test_operators_of_libraries_that_were_read_write_what_they_declare(monkeypat
 )
 def test_kernels_of_liger_have_the_gradients_of_plain_models(checks):
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.autograd.interpreted_liger", *checks],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("tests.autograd.interpreted_liger", *checks)

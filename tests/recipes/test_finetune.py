@@ -2,11 +2,7 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from recipes import finetune
 from recipes.files import read_rows
 from recipes.finetune import RECIPE, FineTuneSettings, FineTuning, main
 from recipes.policies import prepare
+from tests.libraries import run_interpreted
 from tests.recipes.running import POLICY, interrupted_at_forward, refused, values
 
 missing = [name for name in RECIPE.libraries if importlib.util.find_spec(name) is None]
@@ -167,15 +164,7 @@ def test_main_trains_with_interpreted_kernels_of_liger(tmp_path):
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
     few = {"context": 8, "sequences": 2, "test-sequences": 1, "epochs": 1, "batch-size": 2, "out-dir": tmp_path}
     words = [word for name, value in few.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.finetune", "--liger", *words, "--compare", POLICY, "--seeds", "0"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("recipes.finetune", "--liger", *words, "--compare", POLICY, "--seeds", "0")
     plain, packed = read_rows(tmp_path / "runs.csv")
     assert plain["loss"] == packed["loss"] and float(plain["kept_mib"]) > 2 * float(packed["kept_mib"])
 

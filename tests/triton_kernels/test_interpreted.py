@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.libraries import run_interpreted
 
 HERE = Path(__file__).parent
 LAWS, FAKE_QUANTIZATION = "interpreted_laws.py", "interpreted_fake_quantization.py"
@@ -15,16 +14,8 @@ LAWS, FAKE_QUANTIZATION = "interpreted_laws.py", "interpreted_fake_quantization.
 
 def run(*arguments: str) -> None:
     """Run pytest where kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *arguments],
-        cwd=HERE.parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "failed" not in done.stdout, done.stdout
+    printed = run_interpreted("pytest", "-q", "--no-header", "-p", "no:cacheprovider", *arguments, timeout=1800)
+    assert " passed" in printed and "failed" not in printed, printed
 
 
 @pytest.mark.parametrize("some", ["quantize_bytes", "not quantize_bytes"])
