@@ -11,57 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, limit_of, limited, stage
-from brevact.cpu_kernels.groups import (
-    BIT_WIDTH,
-    BLOCK,
-    DITHERED,
-    HIGHEST_KEY,
-    INNER,
-    KIND,
-    LOWEST_KEY,
-    MINIMUM_KIND,
-    NUMEL,
-    ROUNDING,
-    SCALE_KIND,
-    STOCHASTIC,
-    UNEVEN,
-    GroupTable,
-    calibrate,
-    extend,
-    extend_finite,
-    inverse_of,
-    is_finite,
-    is_finite_range,
-    is_flagged,
-    place_zeros,
-    read_metadata,
-    shows_errors,
-    store_shifted,
-    uniform_table,
-    zero_in_range,
-)
-from brevact.cpu_kernels.memory import (
-    advance,
-    as_u32,
-    f32_at,
-    f32_scratch,
-    i64_at,
-    inlined,
-    kernel,
-    load,
-    store,
-    u8_at,
-    u8_scratch,
-    u32_scratch,
-)
+from brevact.cpu_kernels.floats import *
+from brevact.cpu_kernels.groups import *
+from brevact.cpu_kernels.memory import *
 from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, normalize_elements, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
 from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import UniformPlan
 
 
 @inlined
@@ -157,21 +116,13 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
-def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+def quantize_uniform(x, plan, seed, buffer):
     if not plan.geometry.in_blocks:
         return NotImplemented
     quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
 
 
-def quantize_normalized(
-    x: Tensor,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    buffer: Tensor,
-) -> None:
+def quantize_normalized(x, plan, seed, mean, factor, place, buffer):
     if not plan.geometry.in_blocks:
         return NotImplemented
     quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer, words_of(mean, factor, place))
@@ -311,22 +262,13 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             emit(values, target, kind, first, count)
 
 
-def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+def dequantize_uniform(buffer, plan, other, target):
     if not plan.geometry.in_blocks:
         return NotImplemented
     dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
 
 
-def denormalize(
-    buffer: Tensor,
-    plan: UniformPlan,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    addend: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-) -> None:
+def denormalize(buffer, plan, mean, factor, place, addend, mask, target):
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
     if not plan.geometry.in_blocks:
         return NotImplemented
