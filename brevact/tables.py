@@ -24,9 +24,7 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Sequence[object]]) ->
 
 def figure_kind(report: str, max_layers: int) -> Any:
     """Return matplotlib's figure class (else an ImportError); ``max_layers`` must be an int of at least 1."""
-    check_int("max_layers", max_layers)
-    if max_layers < 1:
-        raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
+    check_int("max_layers", max_layers, 1)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

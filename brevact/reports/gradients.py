@@ -25,12 +25,12 @@ from brevact.policy.rules import POLICY
 from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.reports.batches import without_surroundings
 from brevact.reports.gradient_noise import (
     Estimate,
     Loss,
     check_batches,
-    check_draws,
     check_loss,
     exact_gradients,
     gradient_noise,
@@ -416,8 +416,8 @@ def gradient_report(
             equal; the policy does not fit; or a region is active.
     """
     _check(model, batches, loss, layers)
-    check_draws(draws)
-    check_draws(layer_draws, "layer_draws")
+    check_int("draws", draws, 2)  # for a variance
+    check_int("layer_draws", layer_draws, 2)
     with in_place(model):
         return _report(model, batches, StepLoss(loss), policy, draws, layers, layer_draws, progress)
 

@@ -470,19 +470,14 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 
 
 def quantize_uniform(x, plan, seed, buffer):
-    key = None if seed is None else seed_on(x.device, seed)
-    program = _quantizing(plan, x.itemsize, key is not None, None)
-    if program is None:
-        return NotImplemented
-    program.run(x, buffer, buffer, buffer, key, None, None)
+    return quantize_normalized(x, plan, seed, None, None, None, buffer)
 
 
 def quantize_normalized(x, plan, seed, mean, factor, place, buffer):
     program = _quantizing(plan, x.itemsize, seed is not None, place)
     if program is None:
         return NotImplemented
-    key = None if seed is None else seed_on(x.device, seed)
-    program.run(x, buffer, buffer, buffer, key, mean, factor)
+    program.run(x, buffer, buffer, buffer, seed_on(x.device, seed), mean, factor)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -508,10 +503,7 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
 
 
 def dequantize_uniform(buffer, plan, other, target):
-    program = _decoding(plan, target.dtype, None)
-    if program is None:
-        return NotImplemented
-    program.run(buffer, buffer, buffer, other, target, None, None)
+    return denormalize(buffer, plan, None, None, None, other, None, target)
 
 
 def denormalize(buffer, plan, mean, factor, place, addend, mask, target):
