@@ -72,5 +72,5 @@ if not TYPE_CHECKING:  # without a list, type checkers treat names imported by `
             "nn",
             "quant",
             "quantizers",
-        )  # `import *` leaves out Python's and torch's names
+        )  # hidden: names of Python and torch
         return sorted({*__all__, *others, *(name for name in globals() if name.startswith("__"))})

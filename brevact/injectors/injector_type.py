@@ -55,7 +55,6 @@ class BackwardInjectorType(InjectorType):
             if not isinstance(fragment, mcs):
                 written = {**dict(written_values(fragment)), **written}
         _check_names(cls, written)
-        _check_structure(cls, written)
         return cls
 
     def _setting_names(cls) -> set[str]:
@@ -107,20 +106,6 @@ def _check_names(injector: InjectorClass, written: dict[str, Any]) -> None:
             continue  # for the other slot of a Brevitas activation layer, or for the backward quantizer of this one
         accepted = known - {"backward_settings", "proxy_class", *FROM_LAYER}
         raise unknown_setting(name, given, injector.__name__, accepted)
-
-
-def _check_structure(injector: InjectorClass, written: dict[str, Any]) -> None:
-    """Raise for values that Brevitas would call or build a layer from, but cannot."""
-    accepted = {
-        "proxy_class": "a class or function of (layer, injector), as BackwardQuantSolver has it",
-        "act_impl": "a torch.nn.Module class, which the layer states itself, or None",
-        "backward_settings": "a brevitas.inject.value function or brevact.autograd.BackwardSettings",
-    }
-    for name, kinds in accepted.items():
-        given = written.get(name)
-        plain = isinstance(given, (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset))
-        if plain or (given is None and name in written and name != "act_impl"):
-            raise TypeError(f"{name}={brief(given)} of {injector.__name__}; accepted: {kinds}; leave it out")
 
 
 def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:

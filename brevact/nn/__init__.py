@@ -5,10 +5,8 @@ from brevact.private_names.of_brevitas import IS_INSTALLED, MISSING
 if not IS_INSTALLED:
     raise ImportError(f"brevact.nn {MISSING}; layers of torch.nn take policies: brevact.quantize_backward(model)")
 
-from brevact.nn import float_layers, quant_layers
 from brevact.nn.float_layers import *
 from brevact.nn.quant_layers import *
+from brevact.nn.slot import layers_in
 
-__all__: list[str] = []
-__all__ += float_layers.__all__
-__all__ += quant_layers.__all__
+__all__ = layers_in(globals())

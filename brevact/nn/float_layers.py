@@ -8,47 +8,11 @@ Each class otherwise equals the ``torch.nn`` class of the same name; settings ta
 4
 """
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
-from brevact.nn.slot import BackwardSlot
-
-__all__ = [
-    "ELU",
-    "GELU",
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AdaptiveMaxPool1d",
-    "AdaptiveMaxPool2d",
-    "AdaptiveMaxPool3d",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "Dropout",
-    "GroupNorm",
-    "Hardsigmoid",
-    "Hardswish",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LayerNorm",
-    "LeakyReLU",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "Mish",
-    "RMSNorm",
-    "ReLU",
-    "ReLU6",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Softplus",
-    "Tanh",
-]
+from brevact.nn.slot import BackwardSlot, layers_in
 
 
 class BatchNorm1d(BackwardSlot, nn.BatchNorm1d):
@@ -189,3 +153,7 @@ class AdaptiveMaxPool3d(BackwardSlot, nn.AdaptiveMaxPool3d):
 
 class Dropout(BackwardSlot, nn.Dropout):
     """``torch.nn.Dropout`` with a backward quantizer (``act_quant=``)."""
+
+
+if not TYPE_CHECKING:
+    __all__ = layers_in(globals())

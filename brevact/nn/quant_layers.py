@@ -10,31 +10,14 @@ Each class otherwise equals the Brevitas class of the same name: arguments, forw
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brevitas.nn as qnn
 from brevitas.quant_tensor import QuantTensor
 from torch import Tensor
 
-from brevact.nn.slot import BackwardSlot
+from brevact.nn.slot import BackwardSlot, layers_in
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
-
-__all__ = [
-    "BatchNorm1dToQuantScaleBias",
-    "BatchNorm2dToQuantScaleBias",
-    "QuantConv1d",
-    "QuantConv2d",
-    "QuantConv3d",
-    "QuantConvTranspose1d",
-    "QuantConvTranspose2d",
-    "QuantConvTranspose3d",
-    "QuantEmbedding",
-    "QuantLSTM",
-    "QuantLinear",
-    "QuantMultiheadAttention",
-    "QuantRNN",
-    "QuantScaleBias",
-]
 
 
 class QuantConv1d(BackwardSlot, qnn.QuantConv1d):
@@ -109,3 +92,7 @@ class QuantRNN(_PicklableCells, BackwardSlot, qnn.QuantRNN):
 
 class QuantLSTM(_PicklableCells, BackwardSlot, qnn.QuantLSTM):
     """``brevitas.nn.QuantLSTM`` with ``act_quant=``, which covers all of its layers and steps."""
+
+
+if not TYPE_CHECKING:
+    __all__ = layers_in(globals())

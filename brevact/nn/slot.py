@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -38,6 +38,12 @@ class BackwardSlot:
             base: Any = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
             initialize = cls.__dict__.get("__init__", base.__init__)
             cls.__init__ = _with_slot(cls, initialize)  # type: ignore[method-assign]
+
+
+def layers_in(names: Mapping[str, Any]) -> list[str]:
+    """Return the names of layers with a slot among a module's."""
+    kinds = {name: kind for name, kind in names.items() if isinstance(kind, type) and kind is not BackwardSlot}
+    return sorted(name for name, kind in kinds.items() if issubclass(kind, BackwardSlot))
 
 
 def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Callable[..., None]:

@@ -409,58 +409,34 @@ def gradient_report(
     _check(model, batches, loss, layers)
     check_int("draws", draws, 2)  # for a variance
     check_int("layer_draws", layer_draws, 2)
+    loss = StepLoss(loss)
     with in_place(model):
-        return _report(model, batches, StepLoss(loss), policy, draws, layers, layer_draws, progress)
-
-
-def _report(
-    model: nn.Module,
-    batches: Sequence[Any],
-    loss: Loss,
-    policy: Any,
-    draws: int,
-    layers: str | None,
-    layer_draws: int,
-    progress: bool,
-) -> GradientReport:
-    _set_policy(model, policy)
-    graphs = _memory_of_graphs(model, batches[0], loss)
-    with tails_of_inputs(model) as tails:
-        memory = graphs or _take_policy(model, batches[0], loss)
-    chains = chains_of(memory)
-    is_measured = layers is not None and bool(chains) and graphs is None
-    passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
-    with progress_bar("gradient_report", passes, progress) as on_pass:
-        exact = exact_gradients(model, batches, loss, on_pass)
-        whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
-        of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
-        figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
-    if graphs is not None:
-        notes = [_OF_GRAPHS]
-        model = getattr(model, "_orig_mod", model)
-    kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
-    rows = []
-    for chain in chains:
-        noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
-        of_chain = chain.readers, chain.bit_widths, chain.saved_bytes
-        rows.append(
-            LayerNoise(chain.source, kinds[chain.source], *of_chain, *noise, *bias, tails.get(chain.source, math.nan))
-        )
-    return GradientReport(
-        rows=tuple(rows),
-        noise=whole.noise.value,
-        noise_error=whole.noise.error,
-        bias=whole.bias.value,
-        bias_error=whole.bias.error,
-        saved_bytes=memory.saved_bytes,
-        plain_bytes=memory.plain_bytes,
-        unit=exact.unit.value,
-        is_relative=exact.is_relative,
-        batches=len(batches),
-        draws=draws,
-        passes=passes,
-        notes=tuple(filter(None, (memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})))),
-    )
+        _set_policy(model, policy)
+        graphs = _memory_of_graphs(model, batches[0], loss)
+        with tails_of_inputs(model) as tails:
+            memory = graphs or _take_policy(model, batches[0], loss)
+        chains = chains_of(memory)
+        is_measured = layers is not None and bool(chains) and graphs is None
+        passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
+        with progress_bar("gradient_report", passes, progress) as on_pass:
+            exact = exact_gradients(model, batches, loss, on_pass)
+            whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
+            of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
+            figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
+        if graphs is not None:
+            notes = [_OF_GRAPHS]
+            model = getattr(model, "_orig_mod", model)
+        kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
+        rows = []
+        for chain in chains:
+            noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
+            layer, tail = (chain.source, kinds[chain.source]), tails.get(chain.source, math.nan)
+            rows.append(LayerNoise(*layer, chain.readers, chain.bit_widths, chain.saved_bytes, *noise, *bias, tail))
+    notes = [memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})]
+    sizes = memory.saved_bytes, memory.plain_bytes
+    of_unit = exact.unit.value, exact.is_relative
+    counts = len(batches), draws, passes
+    return GradientReport(tuple(rows), *whole.noise, *whole.bias, *sizes, *of_unit, *counts, tuple(filter(None, notes)))
 
 
 def _of_chains(

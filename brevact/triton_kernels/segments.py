@@ -21,18 +21,7 @@ _ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @triton.jit(
-    do_not_specialize=[
-        "entries",
-        "inner",
-        "run",
-        "slots",
-        "last",
-        "groups",
-        "place_outer",
-        "place_row",
-        "place_inner",
-        "place_run",
-    ],
+    do_not_specialize="entries inner run slots last groups place_outer place_row place_inner place_run".split(),
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
 )
 def map_levels_kernel(

@@ -155,13 +155,6 @@ def test_class_statement_refuses_an_annotation():
             bucket_size: int = 128
 
 
-@pytest.mark.parametrize("name", ["proxy_class", "act_impl", "backward_settings"])
-@pytest.mark.parametrize("given", [3, "name", [1]])
-def test_let_refuses_values_that_no_layer_can_be_built_from(name, given):
-    with pytest.raises(TypeError, match=rf"{name}=.* of StochBackward2bit; accepted: .*; leave it out"):
-        StochBackward2bit.let(**{name: given})
-
-
 @pytest.mark.parametrize(
     "compose", [lambda: TypoFragment & StochBackward2bit, lambda: Int8ActPerTensorFloat & StochBackward2bit]
 )
