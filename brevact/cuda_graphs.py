@@ -62,17 +62,17 @@ def captured(
     ...     loss = step(torch.randn(64, 512, device=device), torch.zeros(64, dtype=torch.long, device=device))
 
     - Arguments are copied into the graph's inputs; results are copies, without their autograd graph.
-    - ``.grad`` is what the step would leave, also if the program sets it to None between steps, or accumulates.
+    - ``.grad`` equals that of the plain step, also if the program sets it to None between steps, or accumulates.
     - Replays draw new random numbers, those of packing, too. Name generators of your own in ``generators``.
     - ``lr`` of capturable and fused optimizers is read at each call, so that schedulers work: call them outside the
       step. ``GradScaler`` needs a fused optimizer (``fused=True, capturable=True``), others read the device.
-    - Python runs at capture alone: what the step prints, counts or rebinds is not repeated.
+    - Python runs at capture alone: replays print, count and rebind nothing.
     - While a number that a module holds changes in each call, as in quantizers that collect statistics, calls run as
       they are; the step is captured once it stays.
 
-    Where a step cannot be captured, it runs as it is, and a warning says why, once: it synchronizes, draws or counts
+    A step that cannot be captured runs without a graph, and a warning says why, once: it synchronizes, draws or counts
     on the CPU, its arguments are on the CPU, memory is too small for a graph, or kinds are more than ``graphs``. An
-    error of the step is raised as it is.
+    error of the step is raised unchanged.
 
     Args:
         step: function of tensors on the GPU, and of constants; its results are tensors and constants. Lists, tuples
@@ -101,7 +101,7 @@ def captured(
 
 
 class _Captured:
-    """A step, with what is known of each kind of call: how often it has run, its graph, or None if it has none."""
+    """A step. By kind of call: the number of its runs so far, or its graph, or None if it gets none."""
 
     def __init__(
         self, step: Callable[..., Any], most: int, warm_up: int, generators: tuple[torch.Generator, ...]
@@ -362,7 +362,7 @@ class _Program:
         return [settings for module in self.modules for settings in _settings_of(module)]
 
     def numbers(self) -> dict[tuple[nn.Module, str], float]:
-        """Numbers that modules hold, such as counts of calls by which Brevitas' quantizers choose what they run."""
+        """Numbers that modules hold, such as the counts of calls on which the code of Brevitas' quantizers depends."""
         every = dict.fromkeys(each for module in self.modules for each in module.modules())
         return {
             (module, name): value
@@ -372,7 +372,7 @@ class _Program:
         }
 
     def changed_number(self, before: dict[tuple[nn.Module, str], float]) -> str:
-        """Return the module's type and the name of a number that is not what it was, or ""."""
+        """Return the module's type and the name of a number that has changed, or ""."""
         after = self.numbers()
         changed = (key for key, value in before.items() if after.get(key) != value)
         return next((f"{type(module).__name__}.{name}" for module, name in changed), "")

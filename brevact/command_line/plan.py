@@ -1,7 +1,7 @@
 """``python -m brevact plan MODEL``: the bytes of a language model's training, without its weights and without a GPU.
 
-Steps of one and of two blocks run on the meta device: with the hooks of policies, forward and backward. Further
-blocks keep what the second one keeps.
+Steps of one and of two blocks run on the meta device, forward and backward, with the hooks of policies. Further
+blocks keep as many bytes as the second.
 """
 
 from __future__ import annotations

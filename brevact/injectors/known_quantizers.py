@@ -39,6 +39,7 @@ from brevact.private_names.of_torch import (
     global_backward_pre_hooks,
     global_forward_hooks,
     global_forward_pre_hooks,
+    has_foreign_global_hook,
     no_dispatch_modes,
 )
 
@@ -220,18 +221,9 @@ class Tree(NamedTuple):
             return False
         if tuple(itertools.chain.from_iterable(map(dict.values, modules))) != self.children:
             return False
-        return not self._is_overridden()
-
-    def _is_overridden(self) -> bool:
-        """Return whether a module has its own forward, or foreign hooks watch all modules."""
-        if any(map(dict.__contains__, self.attributes, itertools.repeat("forward"))):
-            return True
-        return any(_EVERYWHERE) and not are_own(_EVERYWHERE)
-
-
-def are_own(hooks: tuple[Any, ...]) -> bool:
-    """Return whether all global module hooks are this package's."""
-    return all(getattr(hook, "__module__", "").startswith("brevact.") for each in hooks for hook in each.values())
+        if any(map(dict.__contains__, attributes, itertools.repeat("forward"))):
+            return False
+        return not any(_EVERYWHERE) or not has_foreign_global_hook()
 
 
 class _Learned(NamedTuple):

@@ -42,7 +42,7 @@ def compile(
         budget: which part of the packed bytes that a graph saves without computing layers again it may save, from 0 to
             1; backward computes layers again for the rest, where it can. A ratio such as ``"20x"`` or bytes such as
             ``"512MiB"``: each graph saves at most that; it computes as few layers again as codes of 8 bits allow, and
-            bits fall by least estimated noise. A ratio is of what the graph would save unpacked. None takes
+            bits fall by least estimated noise. A ratio divides the bytes that the graph would save unpacked. None takes
             ``torch._functorch.config.activation_memory_budget`` for the part.
         backend: compiler, as for `torch.compile`; one that compiles by AOTAutograd.
         mode: mode of Inductor, as for `torch.compile`.

@@ -94,7 +94,7 @@ class Policy:
         return block_assignment(self.rules, shipped).settings
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit what is resolved again."""
+        """Omit the cached settings."""
         return {name: value for name, value in vars(self).items() if name != "settings_of_block"}
 
     def let(self, rules: Mapping[Any, BackwardQuantizer | None]) -> Policy:

@@ -155,14 +155,14 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks")
 find("torch.nn.modules.module._has_any_global_hook")
 
 
-def _has_foreign_global_hook() -> bool:
+def has_foreign_global_hook() -> bool:
     """Return whether others have global hooks: a compiled module warns that they run twice, which ours may."""
     tables = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
     hooks = [hook for table in tables for hook in table.values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("brevact.") for hook in hooks)
 
 
-torch.nn.modules.module._has_any_global_hook = _has_foreign_global_hook
+torch.nn.modules.module._has_any_global_hook = has_foreign_global_hook
 
 # --- torch.compile
 

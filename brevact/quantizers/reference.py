@@ -116,7 +116,8 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
 def pack_chunk(codes: Tensor, start: int, bit_width: int, block_size: int, out: Tensor) -> None:
     """Pack a run of whole blocks, or the ragged last block, whose first code has this index, into its place."""
     columns = min(block_size // 8, -(-codes.numel() // 8))
-    codes_K8W = _to_planes(codes.to(torch.int64), columns)
+    padding = 0, -codes.numel() % (8 * columns)  # fills up the last block with zeros
+    codes_K8W = torch.nn.functional.pad(codes.to(torch.int64), padding).view(-1, 8, columns)
     first = packed_bytes(start, bit_width, block_size)
     bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
     for i, k, shift in _overlaps(bit_width):
@@ -153,7 +154,9 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     levels = torch.where(flagged, max(top - 1, 1), top).float()  # a tensor: CUDA multiplies by a scalar's inverse
     minimum = low
     if minimum_dtype == torch.bfloat16:
-        minimum = _round_down_bfloat16(low).clamp(min=torch.finfo(torch.bfloat16).min)
+        bits = low.view(torch.int32)
+        minimum = (torch.where(bits < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
+        minimum = minimum.clamp(min=torch.finfo(torch.bfloat16).min)
     width = high - minimum
     scale = width / levels
     scale = round_up(scale, 1 << 16) if scale_dtype == torch.bfloat16 else scale
@@ -270,12 +273,6 @@ def _overlaps(bit_width: int) -> Iterator[tuple[int, int, int]]:
             yield i, k, i * bit_width - 8 * k
 
 
-def _to_planes(values: Tensor, columns: int) -> Tensor:
-    """(n,) -> (K, 8, W), the last block filled up with zeros."""
-    padding = -values.numel() % (8 * columns)
-    return torch.nn.functional.pad(values, (0, padding)).view(-1, 8, columns)
-
-
 def unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns: int, block_size: int) -> Tensor:
     """Codes start to stop, which lie in blocks of the given number of columns, as int64."""
     first = packed_bytes(start, bit_width, block_size)
@@ -341,8 +338,3 @@ def round_up(x: Tensor, unit: int) -> Tensor:
 
 def _cut(x: Tensor, unit: int) -> Tensor:
     return (x.view(torch.int32) & -unit).view(torch.float32)
-
-
-def _round_down_bfloat16(x: Tensor) -> Tensor:
-    bits = x.view(torch.int32)
-    return torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(~0xFFFF).view(torch.float32)

@@ -39,7 +39,11 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(_refusal(model, signature, batch, args, error)) from None
+        own = f"{type(model).__name__}.forward({', '.join(signature.parameters)})"
+        several = f". A {type(batch).__name__} holds positional arguments; {_INPUTS_ALONE}"
+        raise TypeError(
+            f"batch: {brief(batch)} does not fit {own}: {error}{several if len(args) > 1 else f'; {_ACCEPTED}'}"
+        ) from None
     return args, kwargs
 
 
@@ -63,15 +67,6 @@ def _refuse_no_batch(batch: Any) -> None:
     elif not isinstance(batch, str | bytes | bool | int | float | nn.Module | type):
         return
     raise TypeError(f"batch: got {brief(batch)} of type {type(batch).__name__}; {_ACCEPTED}{fix}")
-
-
-def _refusal(model: nn.Module, signature: inspect.Signature, batch: Any, args: tuple, error: TypeError) -> str:
-    text = (
-        f"batch: {brief(batch)} does not fit {type(model).__name__}.forward({', '.join(signature.parameters)}): {error}"
-    )
-    if len(args) > 1:
-        return f"{text}. A {type(batch).__name__} holds positional arguments; {_INPUTS_ALONE}"
-    return f"{text}; {_ACCEPTED}"
 
 
 @contextmanager

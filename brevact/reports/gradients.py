@@ -411,7 +411,10 @@ def gradient_report(
     check_int("layer_draws", layer_draws, 2)
     loss = StepLoss(loss)
     with in_place(model):
-        _set_policy(model, policy)
+        if policy is not None:
+            for module in model.modules():
+                detach_region(module, POLICY)
+            attach_policy(model, policy)
         graphs = _memory_of_graphs(model, batches[0], loss)
         with tails_of_inputs(model) as tails:
             memory = graphs or _take_policy(model, batches[0], loss)
@@ -465,13 +468,6 @@ _OF_GRAPHS = (
     "The rows are tensors of compiled graphs, whose noise is measured in the total only; pass the model before "
     "torch.compile for the noise of each layer."
 )
-
-
-def _set_policy(model: nn.Module, policy: Any) -> None:
-    if policy is not None:
-        for module in model.modules():
-            detach_region(module, POLICY)
-        attach_policy(model, policy)
 
 
 def _memory_of_graphs(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport | None:

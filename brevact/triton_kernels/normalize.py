@@ -71,11 +71,11 @@ def near_of(dtype):
 
 @triton.jit
 def _runs_before(start, offset, size):
-    """(start + offset) // size, 0 <= start < size and offset (int32) at most 2^14, and what is left of the last run.
+    """(start + offset) // size, 0 <= start < size and offset (int32) at most 2^14, and the rest of the last run.
 
     By one multiplication: M = ceil(2^31 / size) is off by less than 1, so x * M / 2^31 by less than 2^-15 for x < 2^16.
-    Runs longer than 2^15 count as 2^15 elements and their end is where it is; then what is left may be less than it is,
-    but is at least 2^14.
+    Runs longer than 2^15 count as their last 2^15 elements; the returned rest may then be too small, but is at least
+    2^14.
     """
     length = tl.minimum(size, 1 << 15).to(tl.int32)
     place = length - tl.minimum(size - start, 1 << 15).to(tl.int32) + offset
