@@ -14,3 +14,8 @@ GROUPS: dict[str, dict[str, Model]] = {
     **{"qat": QAT, "large": LARGE, "compiled": COMPILED, "trained": TRAINED, "cifar10": CIFAR10, "kernels": KERNELS},
 }
 MODELS: dict[str, Model] = {name: model for group in GROUPS.values() for name, model in group.items()}
+
+
+def models_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The models of a group, or these."""
+    return tuple(GROUPS[names]) if isinstance(names, str) else names
