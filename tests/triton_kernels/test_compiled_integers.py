@@ -7,14 +7,11 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
 
-@pytest.mark.parametrize("operation", ["fake_quantize", "fake_quantize_backward", "decode_integers"])
-def test_fake_quantization_compiles(operation: str):
+def test_decoding_of_integers_compiles():
     from benchmarks.compile_kernels import main
 
-    if operation == "fake_quantize_backward" and triton.__version__.startswith("3.6"):
-        pytest.skip("Triton 3.6 spills registers of the kernel with sums; newer ones do not")
     options = ["--targets", "sm_90", "--bit-widths", "4", "--dtypes", "bfloat16", "--buckets", "tensor", "--jobs", "1"]
-    assert main([*options, "--operations", operation]) == 0
+    assert main([*options, "--operations", "decode_integers"]) == 0
 
 
 @pytest.mark.exhaustive
