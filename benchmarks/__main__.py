@@ -4,7 +4,8 @@
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
     python -m benchmarks --all                   # the rows of the pages, at most 25 minutes on two cores; goes on
 
-MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block), "compile" or
+MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block),
+"checkpoint:2+DEFAULT" (of each second block, with a policy), "compile" or
 "compile:0.3" (torch.compile, with that part of the memory that it would keep), "compile+DEFAULT" or
 "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one), "fit:30x" (brevact.fit), or words
 such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
@@ -53,6 +54,11 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),
+    (
+        "lengths",
+        (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *(f"{CHECKPOINT}:{n}+DEFAULT" for n in (2, 4))),
+        "bytes,peak",
+    ),
     ("small", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes,noise"),
     ("images", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes"),
     ("kernels", (PLAIN, "DEFAULT"), "bytes"),
