@@ -9,59 +9,17 @@ import ctypes
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, limit_of, limited, stage
-from brevact.cpu_kernels.groups import (
-    BIT_WIDTH,
-    BLOCK,
-    DITHERED,
-    HIGHEST_KEY,
-    INNER,
-    KIND,
-    LOWEST_KEY,
-    MINIMUM_KIND,
-    NUMEL,
-    ROUNDING,
-    SCALE_KIND,
-    STOCHASTIC,
-    UNEVEN,
-    GroupTable,
-    calibrate,
-    extend,
-    extend_finite,
-    inverse_of,
-    is_finite,
-    is_finite_range,
-    is_flagged,
-    place_zeros,
-    read_metadata,
-    shows_errors,
-    store_shifted,
-    uniform_table,
-    zero_in_range,
-)
-from brevact.cpu_kernels.memory import (
-    advance,
-    as_u32,
-    f32_at,
-    f32_scratch,
-    i64_at,
-    inlined,
-    kernel,
-    load,
-    store,
-    u8_at,
-    u8_scratch,
-    u32_scratch,
-)
+from brevact.cpu_kernels.floats import *
+from brevact.cpu_kernels.groups import *
+from brevact.cpu_kernels.memory import *
 from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, normalize_elements, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
 from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import UniformPlan
 
 
 @inlined
@@ -157,39 +115,23 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
-def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+def quantize_uniform(x, plan, seed, buffer):
+    return quantize(x, plan, seed, buffer)
+
+
+def quantize_normalized(x, plan, seed, mean, factor, place, buffer):
+    return quantize(x, plan, seed, buffer, words_of(mean, factor, place))
+
+
+def quantize(x, plan: UniformPlan, seed, buffer, norm: ctypes.Array | None = None):
+    """Quantize, and normalize on the way by the words of a norm."""
     if not plan.geometry.in_blocks:
         return NotImplemented
-    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
-
-
-def quantize_normalized(
-    x: Tensor,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    buffer: Tensor,
-) -> None:
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer, words_of(mean, factor, place))
-
-
-def quantize(
-    x: Tensor,
-    table: GroupTable,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    buffer: Tensor,
-    norm: ctypes.Array | None = None,
-) -> None:
-    source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
+    table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     key, words = 0 if seed is None else int(seed), 0 if norm is None else ctypes.addressof(norm)
-    arguments = (source, codes, *metadata, key, table.address, words)
-    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)
+    arguments = (x.data_ptr(), codes, *metadata, key, table.address, words)
+    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
 
 
 @inlined
@@ -311,44 +253,37 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             emit(values, target, kind, first, count)
 
 
-def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
+def dequantize_uniform(buffer, plan, other, target):
+    return dequantize(buffer, plan, other, target)
 
 
-def denormalize(
-    buffer: Tensor,
-    plan: UniformPlan,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    addend: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-) -> None:
+def denormalize(buffer, plan, mean, factor, place, addend, mask, target):
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
-    if not plan.geometry.in_blocks:
-        return NotImplemented
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    table = uniform_table(plan, target.dtype)
-    dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
-    if mask is not None and not bits:
+    done = dequantize(buffer, plan, addend, target, ctypes.addressof(words), bits)
+    if done is None and mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
+    return done
 
 
-def dequantize(
-    buffer: Tensor,
-    table: GroupTable,
-    plan: UniformPlan,
-    other: Tensor | None,
-    target: Tensor,
-    norm: int = 0,
-    mask: int = 0,
-) -> None:
+def dequantize(buffer, plan: UniformPlan, other, target, norm: int = 0, mask: int = 0):
     """Decode, and multiply; or undo a normalization by the words at an address, add, and apply the mask at another."""
-    codes, factor = buffer.data_ptr(), 0 if other is None else other.data_ptr()
-    metadata = codes + plan.scale_at, codes + plan.minimum_at
-    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm, mask)
+    if not plan.geometry.in_blocks:
+        return NotImplemented
+    table, codes, factor = (
+        uniform_table(plan, target.dtype),
+        buffer.data_ptr(),
+        0 if other is None else other.data_ptr(),
+    )
+    arguments = (
+        codes,
+        codes + plan.scale_at,
+        codes + plan.minimum_at,
+        factor,
+        target.data_ptr(),
+        table.address,
+        norm,
+        mask,
+    )
     share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
