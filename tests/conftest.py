@@ -2,7 +2,10 @@
 
 import gc
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of as many workers as there are cores
@@ -10,25 +13,48 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of as many workers as there are c
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else another process imports torch, to compile
 
 import pytest
-import torch
-
-from recipes.torchvision_ops import declare_missing_ops
-
-declare_missing_ops()  # before the first import of a library that imports torchvision if it is there
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-
-for device in (torch.cuda, torch.xpu, torch.mtia):
-    # Where there is no such device, `torch.manual_seed` formats the stack of its call three times, for the case that
-    # the seed cannot be set later on; in a test, behind pytest's functions, that takes longer than most tests do.
-    device.traceback = SimpleNamespace(format_stack=list)
 
 gc.disable()  # until all is collected: nearly all allocations of imports and collecting stay
+
+KERNELS = Path(__file__).parents[1] / "brevact" / "cpu_kernels"
+#: Compiles the kernels of a training step, and then the others together.
+COMPILE_KERNELS = """
+import brevact.cpu_kernels.launch
+from brevact.cpu_kernels import kernels
+with kernels._held(folder := kernels.writable_folder()):
+    kernels._compile([each for each in kernels._kernels if kernels._read(each) is None], folder)
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a process that runs tests, prepares torch; in one that starts such processes, compiles kernels meanwhile."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        if not [*KERNELS.glob("__pycache__/*.o")] and "NUMBA_CACHE_DIR" not in os.environ:
+            command = [sys.executable, "-c", COMPILE_KERNELS]
+            config.compiling = subprocess.Popen(command, cwd=KERNELS.parents[1], stderr=subprocess.DEVNULL)
+        return
+    import torch
+
+    from recipes.torchvision_ops import declare_missing_ops
+
+    declare_missing_ops()  # before the first import of a library that imports torchvision if it is there
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        # Where there is no such device, `torch.manual_seed` formats the stack of its call three times, for the case
+        # that the seed cannot be set later on; behind pytest's functions, that takes longer than most tests do.
+        device.traceback = SimpleNamespace(format_stack=list)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if compiling := getattr(config, "compiling", None):
+        compiling.wait()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests marked `gpu` where there is no CUDA device, and reports them as deselected."""
+    import torch
+
     if torch.cuda.is_available():
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import brevact
 from brevact.quantizers.backends import without_kernels
 from tests import cuda_graphs
+from tests.crosses import taking_turns
 
 CALLS = 8
 
@@ -109,10 +110,12 @@ ORDERS: dict[str, tuple[str, Callable[[int, Training], object]]] = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("policy", [None, brevact.NearestBackward4bit.let(min_numel=0)], ids=["plain", "packed"])
+POLICIES = {"plain": None, "packed": brevact.NearestBackward4bit.let(min_numel=0)}
+
+
+@pytest.mark.parametrize("order, policy", taking_turns(list(ORDERS), list(POLICIES)))
 def test_captured_is_the_step(device, order, policy):
-    parts, between = ORDERS[order]
+    (parts, between), policy = ORDERS[order], POLICIES[policy]
     plain, ours = Training(parts, policy), Training(parts, policy)
     step = brevact.captured(ours.step)
     for call, batch in enumerate(batches()):

@@ -14,13 +14,22 @@ from tests.libraries import marks_of
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 #: Libraries that an example needs beyond the package's own, which `make test-all` installs.
-LIBRARIES = {"hugging_face": ("accelerate", "transformers"), "with_accelerate": ("accelerate",)}
-LIBRARIES["with_lightning"] = ("lightning",)
+LIBRARIES = {"hugging_face": ("accelerate", "transformers"), "with_lightning": ("lightning",)}
+#: Inductor compiles it, for seconds.
+COMPILED = "compiled"
 MOST_STATEMENTS = 12
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(path, id=path.stem, marks=marks_of(LIBRARIES.get(path.stem, ()))) for path in EXAMPLES]
+    "example",
+    [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=pytest.mark.exhaustive if path.stem == COMPILED else marks_of(LIBRARIES.get(path.stem, ())),
+        )
+        for path in EXAMPLES
+    ],
 )
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -18,10 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    f64_scratch,
+    float64_of,
+    fma,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+)
 from brevact.cpu_kernels.normalize import words_of
 from brevact.cpu_kernels.teams import share, takes
 from brevact.cpu_kernels.uniform import dequantize, quantize
+from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, GRAD, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR, GRAD_WEIGHT, GRAD_BIAS = range(11)
@@ -180,7 +193,16 @@ def normalize_channels(words_at, start, stop):
                     store(target, e, fma(load(source, e), load(mean_or_factor_of, e), load(offset_of, e)))
 
 
-def batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled):
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Not under dispatch modes, which would not see it, nor where subnormal numbers count as 0 on this thread."""
     if type(momentum) is not float or type(eps) is not float or not eps > 0.0 or len_dispatch_stack():
         return NotImplemented
@@ -232,7 +254,19 @@ def _bits_of(number: float) -> int:
     return struct.unpack("=q", struct.pack("=d", number))[0]
 
 
-def packed_batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, plan, seed, place, buffer):
+def packed_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    place: Place,
+    buffer: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     if not plan.geometry.in_blocks:
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
@@ -375,7 +409,15 @@ def gradient_of_channels(words_at, start, stop):
                     _write(source, factor, result, count_of_piece, mean_of, offset_of, slope_of, scale_of)
 
 
-def packed_batch_norm_backward(buffer, plan, target, grad, weight, invstd, mask):
+def packed_batch_norm_backward(
+    buffer: Tensor,
+    plan: UniformPlan,
+    target: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    invstd: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
     if not _is_taken(target, grad, weight):
         return NotImplemented
@@ -383,7 +425,16 @@ def packed_batch_norm_backward(buffer, plan, target, grad, weight, invstd, mask)
     return _run_backward(target, target, grad, weight, None, invstd, mask)
 
 
-def batch_norm_backward(grad, x, weight, mean, invstd, eps, mask, overwrites):
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    mask: list[bool],
+    overwrites: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if not _is_taken(x, grad, weight) or not mean.dtype is invstd.dtype is torch.float32:
         return NotImplemented
     target = x if overwrites or not mask[0] else torch.empty_like(x)

@@ -9,9 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
+from brevact.cpu_kernels.floats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    KINDS,
+    bfloat16_to_float,
+    emit,
+    float_to_bfloat16,
+    float_to_half,
+    half_to_float,
+    stage,
+)
 from brevact.cpu_kernels.grids import place
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.memory import (
+    advance,
+    as_u32,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    rint,
+    store,
+    u8_at,
+    u8_scratch,
+    u32_scratch,
+)
 from brevact.cpu_kernels.packing import bits_to_bytes
 from brevact.cpu_kernels.rounding import halves_of, write_codes
 from brevact.cpu_kernels.teams import share
@@ -288,7 +313,20 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing):
+def fake_quantize(
+    x: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    seed: int | Tensor | None,
+    out: Tensor,
+    values: Tensor | None,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    missing: Tensor | None,
+) -> None:
     if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     of_residual, rows = (0, 0, 0, 0), None

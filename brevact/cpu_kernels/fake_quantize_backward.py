@@ -10,6 +10,7 @@ TensorIteratorReduce.cpp, `two_pass_reduction`. Whether this is so where the pac
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,10 +47,24 @@ from brevact.cpu_kernels.fake_quantize import (
     settle,
     shift_values,
 )
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import FLOAT32, KINDS, emit, stage
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    rint,
+    store,
+    u8_at,
+    u8_scratch,
+    u32_scratch,
+)
 from brevact.cpu_kernels.packing import bytes_to_codes, spread_bits
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import IntegerPlan
 
 LANES = 32
 LEVELS_OF_SUM, _STEP = 4, 16
@@ -405,7 +420,7 @@ def decode_integers_blocks(words_at, start, stop):
             emit(q, load(words, OUT), kind, first, count)
 
 
-def decode_integers(codes, plan, scale, zero_point, target):
+def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
     arrays = None, target, None, codes, None, None, None
@@ -413,8 +428,20 @@ def decode_integers(codes, plan, scale, zero_point, target):
 
 
 def fake_quantize_backward(
-    grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, terms, sums, parts
-):
+    grad: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    values: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    terms: Tensor | None,
+    sums: Tensor | None,
+    parts: Tensor | None,
+) -> None:
     """The kernel adds float32 where torch's order of a sum is known; else torch adds the terms."""
     if (
         parts is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.memory import advance, bits_of, f32_at, float_of, inlined, load, store, u16_at
 
 FLOAT32, BFLOAT16, FLOAT16, BOOL = range(4)
 """Codes of the types; elements of the last one are read as masks alone."""

@@ -7,13 +7,39 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.groups import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, limit_of, limited, stage
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    KIND,
+    NEAREST,
+    NUMEL,
+    ROUNDING,
+    STOCHASTIC,
+    count_missing,
+    grid_table,
+    is_finite,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    as_i32,
+    as_u32,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u32_scratch,
+)
 from brevact.cpu_kernels.packing import bytes_to_words
 from brevact.cpu_kernels.rounding import halves_of, write_codes
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import Geometry, Grid
 
 _MOST_BLENDED = 8
 """Levels whose distances are all taken, which is faster than looking up each value's own."""
@@ -107,7 +133,7 @@ def quantize_grid_blocks(source, codes, levels, steps, size, marks, seed, table_
         write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
-def quantize_grid(flat, geometry, grid, seed, codes):
+def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
     if grid.levels.shape[0] > 1:
         return NotImplemented
     stochastic = seed is not None
@@ -166,7 +192,7 @@ def dequantize_grid_blocks(codes, levels, size, other, target, table_at, start, 
             emit(values, target, kind, first, count)
 
 
-def dequantize_grid(codes, geometry, grid, other, target):
+def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
     if grid.levels.shape[0] > 1 or geometry.bit_width > 8:
         return NotImplemented
     levels = grid.levels.contiguous()

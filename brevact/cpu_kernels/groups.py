@@ -12,8 +12,8 @@ from array import array
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import FLOAT32, KINDS, bfloat16_to_float
+from brevact.cpu_kernels.memory import as_i32, bits_of, f32_at, float_of, inlined, load, store, u16_at
 from brevact.geometry import Geometry, UniformPlan
 
 NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, UNEVEN = range(9)

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 
 from brevact.cpu_kernels.kernels import Kernel
 
-
-def _stand_in(*args: object) -> object:
-    raise RuntimeError("functions of kernels run compiled only: call the kernel")
-
-
 if TYPE_CHECKING:
-    from brevact.cpu_kernels.intrinsics import *
+    from brevact.cpu_kernels.intrinsics import *  # noqa: F403
 else:
     kernel = Kernel
 
@@ -24,8 +19,19 @@ else:
         """Nothing: kernels alone call the function."""
         return function
 
-    for _name in """
-        advance as_i32 as_u32 bits_of f32_at f32_scratch f64_scratch fill_lanes float64_of float_of
-        fma i32_at i64_at lanes load look_up_lanes rint store u16_at u32_at u32_scratch u8_at u8_scratch
-    """.split():
-        globals()[_name] = _stand_in
+    def __getattr__(name: str) -> object:
+        if name in _OF_KERNELS:
+            return _stand_in
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_OF_KERNELS = set(
+    """
+    advance as_i32 as_u32 bits_of f32_at f32_scratch f64_scratch fill_lanes float64_of float_of
+    fma i32_at i64_at lanes load look_up_lanes rint store u16_at u32_at u32_scratch u8_at u8_scratch
+    """.split()
+)
+
+
+def _stand_in(*args: object) -> object:
+    raise RuntimeError("functions of kernels run compiled only: call the kernel")

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import limited
+from brevact.cpu_kernels.memory import advance, f32_at, fill_lanes, i64_at, inlined, load, store
 from brevact.geometry import LANES, Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)

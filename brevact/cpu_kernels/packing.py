@@ -9,9 +9,36 @@ import struct
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import (
+    BFLOAT16,
+    BOOL,
+    FLOAT32,
+    KINDS,
+    bfloat16_to_float,
+    float_to_bfloat16,
+    float_to_half,
+    half_to_float,
+    stage,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    float64_of,
+    i32_at,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u8_scratch,
+    u16_at,
+    u32_at,
+    u32_scratch,
+)
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import LARGEST_BLOCK
 
@@ -156,7 +183,7 @@ def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, sto
                 store(y64, e, np.int64(load(codes, e)))
 
 
-def pack_codes(codes, bit_width, block_size, packed):
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
     """The kernel's scratch is limited, and it does not extend signs."""
     if block_size > LARGEST_BLOCK or (codes.dtype != torch.uint8 and bit_width > 8 * codes.itemsize):
         return NotImplemented
@@ -165,7 +192,7 @@ def pack_codes(codes, bit_width, block_size, packed):
     share(pack_blocks, arguments, -(-numel // block_size), block_size, torch.get_num_threads())
 
 
-def unpack_codes(packed, bit_width, block_size, codes):
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
     if block_size > LARGEST_BLOCK:
         return NotImplemented
     numel = codes.numel()
@@ -286,7 +313,7 @@ def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, s
             _keep_or_scale(grad, target, kind, first, count, bits, slope)
 
 
-def pack_mask(x, packed):
+def pack_mask(x: Tensor, packed: Tensor) -> None:
     """Types that the kernel does not read are those that quantizers do not take either."""
     kind, numel = KINDS.get(x.dtype), x.numel()
     if kind is None:
@@ -295,13 +322,13 @@ def pack_mask(x, packed):
     share(pack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())
 
 
-def unpack_mask(packed, mask):
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
     numel = mask.numel()
     arguments = (packed.data_ptr(), mask.data_ptr(), numel)
     share(unpack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())
 
 
-def mask_multiply(packed, numel, grad, negative_slope, target):
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
     kind = KINDS.get(grad.dtype)
     if kind is None:
         return NotImplemented

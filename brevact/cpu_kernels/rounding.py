@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.memory import advance, inlined, load, rint, store
 from brevact.cpu_kernels.packing import codes_to_bytes, words_to_bytes
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

@@ -7,16 +7,54 @@ import functools
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.groups import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    KINDS,
+    bfloat16_to_float,
+    emit,
+    emit_product,
+    float_to_bfloat16,
+    float_to_half,
+    half_to_float,
+    limit_of,
+    limited,
+    stage,
+)
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    KIND,
+    MINIMUM_KIND,
+    NUMEL,
+    SCALE_KIND,
+    UNEVEN,
+    is_flagged,
+    read_metadata,
+    uniform_table,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    lanes,
+    load,
+    look_up_lanes,
+    store,
+    u8_at,
+)
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.cpu_kernels.uniform import decoded
-from brevact.geometry import Segments
+from brevact.geometry import Place, Segments, UniformPlan
 
 REGISTER = 16
 """Entries of a table that registers hold: those of codes of 4 bits."""
@@ -148,7 +186,16 @@ def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at
             emit(values, target, kind, first, count)
 
 
-def map_levels(buffer, plan, dtype, mean, factor, place, segments, table):
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
     if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
         return NotImplemented
     own, words = uniform_table(plan, dtype), _words_of_segments(segments)
@@ -161,7 +208,9 @@ def map_levels(buffer, plan, dtype, mean, factor, place, segments, table):
     share(map_levels_blocks, arguments, segments.rows // segments.slots, entries, torch.get_num_threads())
 
 
-def look_up(buffer, plan, segments, table, other, target):
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
     if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
         return NotImplemented
     own, words = uniform_table(plan, target.dtype), _words_of_segments(segments)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.groups import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.groups import is_finite, key_of, round_up
+from brevact.cpu_kernels.memory import as_i32, bits_of, f32_at, float_of, inlined, load, store, u16_at
 from brevact.geometry import SENTINELS
 
 _LARGEST_NEAR, _SMALLEST_STEP = np.float32(2.0**126), np.float32(2.0**-126)

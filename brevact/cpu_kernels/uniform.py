@@ -9,17 +9,58 @@ import ctypes
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.floats import *
-from brevact.cpu_kernels.groups import *
-from brevact.cpu_kernels.memory import *
+from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, limit_of, limited, stage
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    DITHERED,
+    HIGHEST_KEY,
+    INNER,
+    KIND,
+    LOWEST_KEY,
+    MINIMUM_KIND,
+    NUMEL,
+    ROUNDING,
+    SCALE_KIND,
+    STOCHASTIC,
+    UNEVEN,
+    calibrate,
+    extend,
+    extend_finite,
+    inverse_of,
+    is_finite,
+    is_finite_range,
+    is_flagged,
+    place_zeros,
+    read_metadata,
+    shows_errors,
+    store_shifted,
+    uniform_table,
+    zero_in_range,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    as_u32,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u8_scratch,
+    u32_scratch,
+)
 from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, normalize_elements, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
 from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
-from brevact.geometry import UniformPlan
+from brevact.geometry import Place, UniformPlan
 
 
 @inlined
@@ -115,15 +156,25 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
 
 
-def quantize_uniform(x, plan, seed, buffer):
+def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     return quantize(x, plan, seed, buffer)
 
 
-def quantize_normalized(x, plan, seed, mean, factor, place, buffer):
+def quantize_normalized(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    buffer: Tensor,
+) -> None:
     return quantize(x, plan, seed, buffer, words_of(mean, factor, place))
 
 
-def quantize(x, plan: UniformPlan, seed, buffer, norm: ctypes.Array | None = None):
+def quantize(
+    x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: ctypes.Array | None = None
+) -> None:
     """Quantize, and normalize on the way by the words of a norm."""
     if not plan.geometry.in_blocks:
         return NotImplemented
@@ -253,37 +304,38 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             emit(values, target, kind, first, count)
 
 
-def dequantize_uniform(buffer, plan, other, target):
+def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     return dequantize(buffer, plan, other, target)
 
 
-def denormalize(buffer, plan, mean, factor, place, addend, mask, target):
+def denormalize(
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    addend: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
+) -> None:
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
+    if not plan.geometry.in_blocks:
+        return NotImplemented
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    done = dequantize(buffer, plan, addend, target, ctypes.addressof(words), bits)
-    if done is None and mask is not None and not bits:
+    dequantize(buffer, plan, addend, target, ctypes.addressof(words), bits)
+    if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
-    return done
 
 
-def dequantize(buffer, plan: UniformPlan, other, target, norm: int = 0, mask: int = 0):
+def dequantize(
+    buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0, mask: int = 0
+) -> None:
     """Decode, and multiply; or undo a normalization by the words at an address, add, and apply the mask at another."""
     if not plan.geometry.in_blocks:
         return NotImplemented
-    table, codes, factor = (
-        uniform_table(plan, target.dtype),
-        buffer.data_ptr(),
-        0 if other is None else other.data_ptr(),
-    )
-    arguments = (
-        codes,
-        codes + plan.scale_at,
-        codes + plan.minimum_at,
-        factor,
-        target.data_ptr(),
-        table.address,
-        norm,
-        mask,
-    )
+    table, codes = uniform_table(plan, target.dtype), buffer.data_ptr()
+    factor = 0 if other is None else other.data_ptr()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm, mask)
     share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())

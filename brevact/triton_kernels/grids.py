@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from brevact.geometry import Geometry
+from brevact.geometry import Geometry, Grid
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, round_stochastic, widen
 from brevact.triton_kernels.groups import group_of, is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
@@ -113,7 +114,7 @@ def dequantize_grid_kernel(
                 tl.store(target_ptr + pointers, y, mask=valid)
 
 
-def quantize_grid(flat, geometry, grid, seed, codes):
+def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
     if len(grid.levels) > 1:
         return NotImplemented
     stochastic = seed is not None
@@ -123,7 +124,7 @@ def quantize_grid(flat, geometry, grid, seed, codes):
     program.run(flat, codes, levels, steps, seed_on(flat.device, seed))
 
 
-def dequantize_grid(codes, geometry, grid, other, target):
+def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
     if len(grid.levels) > 1:
         return NotImplemented
     size, largest = grid.levels.shape[1], torch.finfo(target.dtype).max

@@ -21,7 +21,16 @@ from brevact.triton_kernels.grids import codes_on_row, group_of_plane
 from brevact.triton_kernels.groups import is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 from brevact.triton_kernels.philox import seed_words
-from brevact.triton_kernels.tiles import *
+from brevact.triton_kernels.tiles import (
+    element_mask,
+    load_bytes,
+    load_planes,
+    single_block,
+    store_codes,
+    tile,
+    unpack_code,
+    whole_blocks,
+)
 
 BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
@@ -333,7 +342,20 @@ _MOST_NESTED = 2**31 - 2**15
 """Elements in which the kernels count the places of scales in several rows."""
 
 
-def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing):
+def fake_quantize(
+    x: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    seed: int | Tensor | None,
+    out: Tensor,
+    values: Tensor | None,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    missing: Tensor | None,
+) -> None:
     if not _reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > _LARGEST_CODE):
         return NotImplemented
     packs = residual is not None and seed is not None
@@ -347,8 +369,20 @@ def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, co
 
 
 def fake_quantize_backward(
-    grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, terms, sums, parts
-):
+    grad: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    values: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    terms: Tensor | None,
+    sums: Tensor | None,
+    parts: Tensor | None,
+) -> None:
     """Torch adds the terms of sums: its order of a sum on a device is its own."""
     if not _reads(grad, plan, scale, zero_point, values, target, terms, sums):
         return NotImplemented
@@ -367,7 +401,7 @@ def fake_quantize_backward(
             sums[place] = terms[place].sum()
 
 
-def decode_integers(codes, plan, scale, zero_point, target):
+def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
     if plan.bit_width > _LARGEST_CODE or not _reads(target, plan, scale, zero_point):
         return NotImplemented
     numbers = scale.numel() > 1, zero_point.numel() > 1

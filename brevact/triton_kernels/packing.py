@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry
 from brevact.triton_kernels.floats import cast, widen
@@ -75,31 +76,31 @@ def mask_multiply_kernel(
 _MASKED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.bool))
 
 
-def pack_codes(codes, bit_width, block_size, packed):
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
     """The kernel's tiles are limited, and it does not extend signs."""
     if block_size > LARGEST_BLOCK or (codes.dtype != torch.uint8 and bit_width > 8 * codes.itemsize):
         return NotImplemented
     _program(pack_codes_kernel, codes.numel(), codes.itemsize, bit_width, block_size).run(codes, packed)
 
 
-def unpack_codes(packed, bit_width, block_size, codes):
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
     if block_size > LARGEST_BLOCK:
         return NotImplemented
     _program(unpack_codes_kernel, codes.numel(), codes.itemsize, bit_width, block_size).run(packed, codes)
 
 
-def pack_mask(x, packed):
+def pack_mask(x: Tensor, packed: Tensor) -> None:
     if x.dtype not in _MASKED:
         return NotImplemented
     x = x.detach().view(torch.uint8) if x.dtype == torch.bool else x
     _program(pack_codes_kernel, x.numel(), x.itemsize).run(x, packed)
 
 
-def unpack_mask(packed, mask):
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
     _program(unpack_codes_kernel, mask.numel(), 1).run(packed, mask.view(torch.uint8))
 
 
-def mask_multiply(packed, numel, grad, negative_slope, target):
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
     if grad.dtype not in _MASKED:
         return NotImplemented
     program = _program(mask_multiply_kernel, numel, grad.itemsize, slope=float(negative_slope))

@@ -7,6 +7,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.floats import cast, maximum, minimum, widen
@@ -93,7 +94,16 @@ def look_up_kernel(
                 tl.store(target_ptr + pointers, cast(y, target_ptr.dtype.element_ty), mask=valid)
 
 
-def map_levels(buffer, plan, dtype, mean, factor, place, segments, table):
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
     _mapping(plan, dtype, place, segments).run(buffer, buffer, table, mean, factor)
 
 
@@ -118,7 +128,9 @@ def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segment
     return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), **values)
 
 
-def look_up(buffer, plan, segments, table, other, target):
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
     program = _looking_up(plan, segments, target.itemsize)
     if program is None:
         return NotImplemented

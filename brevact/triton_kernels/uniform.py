@@ -11,16 +11,57 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import DEFAULT_BLOCK, Place, UniformPlan
-from brevact.triton_kernels.floats import *
-from brevact.triton_kernels.groups import *
+from brevact.triton_kernels.floats import (
+    MAGIC,
+    cast,
+    float_of_code,
+    greatest_of,
+    key_of,
+    least_of,
+    maximum,
+    minimum,
+    nearest_int,
+    round_nearest,
+    round_stochastic,
+    widen,
+)
+from brevact.triton_kernels.groups import (
+    calibrate,
+    finite_keys,
+    group_of,
+    has_missing,
+    is_finite,
+    is_flagged,
+    shifted_minimum,
+    store_metadata,
+    zero_part,
+)
 from brevact.triton_kernels.launch import Program, one_pass, over_blocks, parts_of, seed_on
-from brevact.triton_kernels.normalize import *
+from brevact.triton_kernels.normalize import (
+    denormalize_elements,
+    fits,
+    load_statistics,
+    load_statistics_of_plane,
+    near_of,
+    normalize_elements,
+    normalize_planes,
+    values_of,
+)
 from brevact.triton_kernels.packing import mask_multiply
 from brevact.triton_kernels.philox import element_bits, seed_words, shifts
-from brevact.triton_kernels.tiles import *
+from brevact.triton_kernels.tiles import (
+    element_mask,
+    load_bytes,
+    load_planes,
+    single_block,
+    store_codes,
+    unpack_code,
+    whole_blocks,
+)
 from brevact.triton_kernels.uneven import fit, inverse_of, is_uneven, may_be_uneven, positions, values
 
 
@@ -469,11 +510,19 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 """
 
 
-def quantize_uniform(x, plan, seed, buffer):
+def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     return quantize_normalized(x, plan, seed, None, None, None, buffer)
 
 
-def quantize_normalized(x, plan, seed, mean, factor, place, buffer):
+def quantize_normalized(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    buffer: Tensor,
+) -> None:
     program = _quantizing(plan, x.itemsize, seed is not None, place)
     if program is None:
         return NotImplemented
@@ -502,11 +551,20 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
     return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
 
 
-def dequantize_uniform(buffer, plan, other, target):
+def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     return denormalize(buffer, plan, None, None, None, other, None, target)
 
 
-def denormalize(buffer, plan, mean, factor, place, addend, mask, target):
+def denormalize(
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    addend: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
+) -> None:
     """Where the kernels' integers reach; a mask is applied in a pass of its own."""
     program = _decoding(plan, target.dtype, place)
     if program is None:

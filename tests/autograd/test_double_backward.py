@@ -84,7 +84,8 @@ def test_second_derivatives_of_each_op(op):
 @pytest.mark.parametrize("op", TWICE, ids=name_of)
 def test_second_derivatives_of_all_samples(op):
     allowed: set[str] = LIMITS.get(name_of(op), (set(), ""))[0]
-    for sample, kind in itertools.product(samples(op), KINDS):
+    for place, sample in enumerate(samples(op)):
+        kind = KINDS[place % len(KINDS)]
         try:
             run(variants(op)[0], sample, kind, None, twice=True)
         except Exception:

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks import measure, quantizers
 from benchmarks.__main__ import FIGURES, PLAN, main
 from benchmarks.measure import measure_model, with_policy
-from benchmarks.models import GROUPS, MODELS
+from benchmarks.models import GROUPS, MODELS, models_of
 from benchmarks.records import append_rows
 from benchmarks.step import Model, Step, classified, loss_of
 
@@ -34,10 +34,16 @@ def test_bytes_fall_and_the_loss_stays():
     assert kept["plain"] > kept["checkpoint"] > kept["DEFAULT"] and kept["plain"] >= 6 * kept["fit:6x"]
 
 
-def test_measures_of_a_model():
-    rows, errors = measure_model("conv-BN-ReLU W4A4", ["LosslessBackward", "StochBackward9bit"], ["bytes"], 2, 2)
-    assert float(rows["LosslessBackward"]["kept_less"]) == pytest.approx(2.0, abs=0.1)
-    assert list(rows) == ["LosslessBackward"] and "StochBackward9bit" in errors[0]
+def test_measures_of_a_model(monkeypatch):
+    monkeypatch.setitem(MODELS, "perceptron", Model((), perceptron))
+    rows, errors = measure_model("perceptron", ["DEFAULT", "StochBackward9bit"], ["bytes"], 2, 2)
+    assert float(rows["DEFAULT"]["kept_less"]) > 2
+    assert list(rows) == ["DEFAULT"] and "StochBackward9bit" in errors[0]
+
+
+def test_peaks():
+    for peak in (measure.peak(with_policy(perceptron(), policy)) for policy in ("plain", "DEFAULT")):
+        assert float(peak["peak_mib"]) > 0 and float(peak["growth_mib"] or 0) >= 0
 
 
 def test_time_and_noise():
@@ -62,15 +68,17 @@ def test_bytes_and_noise_of_compiled_steps(monkeypatch):
     assert noise[0] > 0 == noise[1]  # computed again from the batch
 
 
-def test_main_appends_rows_of_fresh_processes(tmp_path: Path):
+@pytest.mark.parametrize("measures", ["bytes", pytest.param("bytes,peak", marks=pytest.mark.exhaustive)])
+def test_main_appends_rows_of_fresh_processes(measures, tmp_path: Path):
     path = tmp_path / "rows.csv"
-    assert main(["EfficientNetV2 nano", "--measure", "bytes,peak", "--jobs", "1", "--csv", str(path)]) == 0
+    assert main(["EfficientNetV2 nano", "--measure", measures, "--jobs", "1", "--csv", str(path)]) == 0
     with path.open(newline="") as file:
         plain, packed = csv.DictReader(file)
     assert list(plain)[2:-7] == list(FIGURES) and plain["commit"] == packed["commit"]
     assert [plain["policy"], packed["policy"]] == ["plain", "DEFAULT"]
     assert 0 < float(packed["kept_mib"]) < float(plain["kept_mib"]) / 12
-    assert 0 < float(packed["peak_mib"]) < float(plain["peak_mib"])  # gradients are part of it
+    if "peak" in measures:
+        assert 0 < float(packed["peak_mib"]) < float(plain["peak_mib"])  # gradients are part of it
 
 
 @pytest.mark.parametrize(
@@ -88,8 +96,9 @@ def test_main_refuses_options(options, message, capsys):
 
 
 def test_plan_and_groups():
-    unplanned = {"cifar10", "kernels"}  # need data, or libraries
-    assert {names for names, *_ in PLAN if isinstance(names, str)} == GROUPS.keys() - unplanned
+    assert {names for names, *_ in PLAN if isinstance(names, str)} == GROUPS.keys() - {"cifar10"}  # needs data
+    cases = [(name, policy) for names, policies, _ in PLAN for name in models_of(names) for policy in policies]
+    assert len(cases) == len(set(cases))  # a row of one case would end the other
     assert all(MODELS[name] is model for group in GROUPS.values() for name, model in group.items())
 
 

@@ -13,7 +13,7 @@ from brevact.command_line.main import main
 from brevact.command_line.plan import GIB, WAYS, Training, as_on_a_gpu, configuration, most
 
 transformers = pytest.importorskip("transformers")
-BATCH, SEQUENCE, BLOCKS = 2, 256, 8
+BATCH, SEQUENCE, BLOCKS = 2, 256, 4
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
 
 
@@ -67,7 +67,9 @@ def command(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_the_longest_sequence_and_the_largest_batch_fit_and_more_does_not(tmp_path, capsys):
+def test_the_longest_sequence_and_the_largest_batch_fit_and_more_does_not(tmp_path, capsys, monkeypatch):
+    for way in ("checkpointed", "RECOMPUTE"):
+        monkeypatch.delitem(WAYS, way)
     small().save_pretrained(tmp_path)
     words = [str(tmp_path), "--weights", "float32", "--sequence", "512"]
     text = command(capsys, *words, "--memory", "0.5GiB")
@@ -114,6 +116,7 @@ def test_weights_of_4_bits_and_adapters_leave_room(capsys, tmp_path):
     assert "the largest decoded weight" in small_weights and "decoded" not in adapted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="Liger needs Triton")
 def test_liger_saves_no_logits(tmp_path):
     pytest.importorskip("liger_kernel")

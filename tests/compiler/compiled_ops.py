@@ -17,7 +17,7 @@ from tests.autograd.database_laws import Outcome, dense, finite_pairs, loss_of
 from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import Sample, Variant, run, samples, variants
 
-DRAWS = 64
+DRAWS = 32
 
 
 @torch.library.custom_op("brevact_tests::activation", mutates_args=())

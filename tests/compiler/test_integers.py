@@ -50,6 +50,15 @@ QUANTIZERS = {
 }
 
 
+#: Compiled without loss, and with loss, in `make test`; the other way in the exhaustive tier.
+LOSSLESS = ("unsigned", "constant_scale", "narrow", "channels")
+
+
+def by_turns(quick: tuple[str, ...]) -> pytest.MarkDecorator:
+    marks = {name: () if name in quick else pytest.mark.exhaustive for name in QUANTIZERS}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
 def network(quantizer: nn.Module, weights=Int8WeightPerTensorFloat) -> nn.Module:
     torch.manual_seed(0)
     layers = [qnn.QuantConv2d(8, 8, 3, padding=1, weight_quant=weights, weight_bit_width=4) for _ in range(2)]
@@ -68,7 +77,7 @@ def step(model: nn.Module, x: Tensor = X, **options) -> tuple[list[Tensor], int]
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)], nbytes
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@by_turns(LOSSLESS)
 def test_lossless_graphs_keep_codes_and_the_gradients_of_plain_ones(name):
     make, bits = QUANTIZERS[name]
     plain, plain_bytes = step(network(make()))
@@ -79,7 +88,7 @@ def test_lossless_graphs_keep_codes_and_the_gradients_of_plain_ones(name):
     assert nbytes < NUMEL * (floats + bits / 8 + 0.5) + 8192 < plain_bytes
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@by_turns(tuple(QUANTIZERS.keys() - LOSSLESS))
 def test_lossy_graphs_keep_codes_that_products_read(name):
     make, bits = QUANTIZERS[name]
     model = brevact.quantize_backward(network(make()), brevact.StochBackward2bit.let(min_numel=0))

@@ -14,6 +14,7 @@ from brevact import StochBackward2bit
 from brevact.autograd import has_region
 from brevact.autograd.hooks import regions_of
 from brevact.policy.rules import layers_of
+from tests.crosses import taking_turns
 
 RECURRENT = {
     "weight_quant": Int8WeightPerTensorFloat,
@@ -67,8 +68,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("policy", [StochBackward2bit, {nn.Module: StochBackward2bit}, brevact.DEFAULT])
-@pytest.mark.parametrize("name", MODELS)
+POLICIES = (StochBackward2bit, {nn.Module: StochBackward2bit}, brevact.DEFAULT)
+
+
+@pytest.mark.parametrize("name, policy", taking_turns(list(MODELS), POLICIES))
 def test_a_policy_never_touches_quantizers_which_other_models_share(name, policy):
     model, others = MODELS[name](), [MODELS[each]() for each in MODELS]
     brevact.quantize_backward(model, policy)

@@ -6,6 +6,7 @@ Triton's interpreter half a second.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -155,8 +156,14 @@ def test_quantize_bytes_of_parts_of_steps_that_lie_apart(backend):
     backend.check_quantizer(UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED), x, multiply=False)
 
 
-#: The quick ones, and a tenth of the others: each takes the interpreter two seconds.
+#: The quick ones, and a tenth of the others: each takes the interpreter two seconds, and two are interpreted quickly.
 SOME_UNEVEN_CASES = [case for turn, case in enumerate(UNEVEN_CASES) if not case.marks or turn % 10 == 0]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick = [case for case in SOME_UNEVEN_CASES if not case.marks][::4]
+    SOME_UNEVEN_CASES = [
+        case if case in quick else pytest.param(*case.values, marks=pytest.mark.exhaustive)
+        for case in SOME_UNEVEN_CASES
+    ]
 
 
 @pytest.mark.parametrize("bit_width, bucket_size, rounding, dtype", SOME_UNEVEN_CASES, ids=str)

@@ -57,7 +57,7 @@ def test_main_prints_the_table_of_what_was_asked_for(whole_run, capsys):
     assert "x less)" in packed and packed.count(" ± ") == 2 and alone.count(" ± ") == 1
 
 
-@pytest.mark.parametrize("number", [2, 9, 20, pytest.param(50, id="fitted", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [9, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 20, 50))])
 def test_main_resumes_an_interrupted_training_to_the_same_result(whole_run, tmp_path, number):
     command = [*COMMAND, "--out-dir", str(tmp_path)]
     with interrupted_at_forward(Net, number):

@@ -47,7 +47,8 @@ def test_main_compares_with_full_precision(whole_run):
 
 
 # A run takes a forward pass for the report, two an epoch for training and one for testing.
-@pytest.mark.parametrize("number", [7, pytest.param(14, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [7, 14])
 def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path, capsys, number):
     command = [*TINY, *COMPARED, "--out-dir", str(tmp_path)]
     with interrupted_at_forward(EfficientNetV2, number):

@@ -10,7 +10,7 @@ from tests.recipes.running import PNG, interrupted_at_forward, refused, values, 
 
 #: Command line of the smallest run: two steps an epoch.
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5 --calibration-batches 1".split()
-COMPARED = ["--compare", "LosslessBackward", "StochBackward2bit"]
+COMPARED = ["--compare", "LosslessBackward"]
 
 
 @pytest.fixture(scope="module")
@@ -22,20 +22,20 @@ def comparison(tmp_path_factory):
 
 def test_lossless_runs_are_those_of_stock_brevitas_in_less_memory(comparison):
     rows = without_time(comparison)
-    stock, lossless, stochastic = (
+    stock, lossless = (
         [(row["loss"], row["value"]) for row in rows if row["variant"] == name]
-        for name in ("plain", "LosslessBackward", "StochBackward2bit")
+        for name in ("plain", "LosslessBackward")
     )
-    assert stock == lossless != stochastic
+    assert stock == lossless
     kept = {key[0]: float(value) for key, value in values(comparison, column="kept_mib").items()}
-    assert kept["LosslessBackward"] < kept["plain"] / 1.5 and kept["StochBackward2bit"] < kept["plain"] / 8
+    assert kept["LosslessBackward"] < kept["plain"] / 1.5
     assert (comparison / "comparison.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.exhaustive
 def test_main_resumes_an_interrupted_run_to_the_same_result(comparison, tmp_path):
     command = [*TINY, *COMPARED, "--out-dir", str(tmp_path)]
-    with interrupted_at_forward(EfficientNetV2, 22):  # in the third run, behind calibration, report and an epoch
+    with interrupted_at_forward(EfficientNetV2, 14):  # in the second run, behind calibration, report and an epoch
         assert main(command) == 130
     assert main([*command, "--resume"]) == 0
     assert without_time(tmp_path) == without_time(comparison)

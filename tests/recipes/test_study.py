@@ -17,13 +17,14 @@ def test_main_trains_pairs_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert study.main([*options, "--policies", "None", "StochBackward2bit"]) == 0
     assert path.read_text() == written and len(written.splitlines()) == 3
     assert "StochBackward2bit  1 pairs" in capsys.readouterr().out
+    assert study.main([*options, "--policies", "fit:bytes=DEFAULT"]) == 1
+    assert "name that policy before it" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_fit_is_compared_at_the_bytes_of_its_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "rows.csv"
     options = ["--epochs", "2", "--train-size", "128", "--test-size", "32", "--seeds", "0", "--csv", str(path)]
-    assert study.main([*options, "--policies", "fit:bytes=StochBackward2bit"]) == 1
-    assert "name that policy before it" in capsys.readouterr().err
     assert study.main([*options, "--policies", "StochBackward2bit", "fit:bytes=StochBackward2bit"]) == 0
     uniform, fitted = (int(row["saved_bytes"]) for row in study.read(path))
     assert 0.8 * uniform < fitted <= uniform

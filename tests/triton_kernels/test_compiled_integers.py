@@ -7,22 +7,20 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is for Linux only")
 
 
-@pytest.mark.parametrize("operation", ["fake_quantize", "fake_quantize_backward", "decode_integers"])
-def test_fake_quantization_compiles(operation: str):
+def test_decoding_of_integers_compiles():
     from benchmarks.compile_kernels import main
 
-    if operation == "fake_quantize_backward" and triton.__version__.startswith("3.6"):
-        pytest.skip("Triton 3.6 spills registers of the kernel with sums; newer ones do not")
     options = ["--targets", "sm_90", "--bit-widths", "4", "--dtypes", "bfloat16", "--buckets", "tensor", "--jobs", "1"]
-    assert main([*options, "--operations", operation]) == 0
+    assert main([*options, "--operations", "decode_integers"]) == 0
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-@pytest.mark.parametrize("bit_width", ["2", "8"])
-def test_fake_quantization_and_tables_compile_for_every_device(bit_width: str, target: str):
+@pytest.mark.parametrize(
+    "target, bit_width, dtype", [("sm_80", "2", "float32"), ("sm_90", "8", "bfloat16"), ("gfx942", "2", "float16")]
+)
+def test_fake_quantization_and_tables_compile_for_every_device(target: str, bit_width: str, dtype: str):
     from benchmarks.compile_kernels import INTEGER_OPERATIONS, TABLE_OPERATIONS, main
 
-    options = ["--targets", target, "--bit-widths", bit_width, "--dtypes", "float32", "bfloat16", "float16"]
+    options = ["--targets", target, "--bit-widths", bit_width, "--dtypes", dtype]
     options += ["--buckets", "tensor", "channels_last", "512", "--jobs", "1"]
     assert main([*options, "--operations", *INTEGER_OPERATIONS, *TABLE_OPERATIONS]) == 0
