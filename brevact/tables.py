@@ -20,9 +20,13 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Sequence[object]]) ->
 
 
 def plot_bars(
-    path: str | os.PathLike[str], title: str, layers: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]
+    path: str | os.PathLike[str],
+    title: str,
+    layers: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    errors: Sequence[float] | None = None,
 ) -> None:
-    """Write a picture of bars by layer; each panel has the name of its axis, and values by the names of its series.
+    """Write a picture of bars by layer: values by axis and by series, with errors of the first axis.
 
     Raises an ImportError without matplotlib.
     """
@@ -36,7 +40,8 @@ def plot_bars(
         height = 0.8 / len(series)
         for place, (label, values) in enumerate(series.items()):
             offset = height * (place - (len(series) - 1) / 2)
-            axes.barh([y + offset for y in range(len(values))], values, height, label=label)
+            axes.barh([y + offset for y in range(len(values))], values, height, label=label, xerr=errors)
+        errors = None
         axes.set_xlabel(name)
         if len(series) > 1:
             axes.legend(loc="lower right")

@@ -10,18 +10,14 @@ from torch import Tensor, distributed, nn
 
 from brevact.distributed.packing import (
     AS_IT_IS,
-    SEEDS,
-    Agreement,
+    Exchange,
     ParameterState,
     ParameterStates,
     after,
     check_feedback,
-    check_marks,
-    check_quantizer,
     check_state,
     is_unbiased,
     keep_for_this_stream,
-    marks_of,
     message_of,
     pack,
     packs_of,
@@ -31,7 +27,7 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES, check_int
+from brevact.quantizers.checks import DTYPES
 
 
 def quantized_hook(
@@ -81,7 +77,7 @@ def quantized_hook(
     return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
 
 
-class QuantizedHook:
+class QuantizedHook(Exchange):
     """Packs, gathers, decodes and averages gradients; made by :func:`quantized_hook`.
 
     Error feedback is kept per parameter, not per bucket, since DistributedDataParallel rebuilds its buckets after the
@@ -108,24 +104,15 @@ class QuantizedHook:
         min_numel: int = 4096,
         seed: int = 0,
     ) -> None:
-        check_quantizer(quantizer)
+        super().__init__(quantizer, min_numel, seed)
         if not (error_feedback is None or isinstance(error_feedback, bool)):
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
-        check_int("min_numel", min_numel, 0)
-        check_int("seed", seed, *SEEDS)
         self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
-        self.quantizer = quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
         if self.error_feedback:
             check_feedback(quantizer)
-        self.min_numel = min_numel
-        self.seed = seed
         self.step = 0
-        self.sent_bytes = 0  # of this rank's messages so far; each goes to every other rank
-        self.plain_bytes = 0  # of the same gradients unpacked
         self.states = ParameterStates()
-        self._agreement = Agreement()
-        self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
 
     def __call__(self, state, bucket):  # DistributedDataParallel refuses annotations that are strings
         """Average a bucket's gradients over the ranks.
@@ -145,8 +132,7 @@ class QuantizedHook:
         self._agreement.reach(group, buffer.device, *settings)
         step = self.step
         self.step += bucket.is_last()
-        while self._unchecked and self._unchecked[0][0] < step:
-            check_marks(self._unchecked.pop(0)[1])
+        self._check_before(step)
         entries = list(map(self.states.of, bucket.parameters()))
         if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
@@ -219,13 +205,6 @@ class QuantizedHook:
         if entry.residual is None:
             entry.residual = torch.zeros_like(wide)
         return wide + torch.where(gradient.any(), entry.residual, 0)
-
-    def _check(self, messages: Tensor, step: int) -> None:
-        """Compare the ranks' marks; on a device in the next step, to avoid a synchronization."""
-        if messages.is_cpu:
-            check_marks(marks_of(messages))
-        else:
-            self._unchecked.append((step, marks_of(messages).clone()))
 
     def _receive(
         self, entry: ParameterState, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int

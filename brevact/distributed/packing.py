@@ -104,6 +104,31 @@ class Agreement:
         self._groups.add(group.group_name)
 
 
+class Exchange:
+    """Settings and counts of a communication of gradients."""
+
+    def __init__(self, quantizer: ActivationQuantizer, min_numel: int, seed: int) -> None:
+        check_quantizer(quantizer)
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *SEEDS)
+        self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
+        self.sent_bytes = 0  # of this rank's messages so far
+        self.plain_bytes = 0  # of the same gradients unpacked
+        self._agreement = Agreement()
+        self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
+
+    def _check(self, messages: Tensor, step: int) -> None:
+        """Compare the ranks' marks; on a device in the next step, to avoid a synchronization."""
+        if messages.is_cpu:
+            check_marks(marks_of(messages))
+        else:
+            self._unchecked.append((step, marks_of(messages).clone()))
+
+    def _check_before(self, step: int) -> None:
+        while self._unchecked and self._unchecked[0][0] < step:
+            check_marks(self._unchecked.pop(0)[1])
+
+
 def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
     """Return the start of each buffer, and the end of the message."""
     starts = [_ALIGNMENT]

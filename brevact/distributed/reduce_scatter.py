@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from brevact.distributed.packing import (
-    SEEDS,
-    Agreement,
-    check_marks,
-    check_quantizer,
-    is_unbiased,
-    marks_of,
-    message_of,
-    pack,
-    packs_of,
-)
+from brevact.distributed.packing import SEEDS, Exchange, is_unbiased, message_of, pack, packs_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import reduce_scatter_single
@@ -58,7 +48,7 @@ def quantized_reduce_scatter(
     return QuantizedReduceScatter(packs, min_numel=min_numel, seed=seed)
 
 
-class QuantizedReduceScatter:
+class QuantizedReduceScatter(Exchange):
     """Packs, exchanges, decodes and averages gradients; made by :func:`quantized_reduce_scatter`.
 
     Args:
@@ -72,22 +62,13 @@ class QuantizedReduceScatter:
     """
 
     def __init__(self, quantizer: ActivationQuantizer, *, min_numel: int = 4096, seed: int = 0) -> None:
-        check_quantizer(quantizer)
+        super().__init__(quantizer, min_numel, seed)
         if not is_unbiased(quantizer):
             raise ValueError(
                 f"quantizer: got {brief(quantizer)}, which is biased, and errors of FSDP2's gradients cannot be fed "
                 "back; accepted is one that rounds at random between levels that span a bucket: StochBackward4bit"
             )
-        check_int("min_numel", min_numel, 0)
-        check_int("seed", seed, *SEEDS)
-        self.quantizer = quantizer
-        self.min_numel = min_numel
-        self.seed = seed
         self.calls = 0
-        self.sent_bytes = 0  # to all ranks, including this one
-        self.plain_bytes = 0  # of the same gradients unpacked
-        self._agreement = Agreement()
-        self._unchecked: Tensor | None = None  # marks on a device, until the next call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the reduction's buffers; FSDP2 calls this."""
@@ -113,9 +94,7 @@ class QuantizedReduceScatter:
         self._agreement.reach(group, input_tensor.device, *settings)
         step, ranks = self.calls, group.size()
         self.calls += 1
-        if self._unchecked is not None:
-            check_marks(self._unchecked)
-            self._unchecked = None
+        self._check_before(step)
         if output_tensor.dtype not in DTYPES or output_tensor.numel() < self.min_numel:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         if op not in (distributed.ReduceOp.SUM, distributed.ReduceOp.AVG):
@@ -131,7 +110,7 @@ class QuantizedReduceScatter:
             self.plain_bytes += input_tensor.numel() * input_tensor.element_size()
             received = torch.empty_like(messages)
             distributed.all_to_all_single(received.view(-1), messages.view(-1), group=group)
-            self._check(received)
+            self._check(received, step)
             total = torch.zeros_like(output_tensor, dtype=torch.promote_types(output_tensor.dtype, torch.float32))
             for row in received:
                 total += packs_of(row, [packs[0].spec])[0].dequantize()
@@ -156,9 +135,3 @@ class QuantizedReduceScatter:
         check_int("state['calls']", state["calls"], 0)
         check_int("state['seed']", state["seed"], *SEEDS)
         self.calls, self.seed = state["calls"], state["seed"]
-
-    def _check(self, received: Tensor) -> None:
-        if received.is_cpu:
-            check_marks(marks_of(received))
-        else:
-            self._unchecked = marks_of(received).clone()

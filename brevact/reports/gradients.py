@@ -317,7 +317,8 @@ class GradientReport:
         axis = "noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise"
         stored = {"packed": [row.saved_bytes / MIB for row in rows]}
         panels = {axis: {"noise": [row.noise for row in rows]}, "packed, MiB": stored}
-        plot_bars(path, title, [row.layer for row in rows], panels)
+        errors = [0 if math.isnan(row.noise_error) else row.noise_error for row in rows]
+        plot_bars(path, title, [row.layer for row in rows], panels, errors)
 
 
 def _cells(row: LayerNoise) -> tuple[str, ...]:
