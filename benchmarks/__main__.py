@@ -4,7 +4,8 @@
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
     python -m benchmarks --all                   # the rows of the pages, at most 25 minutes on two cores; goes on
 
-MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block), "compile" or
+MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block),
+"checkpoint:2+DEFAULT" (of each second block, with a policy), "compile" or
 "compile:0.3" (torch.compile, with that part of the memory that it would keep), "compile+DEFAULT" or
 "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one), "fit:30x" (brevact.fit), or words
 such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
@@ -29,7 +30,7 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.measure import CHECKPOINT, COMPILED, PLAIN, Row
-from benchmarks.models import GROUPS, MODELS
+from benchmarks.models import GROUPS, MODELS, models_of
 from benchmarks.records import append_rows, commit, print_table, read_rows
 
 MEASURES = ("bytes", "peak", "time", "noise")
@@ -40,19 +41,27 @@ FIGURES = (
 ROWS = Path(__file__).parents[1] / "docs" / "bench.csv"
 _ROUNDS, _DRAWS = 9, 3
 
-_EXACT = "LosslessBackward:recompute=1024"
-_WIDTHS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither") for bits in (2, 4))
-_COMPILED = ("+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
-#: Rows of the pages: models, policies and measures.
+_FORMATS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither", "Nearest") for bits in (2, 4))
+_COMPILED = (":1", "+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
+_AGAIN = ("LosslessBackward:recompute=1024", "DitherBackward8bit:recompute=4096")
+_RESIDUALS = "LosslessBackward:residual_bit_width=2"
+_COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
+#: Rows of the pages: models, policies and measures; no model has a policy in two of them.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
-    ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
-    (("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net"), (COMPILED, _EXACT), "bytes,time"),
-    ("compiled", ("DEFAULT", *(f"{COMPILED}{each}" for each in (":1", *_COMPILED))), "bytes,time,noise"),
-    ("qat", (PLAIN, "LosslessBackward", "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
-    ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "NearestBackward2bit", "L4Backward", *_WIDTHS), "bytes,noise"),
+    ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
+    (_COMPARED, (COMPILED, *_AGAIN, "fit:30x"), "bytes,time,noise"),
+    ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
+    ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
+    ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),
+    (
+        "lengths",
+        (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *(f"{CHECKPOINT}:{n}+DEFAULT" for n in (2, 4))),
+        "bytes,peak",
+    ),
     ("small", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes,noise"),
     ("images", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes"),
+    ("kernels", (PLAIN, "DEFAULT"), "bytes"),
 )
 
 
@@ -100,7 +109,7 @@ def _left(path: Path) -> list[tuple[str, tuple[str, ...], str]]:
     done = {(row["model"], row["policy"]) for row in read_rows(path) if row["commit"] == now}
     cases = []
     for names, policies, measures in PLAN:
-        for name in GROUPS[names] if isinstance(names, str) else names:
+        for name in models_of(names):
             wanted = (PLAIN,) if name.endswith(", float") else policies
             if left := tuple(policy for policy in wanted if (name, policy) not in done):
                 cases.append((name, left, measures))

@@ -42,6 +42,17 @@ def monai_unet() -> Step:
     return _dice_cross_entropy(UNet(3, 1, 2, channels=(16, 32, 64), strides=(2, 2), num_res_units=2))
 
 
+def monai_unet_autocast() -> Step:
+    """MONAI's U-Net under autocast to bfloat16."""
+    model, batch, loss, _ = monai_unet()
+
+    def in_autocast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    return Step(model, batch, in_autocast)
+
+
 def monai_unet_of_five() -> Step:
     from monai.losses import DiceCELoss, TverskyLoss
     from monai.networks.nets import UNet
@@ -432,6 +443,7 @@ DOMAINS: dict[str, Model] = {
         "monai",
         {
             "MONAI UNet": monai_unet,
+            "MONAI UNet, bf16": monai_unet_autocast,
             "MONAI UNet, 5 classes": monai_unet_of_five,
             "MONAI SegResNet": monai_segresnet,
             "MONAI DynUNet": monai_dynunet,

@@ -41,17 +41,19 @@ def with_policy(step: Step, policy: str) -> Step:
 
     Args:
         step: that no policy has changed.
-        policy: "plain"; "checkpoint", of each block; "compile" or "compile:PART", by `torch.compile` within a part
-            of the memory, with "+POLICY" at the end by a policy, too; "fit:BUDGET", by `brevact.fit`; or a policy in
-            words of `brevact.parse_policy`.
+        policy: "plain"; "checkpoint", of each block, or "checkpoint:N", of each N-th one; "compile" or "compile:PART",
+            by `torch.compile` within a part of the memory; either with "+POLICY" at the end by a policy, too;
+            "fit:BUDGET", by `brevact.fit`; or a policy in words of `brevact.parse_policy`.
 
     Raises:
         ValueError: the model has no blocks to checkpoint, or there is no such policy or budget.
     """
-    if policy == CHECKPOINT:
-        _checkpoint_blocks(step.model)
+    way, _, words = policy.partition("+")
+    if way.partition(":")[0] == CHECKPOINT:
+        _checkpoint_blocks(step.model, int(way.partition(":")[2] or 1))
+        if words:
+            brevact.quantize_backward(step.model, words)
     elif _is_compiled(policy):
-        way, _, words = policy.partition("+")
         model = _Whole(step)
         if words:
             brevact.quantize_backward(model, words)
@@ -72,14 +74,17 @@ def _is_compiled(policy: str) -> bool:
     return policy.partition("+")[0].partition(":")[0] == COMPILED
 
 
-def _checkpoint_blocks(model: nn.Module) -> None:
+def _checkpoint_blocks(model: nn.Module, every: int) -> None:
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        blocks = [each for each in model.modules() if type(each).__mro__[1].__name__ == "GradientCheckpointingLayer"]
+        for number, block in enumerate(blocks):
+            block.gradient_checkpointing = number % every == 0
         return
     blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "blocks"]
     if not blocks:
         raise ValueError(f"policy 'checkpoint': {type(model).__name__} has no module named blocks; leave it out")
-    for block in blocks[0].children():
+    for block in list(blocks[0].children())[::every]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 

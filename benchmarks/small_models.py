@@ -23,6 +23,11 @@ def tokens(vocabulary: int = 200, length: int = 64, **more: int) -> dict[str, An
     return {"input_ids": ids, "labels": torch.randint(3, vocabulary, (8, more["labels"])) if more else ids}
 
 
+def sequence(length: int) -> dict[str, Any]:
+    ids = torch.randint(512, (1, length))
+    return {"input_ids": ids, "labels": ids}
+
+
 def images(batch: int, size: int, dense: bool = False) -> dict[str, Any]:
     """Images with one of ten classes for each, or for each pixel if they are dense."""
     labels = torch.randint(0, 10, (batch, size, size) if dense else (batch,))
@@ -47,6 +52,20 @@ _LAYERS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _BLOCKS = {**_LAYERS, "intermediate_size": 256}
 _ENDS = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
 
+_LLAMA = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "intermediate_size": 704,
+    "vocab_size": 512,
+}
+#: A Llama on sequences of some lengths.
+LENGTHS: dict[str, Model] = {
+    f"Llama 8x256, {length:,} tokens": of_transformers(
+        "LlamaForCausalLM", "LlamaConfig", partial(sequence, length), **_LLAMA, **_ENDS
+    )
+    for length in (256, 1024, 4096)
+}
 TRANSFORMERS: dict[str, Model] = {
     "BERT": of_transformers(
         "BertForMaskedLM", "BertConfig", tokens, vocab_size=200, max_position_embeddings=64, pad_token_id=0, **_BLOCKS

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from brevact.arguments import check_count
 from brevact.autograd.running import nodes_behind
 from brevact.private_names.of_torch import WeakTensorKeyDictionary, tree_flatten, tree_unflatten
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.user_lines import warn
 
 #: The type of device whose work is captured.
@@ -91,8 +91,8 @@ def captured(
     """
     if not callable(step):
         raise TypeError(f"step: got {brief(step)}; accepted is a function of a batch: brevact.captured(train_step)")
-    check_count("graphs", graphs)
-    check_count("warm_up", warm_up, 2)
+    check_int("graphs", graphs, 1)
+    check_int("warm_up", warm_up, 2)
     generators = tuple(generators)
     for each in generators:
         if not isinstance(each, torch.Generator):

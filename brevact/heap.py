@@ -10,7 +10,7 @@ largest ones are taken by `malloc` and returned in place (`madvise`), those abov
 fault brings back; `malloc_trim` returns the rest.
 
 PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed, so importing `brevact`
-sets it: with small pages the heap keeps more gaps, and a step faults in four to twenty times as many pages.
+sets it unless the program has: with small pages a step faults in four to twenty times as many pages.
 """
 
 from __future__ import annotations
@@ -37,24 +37,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "PERTURB_")
 _log = logging.getLogger("brevact")
 
-VARIABLE = "THP_MEM_ALLOC_ENABLE"
-_is_ours = VARIABLE not in os.environ
-
-
-def ask_for_large_pages(enabled: bool) -> None:
-    """Set or unset the variable; a value set by the program stays."""
-    if _is_ours and enabled:
-        os.environ.setdefault(VARIABLE, "1")
-    elif _is_ours and os.environ.get(VARIABLE) == "1":
-        del os.environ[VARIABLE]
-
-
-ask_for_large_pages(True)
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+os.environ.setdefault(LARGE_PAGES, "1")
 
 
 class _Mallinfo(ctypes.Structure):
-    _names = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
 
 
 class Heap:
@@ -153,13 +144,9 @@ def look() -> None:
             Tuning.heap = None
 
 
-def tune_heap() -> bool:
-    """Set both thresholds once per process, unless turned off; return whether they are set."""
-    return Tuning.is_on and _tune()
-
-
 @functools.cache
-def _tune() -> bool:
+def tune_heap() -> bool:
+    """Set both thresholds, once per process; return whether they are set."""
     libc = None if is_left_alone(os.environ) else _glibc()
     if libc is None or libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) != 1:
         return False

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from brevact.quantizers.checks import check_int
 
 MIB = 2**20
 
@@ -22,16 +19,32 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[Sequence[object]]) ->
         csv.writer(file).writerows(rows)
 
 
-def figure_kind(report: str, max_layers: int) -> Any:
-    """Return matplotlib's figure class (else an ImportError); ``max_layers`` must be an int of at least 1."""
-    check_int("max_layers", max_layers)
-    if max_layers < 1:
-        raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
+def plot_bars(
+    path: str | os.PathLike[str], title: str, layers: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]
+) -> None:
+    """Write a picture of bars by layer; each panel has the name of its axis, and values by the names of its series.
+
+    Raises an ImportError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"{report}.plot draws with matplotlib; install it: pip install matplotlib") from error
-    return Figure
+        raise ImportError("plot draws with matplotlib; install it: pip install matplotlib") from error
+    figure = Figure(figsize=(9, 1.6 + 0.24 * len(layers)), layout="constrained")
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, series) in zip(every, panels.items(), strict=True):
+        height = 0.8 / len(series)
+        for place, (label, values) in enumerate(series.items()):
+            offset = height * (place - (len(series) - 1) / 2)
+            axes.barh([y + offset for y in range(len(values))], values, height, label=label)
+        axes.set_xlabel(name)
+        if len(series) > 1:
+            axes.legend(loc="lower right")
+    every[0].set_yticks(range(len(layers)), [layer or "(model)" for layer in layers], fontsize=7)
+    every[0].margins(y=0.01)
+    every[0].invert_yaxis()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
 
 
 def text_table(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu import MODELS as GPU
-from benchmarks.models import GROUPS
+from benchmarks.models import GROUPS, models_of
 from recipes.study import comparisons
 
 ROOT = Path(__file__).parents[1]
@@ -92,13 +92,8 @@ TABLES = {
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
     "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
     "models": Table((*GROUPS["small"], *GROUPS["images"], *GROUPS["domains"]), ("DEFAULT",), ("kept", "less", "step")),
-    "gpu": Table("gpu", _GPU, ("kept", "less", "peak", "speed")),
+    "gpu": Table(tuple(GPU), _GPU, ("kept", "less", "peak", "speed")),
 }
-
-
-def models_of(names: str | tuple[str, ...]) -> list[str]:
-    """The models of a group, or these."""
-    return list(GPU if names == "gpu" else GROUPS[names]) if isinstance(names, str) else list(names)
 
 
 def read(name: str) -> list[Row]:
@@ -129,7 +124,7 @@ def figures() -> dict[str, str]:
     found: dict[str, str] = {}
     for (model, policy), row in rows.items():
         found |= {f"bench.{model}.{policy}.{column}": _cell(row, column) for column in COLUMNS}
-    groups = {name: models_of(name) for name in (*GROUPS, "gpu")}
+    groups = {**{name: models_of(name) for name in GROUPS}, "gpu": tuple(GPU)}
     for group, models in (groups | {"compared": COMPARED, "elsewhere": FOUND_ELSEWHERE}).items():
         for policy, column in itertools.product(dict.fromkeys(policy for _, policy in rows), COLUMNS):
             cells = [_cell(rows[model, policy], column) for model in models if (model, policy) in rows]

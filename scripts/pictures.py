@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from benchmarks.models import models_of
 from recipes.study import FULL_PRECISION, comparisons
 from scripts import figures
 
@@ -52,7 +53,7 @@ def _of_bench(name: str, ways: Sequence[str], columns: dict[str, str], models: S
     """Bars of columns of the bench; peaks and kept bytes as a part of plain PyTorch's."""
     rows = figures.bench(figures.read("bench"))
     panels: dict[str, dict[str, dict[str, float]]] = {title: {} for title in columns}
-    for model in models or figures.models_of(figures.TABLES[name].models):
+    for model in models or models_of(figures.TABLES[name].models):
         for title, column in columns.items():
             for way in ways:
                 text = rows.get((model, way), {}).get(column, "")
@@ -76,7 +77,7 @@ def gpu() -> Figure:
 
 def qat() -> Figure:
     ways = ("LosslessBackward", "StochBackward2bit", "DEFAULT")
-    models = [name for name in figures.models_of("qat") if not name.endswith(", float")]
+    models = [name for name in models_of("qat") if not name.endswith(", float")]
     return _of_bench("qat", ways, {"kept bytes, part of stock": "kept_mib", "step, times stock": "step"}, models)
 
 
@@ -94,7 +95,7 @@ def models() -> Figure:
     rows = figures.bench(figures.read("bench"))
     figure, (axis,) = _figure(1, 4)
     for group in ("small", "images", "domains"):
-        names = [name for name in figures.models_of(group) if (name, "DEFAULT") in rows]
+        names = [name for name in models_of(group) if (name, "DEFAULT") in rows]
         values = sorted((float(rows[name, "DEFAULT"]["kept_less"]), name) for name in names)
         axis.plot([value for value, _ in values], "o", markersize=4, label=group)
         for at, place, align in ((0, (4, 6 if group == "small" else -11), "left"), (-1, (-4, 6), "right")):
@@ -111,7 +112,7 @@ def models() -> Figure:
 def trained() -> Figure:
     """Noise and bytes of policies on trained models."""
     rows = figures.bench(figures.read("bench"))
-    names = figures.models_of(figures.TABLES["trained"].models)
+    names = models_of(figures.TABLES["trained"].models)
     names = [name for name in names if (name, "DEFAULT") in rows]
     figure, axes = _figure(len(names), 4, 3.6 * len(names))
     for axis, name in zip(axes, names, strict=True):

@@ -14,10 +14,10 @@ from torch import nn
 
 import brevact
 from brevact import heap
-from brevact.heap import VARIABLE
+from brevact.heap import LARGE_PAGES
 from tests.forks import forks
 
-OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", VARIABLE)
+OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", LARGE_PAGES)
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 #: Prints whether 9 MiB lie on the heap, and 33 and 20 once an activation is packed; glibc by itself learns of the 9.
 CODE = """
@@ -136,21 +136,6 @@ def test_which_environments_decide(environment: dict[str, str], is_left_alone: b
 @glibc
 def test_one_call_leaves_the_heap_alone(probe):
     assert probe("brevact.set_heap_tuning(False)" + CODE) == ["False"] * 3
-
-
-#: Prints how the variable that asks for large pages is set, after the import and after each call.
-CALLS = f"""
-import os
-states = [os.environ.get({VARIABLE!r})]
-for enabled in (False, False, True):
-    brevact.set_heap_tuning(enabled)
-    states.append(os.environ.get({VARIABLE!r}))
-print(*states)
-"""
-
-
-def test_one_call_takes_the_tuning_of_memory_back(probe):
-    assert probe(CALLS) == ["1", "None", "None", "1"]
 
 
 def test_the_call_takes_a_bool():

@@ -115,21 +115,6 @@ def test_the_first_region_that_packs_replaces_what_the_page_lists(changed: list[
     assert set(others) <= {"random"}
 
 
-@pytest.mark.parametrize(("chosen", "when"), [("1", "before"), ("0", "before"), ("0", "after")])
-def test_a_choice_of_the_program_stays(chosen: str, when: str):
-    source = str(ROOT / "brevact" / "heap.py")
-    later = f"os.environ[{VARIABLE!r}] = {chosen!r}" if when == "after" else ""
-    code = f"""
-import os, runpy
-ask = runpy.run_path({source!r})["ask_for_large_pages"]
-{later}
-ask(False)
-ask(True)
-print(os.environ[{VARIABLE!r}])
-"""
-    assert _run(code, **({VARIABLE: chosen} if when == "before" else {})) == chosen
-
-
 def test_no_variable_of_the_environment_is_the_packages_own():
     for path in [*(ROOT / "brevact").rglob("*.py"), *(ROOT / "docs").glob("*.md")]:
         assert not re.search(r"BREVACT_[A-Z]", path.read_text("utf-8")), path

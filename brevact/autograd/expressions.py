@@ -57,6 +57,10 @@ class Call(NamedTuple):
         return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
     @property
+    def multiplies(self) -> bool:
+        return self.function is torch.mul or any(each.multiplies for each in self.operands if isinstance(each, Call))
+
+    @property
     def reads(self) -> list[int]:
         """Source numbers, once per read."""
         return [n for o in self.operands for n in (o.reads if isinstance(o, Call) else (o,))]
@@ -131,6 +135,13 @@ class Derived(Decoder):
         self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether rounded factors are multiplied with each other."""
+        if not self.expression.multiplies:
+            return False
+        return sum(not self.sources[number][0].quality.is_exact for number in self.expression.reads) > 1
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)

@@ -470,7 +470,7 @@ class SavedTensorHooks:
         if letter == GRADIENT:
             end_known_values(x)  # it may overwrite the tensor whose gradient it is
         if region.packs and (letter == SCORES or (letter == GRADIENT and not has_rule)):
-            region = with_bits(region, 8)
+            region = with_bits(region, 6 if letter == GRADIENT else 8)
         return region, storage_report.NEEDED if letter == EXACT else "", call
 
     def _keep_small(self, x: Tensor) -> Saved:

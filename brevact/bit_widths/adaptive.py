@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.arguments import check_count, check_model, check_state
+from brevact.arguments import check_model, check_state
 from brevact.autograd.running import is_distributed
 from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, plan_of
@@ -26,6 +26,7 @@ from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of
 from brevact.reports.gradient_noise import Loss, as_it_was, check_loss, gradients, squared_distance
 from brevact.reports.in_place import ModelBefore, in_place
@@ -176,7 +177,7 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for name in ("bit_widths", "sensitivities"):
         if len(state[name]) != len(own[name]):
             raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-    check_count("state: steps", state["steps"], 0)
+    check_int("state: steps", state["steps"], 0)
     for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
         for value in state[name]:
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:

@@ -6,11 +6,12 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from brevact.bit_widths.layers import BIT_WIDTHS, Plan
 from brevact.policy.fit_report import FitReport
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int, check_number
 from brevact.tables import MIB
 
 #: Most measurements in a search.
@@ -229,17 +230,10 @@ def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, s
             f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "
             "times less than at full precision, or bit_width=2 for the bytes of that width"
         )
-    accepted: dict[str, tuple[Any, Any, float, float]] = {
-        "ratio": (ratio, int | float, 1, math.inf),
-        "bit_width": (bit_width, int | float, BIT_WIDTHS[0], BIT_WIDTHS[-1]),
-        "every": (every, int, 1, math.inf),
-        "samples": (samples, int, 1, math.inf),
-    }
-    for name, (value, kind, least, most) in accepted.items():
-        if value is None and name != "every":
-            continue
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is a number")
-        if not least <= value <= most:
-            up_to = "" if most == math.inf else f" to {most}"
-            raise ValueError(f"{name}={brief(value)}; accepted is a number from {least}{up_to}")
+    check_int("every", every, 1)
+    if samples is not None:
+        check_int("samples", samples, 1)
+    if ratio is not None:
+        check_number("ratio", ratio, 1)
+    if bit_width is not None:
+        check_number("bit_width", bit_width, BIT_WIDTHS[0], BIT_WIDTHS[-1])

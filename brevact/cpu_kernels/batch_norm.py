@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.groups import uniform_table
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -272,8 +271,7 @@ def packed_batch_norm(
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
     if found is not NotImplemented:
-        table = uniform_table(plan, x.dtype, seed is not None)
-        quantize(x, table, plan, seed, buffer, words_of(found[1], found[2], place))
+        quantize(x, plan, seed, buffer, words_of(found[1], found[2], place))
     return found
 
 
@@ -423,7 +421,7 @@ def packed_batch_norm_backward(
     """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
     if not _is_taken(target, grad, weight):
         return NotImplemented
-    dequantize(buffer, uniform_table(plan, torch.float32), plan, None, target)
+    dequantize(buffer, plan, None, target)
     return _run_backward(target, target, grad, weight, None, invstd, mask)
 
 

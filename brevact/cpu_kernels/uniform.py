@@ -26,7 +26,6 @@ from brevact.cpu_kernels.groups import (
     SCALE_KIND,
     STOCHASTIC,
     UNEVEN,
-    GroupTable,
     calibrate,
     extend,
     extend_finite,
@@ -158,9 +157,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
+    return quantize(x, plan, seed, buffer)
 
 
 def quantize_normalized(
@@ -172,24 +169,20 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    quantize(x, uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer, words_of(mean, factor, place))
+    return quantize(x, plan, seed, buffer, words_of(mean, factor, place))
 
 
 def quantize(
-    x: Tensor,
-    table: GroupTable,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    buffer: Tensor,
-    norm: ctypes.Array | None = None,
+    x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: ctypes.Array | None = None
 ) -> None:
-    source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
+    """Quantize, and normalize on the way by the words of a norm."""
+    if not plan.geometry.in_blocks:
+        return NotImplemented
+    table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     key, words = 0 if seed is None else int(seed), 0 if norm is None else ctypes.addressof(norm)
-    arguments = (source, codes, *metadata, key, table.address, words)
-    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)
+    arguments = (x.data_ptr(), codes, *metadata, key, table.address, words)
+    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
 
 
 @inlined
@@ -312,9 +305,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    dequantize(buffer, uniform_table(plan, target.dtype), plan, other, target)
+    return dequantize(buffer, plan, other, target)
 
 
 def denormalize(
@@ -332,23 +323,19 @@ def denormalize(
         return NotImplemented
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    table = uniform_table(plan, target.dtype)
-    dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
+    dequantize(buffer, plan, addend, target, ctypes.addressof(words), bits)
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
 
 
 def dequantize(
-    buffer: Tensor,
-    table: GroupTable,
-    plan: UniformPlan,
-    other: Tensor | None,
-    target: Tensor,
-    norm: int = 0,
-    mask: int = 0,
+    buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0, mask: int = 0
 ) -> None:
     """Decode, and multiply; or undo a normalization by the words at an address, add, and apply the mask at another."""
-    codes, factor = buffer.data_ptr(), 0 if other is None else other.data_ptr()
+    if not plan.geometry.in_blocks:
+        return NotImplemented
+    table, codes = uniform_table(plan, target.dtype), buffer.data_ptr()
+    factor = 0 if other is None else other.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm, mask)
     share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())

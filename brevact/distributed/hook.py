@@ -10,15 +10,14 @@ from torch import Tensor, distributed, nn
 
 from brevact.distributed.packing import (
     AS_IT_IS,
+    SEEDS,
     Agreement,
     ParameterState,
     ParameterStates,
     after,
-    check_count,
     check_feedback,
     check_marks,
     check_quantizer,
-    check_seed,
     check_state,
     is_unbiased,
     keep_for_this_stream,
@@ -32,7 +31,7 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES
+from brevact.quantizers.checks import DTYPES, check_int
 
 
 def quantized_hook(
@@ -112,8 +111,8 @@ class QuantizedHook:
         check_quantizer(quantizer)
         if not (error_feedback is None or isinstance(error_feedback, bool)):
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
-        check_count("min_numel", min_numel, at_least=0)
-        check_seed(seed)
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *SEEDS)
         self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
         self.quantizer = quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback

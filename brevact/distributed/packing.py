@@ -39,6 +39,8 @@ from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 _ALIGNMENT = 16
+SEEDS = -(2**63), 2**63 - 1
+"""The least and the largest seed."""
 
 
 def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
@@ -207,20 +209,6 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
         )
 
 
-def check_count(name: str, value: object, at_least: int | None = None) -> None:
-    """Raise a TypeError unless the value is an int, and a ValueError if it is too small."""
-    check_int(name, value)
-    if at_least is not None and value < at_least:  # type: ignore[operator]
-        raise ValueError(f"{name}: got {value}; accepted is an int of at least {at_least}")
-
-
-def check_seed(seed: int) -> None:
-    """Raise a TypeError unless the seed is an int, and a ValueError if it exceeds 64 bits."""
-    check_count("seed", seed)
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: got {seed}; accepted is an int from -2**63 to 2**63 - 1")
-
-
 def check_quantizer(quantizer: object) -> None:
     """Raise a TypeError unless this is an activation quantizer; an injector is not."""
     if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
@@ -298,8 +286,8 @@ def check_state(state: Any) -> None:
         raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
     if missing := {"step", "seed", "numbers", "residuals"} - set(state):
         raise ValueError(f"state: lacks {sorted(missing)}; accepted is what state_dict(model) returned")
-    check_count("state['step']", state["step"], at_least=0)
-    check_seed(state["seed"])
+    check_int("state['step']", state["step"], 0)
+    check_int("state['seed']", state["seed"], *SEEDS)
     for key, kind in (("numbers", int), ("residuals", Tensor)):
         values = state[key].values() if isinstance(state[key], Mapping) else [state[key]]
         if not all(isinstance(value, kind) for value in values):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, distributed
 
 from brevact.distributed.packing import (
+    SEEDS,
     Agreement,
-    check_count,
     check_marks,
     check_quantizer,
-    check_seed,
     is_unbiased,
     marks_of,
     message_of,
@@ -25,7 +24,7 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import reduce_scatter_single
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES
+from brevact.quantizers.checks import DTYPES, check_int
 
 
 def quantized_reduce_scatter(
@@ -79,8 +78,8 @@ class QuantizedReduceScatter:
                 f"quantizer: got {brief(quantizer)}, which is biased, and errors of FSDP2's gradients cannot be fed "
                 "back; accepted is one that rounds at random between levels that span a bucket: StochBackward4bit"
             )
-        check_count("min_numel", min_numel, at_least=0)
-        check_seed(seed)
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *SEEDS)
         self.quantizer = quantizer
         self.min_numel = min_numel
         self.seed = seed
@@ -154,8 +153,8 @@ class QuantizedReduceScatter:
         """
         if not isinstance(state, Mapping) or set(state) != {"calls", "seed"}:
             raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")
-        check_count("state['calls']", state["calls"], at_least=0)
-        check_seed(state["seed"])
+        check_int("state['calls']", state["calls"], 0)
+        check_int("state['seed']", state["seed"], *SEEDS)
         self.calls, self.seed = state["calls"], state["seed"]
 
     def _check(self, received: Tensor) -> None:

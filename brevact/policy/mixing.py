@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from brevact.arguments import check_count, check_model, check_state
+from brevact.arguments import check_model, check_state
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.resolve import with_quantizers
 from brevact.quantizers import MixingQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int, check_number
 
 _KINDS = ("constant", "linear", "cosine", "step")
 #: Decimals of probabilities between start and end: a run then has few settings, equal from step to step.
@@ -108,7 +109,7 @@ class MixSchedule:
         """
         check_state(state, (*self._plan, "done"))
         plan, done = checked_plan({name: state[name] for name in self._plan}), state["done"]
-        check_count("done", done, 0)
+        check_int("done", done, 0)
         self._plan, self._done = plan, done
         self._apply()
 
@@ -153,9 +154,7 @@ def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):
-        check_count(name, plan[name])
+        check_int(name, plan[name], 1)
     for name in ("start", "end"):
-        probability = plan[name]
-        if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
-            raise ValueError(f"{name}={brief(probability)}; accepted is a number from 0 to 1")
+        check_number(name, plan[name], 0, 1)
     return {**plan, "start": float(plan["start"]), "end": float(plan["end"])}

@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import Tuning, ask_for_large_pages, look, tune_heap
+from brevact.heap import Tuning, look, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 from brevact.quantizers.checks import check_bool
 from brevact.user_lines import warn
@@ -118,7 +118,8 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
             RuntimeWarning,
         )
         return None
-    tune_heap()
+    if Tuning.is_on:
+        tune_heap()
     return found
 
 
@@ -135,8 +136,7 @@ def set_heap_tuning(enabled: bool) -> bool:
     """Turn the package's tuning of process memory on (the default) or off.
 
     Only glibc's heap is tuned, never another allocator (`LD_PRELOAD`, musl, macOS). Call this function right after the
-    import: sizes that the first training step sets stay set, and PyTorch decides on large pages once, at its first
-    tensor of 2 MiB.
+    import: sizes that the first training step sets stay set.
 
     >>> import brevact
     >>> before = brevact.set_heap_tuning(False)
@@ -144,8 +144,7 @@ def set_heap_tuning(enabled: bool) -> bool:
     False
 
     Args:
-        enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), and unsets
-            `THP_MEM_ALLOC_ENABLE` if the import has set it.
+        enabled: False sets no sizes (`mallopt`), and returns no free memory to the system (`malloc_trim`).
 
     Returns:
         The former setting.
@@ -155,5 +154,4 @@ def set_heap_tuning(enabled: bool) -> bool:
     """
     check_bool("enabled", enabled)
     before, Tuning.is_on = Tuning.is_on, enabled
-    ask_for_large_pages(enabled)
     return before

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.quantizers.layout import Layout
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -30,7 +31,7 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
 
     Raises:
         ValueError: If bit_width, block_size or the shape is not accepted.
-        TypeError: If codes are not integers.
+        TypeError: If codes or bit_width are not integers.
     """
     if codes.dtype not in _INTEGERS:
         raise TypeError(f"codes: got {codes.dtype}; accepted are {', '.join(map(str, _INTEGERS))}; convert them")
@@ -113,8 +114,7 @@ def mask_multiply(
 
 
 def _check_widths(bit_width: int, block_size: int) -> None:
-    if isinstance(bit_width, bool) or not isinstance(bit_width, int) or not 1 <= bit_width <= 32:
-        raise ValueError(f"bit_width: got {brief(bit_width)}; accepted is an int from 1 to 32")
+    check_int("bit_width", bit_width, 1, 32)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 8 or block_size % 8:
         raise ValueError(f"block_size: got {brief(block_size)}; accepted is a positive multiple of 8")
 

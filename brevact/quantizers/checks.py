@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,9 +48,18 @@ def is_on_host(x: Tensor) -> bool:
     return x.is_cpu and not isinstance(x, FakeTensor)
 
 
-def check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
+def check_number(name: str, value: Any, least: float, most: float = math.inf, kind: Any = int | float) -> None:
+    """Raise a TypeError unless a value is a number of this kind, a ValueError unless it is within bounds."""
+    noun = "an int" if kind is int else "a number"
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is {noun}")
+    if not least <= value <= most:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name}: got {brief(value)}; accepted is {noun} {bounds}")
+
+
+def check_int(name: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+    check_number(name, value, least, most, int)
 
 
 def check_bit_width(name: str, value: object, accepted: Sequence[int]) -> None:
@@ -64,10 +74,8 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_bucket_size(name: str, value: object) -> None:
-    if value is not None:
-        check_int(name, value)
-        if value < 1:  # type: ignore[operator]
-            raise ValueError(f"{name}: got {value}; accepted is a positive int, or None for the whole tensor")
+    if value is not None:  # the whole tensor
+        check_int(name, value, 1)
 
 
 def member_of(name: str, enum: type[E], value: object) -> E:

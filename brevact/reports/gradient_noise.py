@@ -26,7 +26,6 @@ from brevact.autograd import regions_disabled
 from brevact.autograd.running import nodes_behind
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int
 from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
 from brevact.reports.peak import saved_in_file
 
@@ -181,13 +180,6 @@ def check_loss(loss: Any) -> None:
             f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
             "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
         )
-
-
-def check_draws(draws: Any, name: str = "draws") -> None:
-    """Raise unless there are at least 2 draws, from which a variance can be estimated."""
-    check_int(name, draws)
-    if draws < 2:
-        raise ValueError(f"{name}={draws}; accepted is an int of at least 2, of which a variance can be estimated")
 
 
 #: The model's seeds are consecutive, one per batch; quantizers' seeds are far from them.

@@ -25,12 +25,12 @@ from brevact.policy.rules import POLICY
 from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.reports.batches import without_surroundings
 from brevact.reports.gradient_noise import (
     Estimate,
     Loss,
     check_batches,
-    check_draws,
     check_loss,
     exact_gradients,
     gradient_noise,
@@ -41,7 +41,7 @@ from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
-from brevact.tables import MIB, figure_kind, progress_bar, size_text, text_table, write_csv
+from brevact.tables import MIB, plot_bars, progress_bar, size_text, text_table, write_csv
 
 #: Least ratio of a heavy tail.
 HEAVY = 30.0
@@ -310,23 +310,14 @@ class GradientReport:
             TypeError: ``max_layers`` is not an int.
             ValueError: ``max_layers`` is less than 1.
         """
-        figure = figure_kind("GradientReport", max_layers)(
-            figsize=(9, 1.6 + 0.24 * min(max_layers, len(self.rows))), layout="constrained"
-        )
+        check_int("max_layers", max_layers, 1)
         chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.noise)[:max_layers]}
         rows = [row for row in self.rows if id(row) in chosen]
-        noise, stored = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-        places = range(len(rows))
-        errors = [0 if math.isnan(row.noise_error) else row.noise_error for row in rows]
-        noise.barh(places, [row.noise for row in rows], xerr=errors, height=0.7)
-        noise.set_yticks(places, [row.layer or "(model)" for row in rows], fontsize=7)
-        noise.margins(y=0.01)
-        noise.invert_yaxis()
-        noise.set_xlabel("noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise")
-        stored.barh(places, [row.saved_bytes / MIB for row in rows], height=0.7, color="C7")
-        stored.set_xlabel("packed, MiB")
-        figure.suptitle(f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward")
-        figure.savefig(path, dpi=150)
+        title = f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward"
+        axis = "noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise"
+        stored = {"packed": [row.saved_bytes / MIB for row in rows]}
+        panels = {axis: {"noise": [row.noise for row in rows]}, "packed, MiB": stored}
+        plot_bars(path, title, [row.layer for row in rows], panels)
 
 
 def _cells(row: LayerNoise) -> tuple[str, ...]:
@@ -416,8 +407,8 @@ def gradient_report(
             equal; the policy does not fit; or a region is active.
     """
     _check(model, batches, loss, layers)
-    check_draws(draws)
-    check_draws(layer_draws, "layer_draws")
+    check_int("draws", draws, 2)  # for a variance
+    check_int("layer_draws", layer_draws, 2)
     with in_place(model):
         return _report(model, batches, StepLoss(loss), policy, draws, layers, layer_draws, progress)
 

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED, ON_BACKWARD, PACKED
-from brevact.tables import MIB, figure_kind, size_text, text_table, write_csv
+from brevact.quantizers.checks import check_int
+from brevact.tables import MIB, plot_bars, size_text, text_table, write_csv
 
 
 @dataclass(frozen=True)
@@ -177,24 +178,14 @@ class MemoryReport:
             TypeError: ``max_layers`` is not an int.
             ValueError: ``max_layers`` is less than 1.
         """
-        figure_of = figure_kind("MemoryReport", max_layers)
+        check_int("max_layers", max_layers, 1)
         rows = _largest(self.rows, max_layers)
-        height = 0.8 / 2
-        figure = figure_of(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        for offset, label, values in (
-            (-height / 2, f"plain, {self.plain_bytes / MIB:.1f} MiB", [row.plain_bytes for row in rows]),
-            (height / 2, f"{self._stored}, {self.saved_bytes / MIB:.1f} MiB", [row.saved_bytes for row in rows]),
-        ):
-            axes.barh([y + offset for y in range(len(rows))], [v / MIB for v in values], height, label=label)
-        axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)
-        axes.margins(y=0.01)
-        axes.invert_yaxis()
-        axes.set_xlabel("kept for backward, MiB")
-        title = f"{self.ratio:.1f} times less kept for backward"
-        axes.set_title(f"{title}\n{self.note}" if self.note else title)
-        axes.legend(loc="lower right")
-        figure.savefig(path, dpi=150)
+        series = {
+            f"plain, {self.plain_bytes / MIB:.1f} MiB": [row.plain_bytes / MIB for row in rows],
+            f"{self._stored}, {self.saved_bytes / MIB:.1f} MiB": [row.saved_bytes / MIB for row in rows],
+        }
+        title = f"{self.ratio:.1f} times less kept for backward" + f"\n{self.note}" * bool(self.note)
+        plot_bars(path, title, [row.layer for row in rows], {"kept for backward, MiB": series})
 
 
 def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:

@@ -132,9 +132,7 @@ def step_report(
     """
     check_model(model, "step_report(model, batch, loss)", batch)
     check_loss(loss)
-    check_int("rounds", rounds)
-    if rounds < 2:
-        raise ValueError(f"rounds={rounds}; accepted is an int of at least 2, of which a spread can be told")
+    check_int("rounds", rounds, 2)  # for a spread
     batch, note = without_surroundings(batch), ""
     with in_place(model):
         if not any(regions_of(module) for module in model.modules()):

@@ -511,11 +511,7 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    key = None if seed is None else seed_on(x.device, seed)
-    program = _quantizing(plan, x.itemsize, key is not None, None)
-    if program is None:
-        return NotImplemented
-    program.run(x, buffer, buffer, buffer, key, None, None)
+    return quantize_normalized(x, plan, seed, None, None, None, buffer)
 
 
 def quantize_normalized(
@@ -523,15 +519,14 @@ def quantize_normalized(
     plan: UniformPlan,
     seed: int | Tensor | None,
     mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
+    factor: Tensor | None,
+    place: Place | None,
     buffer: Tensor,
 ) -> None:
     program = _quantizing(plan, x.itemsize, seed is not None, place)
     if program is None:
         return NotImplemented
-    key = None if seed is None else seed_on(x.device, seed)
-    program.run(x, buffer, buffer, buffer, key, mean, factor)
+    program.run(x, buffer, buffer, buffer, seed_on(x.device, seed), mean, factor)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -557,18 +552,15 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    program = _decoding(plan, target.dtype, None)
-    if program is None:
-        return NotImplemented
-    program.run(buffer, buffer, buffer, other, target, None, None)
+    return denormalize(buffer, plan, None, None, None, other, None, target)
 
 
 def denormalize(
     buffer: Tensor,
     plan: UniformPlan,
     mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
+    factor: Tensor | None,
+    place: Place | None,
     addend: Tensor | None,
     mask: Tensor | None,
     target: Tensor,

@@ -90,7 +90,7 @@ SECOND_ORDER = 4 * (15 / 255) ** 2
 @pytest.mark.parametrize("path", CALLS)
 def test_biases_are_of_second_order(path):
     call = call_of(path)
-    if not {GRADIENT, SCORES} & set(SETS[path][0]):  # of these, by 8 bits, not by the quantizer of the law
+    if not {GRADIENT, SCORES} & set(SETS[path][0]):  # of these, by 6 and 8 bits, not by the quantizer of the law
         assert mean_error(call, 8) <= SECOND_ORDER * mean_error(call, 4) + 1e-9
     if SETS[path][0] == SMOOTH:  # of few bits, a curve of its input is not packed
         with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
@@ -136,7 +136,7 @@ def test_tensors_are_packed_by_their_letters(path, by_rule):
             assert stored is x or torch.equal(stored, x)
         else:
             bits = 8 * (stored.nbytes - 6 * -(-x.numel() // 512)) / x.numel()  # a bucket has a scale and a minimum
-            assert stored.dtype is torch.uint8 and bits <= (8 if letter in (SCORES, GRADIENT) else 4)
+            assert stored.dtype is torch.uint8 and bits <= {SCORES: 8, GRADIENT: 6}.get(letter, 4)
 
 
 def test_results_derive_from_what_norms_and_gates_save():

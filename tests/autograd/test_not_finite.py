@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,6 +96,27 @@ def test_gradients_beside_what_is_not_finite_are_those_of_8_bits(case: Callable[
     for got, want in zip(_gradients(case, STOCH_8BIT), _gradients(case, None), strict=True):
         finite = want.isfinite()
         assert (got - want)[finite].norm() <= 0.1 * want[finite].norm()
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, torch.finfo(torch.float32).min, INFINITY, -INFINITY, torch.nan])
+@pytest.mark.parametrize("function", [torch.square, lambda x: x * x, F.elu, F.glu, lambda x: x * (x * 2).sigmoid()])
+def test_rows_of_a_sentinel_have_gradients_as_near_as_others(function, value):
+    """Where the result is masked, DEFAULT's gradients of the other elements have its noise, whatever stands there."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 64, generator=generator).requires_grad_()
+    mask = torch.zeros(128, 64, dtype=torch.bool)
+    mask[::16, 3] = mask[::16, 35] = True
+
+    def gradient(context) -> Tensor:
+        with context:
+            out = function((x * 2).masked_fill(mask, value))
+            out = torch.where(out.abs() < 1e15, out, 0.0)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    want, got = gradient(nullcontext()), gradient(brevact.backward_quant())
+    finite = want.isfinite()
+    assert got[finite].isfinite().all()
+    assert (got - want)[finite].norm() < 0.25 * want[finite].norm()
 
 
 @every_leaf

@@ -78,3 +78,19 @@ def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
     slope = torch.ops.aten.silu_backward(torch.ones_like(x), x)
     weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).sin().view(x.shape).float()
     torch.testing.assert_close(grad, decoded(slope, chosen) * weights, rtol=0, atol=0)
+
+
+def test_squares_of_products_are_unbiased():
+    """A Gaussian's log-likelihood: factors are multiplied by their product, whose errors must not be theirs."""
+    x = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def gradient(chosen) -> Tensor:
+        with region(chosen):
+            z = (x[0] - 1) * torch.exp(x[1] / 4)
+            loss = (z * z / 2).sum()
+        return torch.autograd.grad(loss, x)[0].flatten().double()
+
+    want = gradient(None)
+    torch.manual_seed(0)
+    along = torch.stack([gradient(settings(bit_width=3, derive_min_bits=3)) @ want for _ in range(64)])
+    assert abs(along.mean() - want @ want) < 5 * along.std() / 64**0.5

@@ -165,7 +165,7 @@ def test_load_state_dict_refuses_another_model():
     [
         (None, "state: got None"),
         ({"step": "3"}, "'step'.*got '3' of type str; accepted is an int"),
-        ({"seed": 2**64}, "seed: got 18446744073709551616"),
+        ({"seed": 2**64}, r"seed'\]: got 18446744073709551616"),
         ({"numbers": [3]}, r"'numbers' is \[3\]"),
         ({"numbers": {}}, "'first' has a residual and no number"),
         ({"residuals": {"first": [3]}}, "'residuals' is .*values of type Tensor"),

@@ -30,7 +30,7 @@ OUT_OF_RANGE = {
     UniformQuantizer: [
         ({"bit_width": 0}, "bit_width: got 0; accepted are 1, 2"),
         ({"bit_width": 9}, "bit_width: got 9"),
-        ({"bucket_size": 0}, "bucket_size: got 0; accepted is a positive int, or None"),
+        ({"bucket_size": 0}, "bucket_size: got 0; accepted is an int of at least 1"),
         ({"rounding": "up"}, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC, Ro"),
         ({"rounding": "dithered", "minimum_dtype": torch.bfloat16}, "minimum_dtype: got torch.bfloat16 with rounding"),
         ({"rounding": "dithered", "bucket_size": None}, "rounding: got 'dithered' with granularity="),
@@ -42,7 +42,7 @@ OUT_OF_RANGE = {
     ],
     DualPrecisionQuantizer: [
         ({"bit_width": 32}, "bit_width: got 32; accepted are 1, 2"),
-        ({"block": 0}, "block: got 0; accepted is a positive int"),
+        ({"block": 0}, "block: got 0; accepted is an int of at least 1"),
         ({"rounding": "up"}, "rounding: got 'up'; accepted are Rounding.NEAREST"),
     ],
     MixedQuantizer: [
@@ -79,12 +79,12 @@ OUT_OF_RANGE = {
     ],
     ResidualQuantizer: [
         ({"bit_width": 1}, "bit_width: got 1"),
-        ({"bit_width": True}, "bit_width: got True"),
         ({"low": 0.5, "high": 0.5}, "low: got 0.5 with high=0.5"),
     ],
 }
 OF_A_WRONG_TYPE = {
     UniformQuantizer: {"bit_width": (2.0, True), "bucket_size": ("512",), "channel_dim": (None,)},
+    ResidualQuantizer: {"bit_width": (True,)},
     DualPrecisionQuantizer: {"bit_width": (2.0,), "block": (None,)},
     MixedQuantizer: {"mix_prob": ("half", True), "mix_bit_width": (4.0,)},
     NormalizedQuantizer: {"channel_dim": (1.0,), "quantize_forward": (1,)},

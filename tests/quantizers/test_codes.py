@@ -60,7 +60,7 @@ def test_pack_codes_drops_high_bits_and_never_spills(dtype: torch.dtype):
         (torch.zeros(2, 4, dtype=torch.int32), 2, 512, ValueError, "codes"),
         (torch.zeros(8, dtype=torch.int32), 0, 512, ValueError, "bit_width"),
         (torch.zeros(8, dtype=torch.int32), 33, 512, ValueError, "bit_width"),
-        (torch.zeros(8, dtype=torch.int32), 2.0, 512, ValueError, "bit_width"),
+        (torch.zeros(8, dtype=torch.int32), 2.0, 512, TypeError, "bit_width"),
         (torch.zeros(8, dtype=torch.int32), 2, 12, ValueError, "block_size"),
         (torch.zeros(8, dtype=torch.int32), 2, 0, ValueError, "block_size"),
     ],

@@ -238,7 +238,7 @@ def test_budgets_are_fitted_in_fewer_passes_unless_told_otherwise():
         (
             {"mix_schedule": "step:start=2"},
             ValueError,
-            "'step:start=2': start=2; accepted is a number from 0",
+            "'step:start=2': start: got 2; accepted is a number from 0",
         ),
         ({"memory": "yes"}, TypeError, "memory: got 'yes'; accepted are True and False"),
         ({"quick_fit": 1}, TypeError, "quick_fit: got 1; accepted are True and False"),
@@ -291,14 +291,14 @@ def test_a_copy_of_a_policy_leaves_the_model_alone():
         ({"sensitivities": [-1.0, 1.0, 1.0]}, r"sensitivities has -1\.0; accepted are finite numbers"),
         ({"bit_widths": [2.7, 2, 2]}, r"bit_widths has 2\.7; accepted are integers"),
         ({"bit_widths": ["a", 2, 2]}, "bit_widths has 'a'; accepted are integers"),
-        ({"steps": "a"}, "steps='a'; accepted is an integer of at least 0"),
+        ({"steps": "a"}, "steps: got 'a' of type str; accepted is an int"),
     ],
 )
 def test_adaptive_refuses_a_state_of_other_numbers(part, message):
     policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
     policy.begin(net(), BATCHES, loss)
     adaptive = policy.adaptive
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         adaptive.load_state_dict(adaptive.state_dict() | part)
 
 

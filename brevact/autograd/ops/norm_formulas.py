@@ -381,6 +381,8 @@ class RMSNorm(_OfLastDims):
 
 #: Elements of the shortest rows that get their own scale.
 SHORTEST_ROW = 64
+#: Magnitude from which elements may stand for what is left out, and do not count in a norm: buckets mark them.
+_SENTINEL = 1e6
 #: Bounds of a row's norm as a divisor: inverses, and inverses of these, are normal bfloat16 numbers.
 _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
 #: Nodes whose results are inverse deviations: roots, reciprocals, and powers, which may be either.
@@ -412,13 +414,15 @@ def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
 
 
 def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """2-norm of each row's finite elements; where a check is free, without a copy if all elements are finite."""
+    """2-norm of each row, without its sentinels; where a check is free, without a copy if there are none."""
     dtype = torch.promote_types(x.dtype, torch.float32)
+    norm_of = functools.partial(torch.linalg.vector_norm, dim=dims, keepdim=True, dtype=dtype)
     if type(x) is Tensor and x.is_cpu:
-        norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
-        if norm.isfinite().all():
+        norm = norm_of(x)
+        if (norm < _SENTINEL).all():
             return norm
-    return torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=dims, keepdim=True, dtype=dtype)
+    norm = norm_of(torch.where(x.abs() < _SENTINEL, x, 0))
+    return torch.where(norm > 0, norm, norm_of(x.nan_to_num(0.0, 0.0, 0.0)))
 
 
 def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:

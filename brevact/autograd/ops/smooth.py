@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
+from brevact.autograd.expressions import Derived
 from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Formula, as_number, expanded_one, is_inplace, save, value_of
@@ -315,16 +316,19 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
-    if input.is_leaf or not are_rows(input.shape, (-1,)):
+    known = region.find_known(input)
+    is_product = known is not None and isinstance(known[1], Derived) and known[1].multiplies
+    if input.is_leaf or not (is_product or are_rows(input.shape, (-1,))):
         return NotImplemented
-    if _may_be_held(region, input):
+    if not is_product and _may_be_held(region, input):
         runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
         if runner is not None:
             kept = keep_by_rows(region, input, (-1,))
             return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
 
     def run(ctx: Any, x: Tensor) -> Tensor:
-        save(ctx, keep_by_rows(region, x, (-1,)))
+        # Of a product of packed factors, which read their square, the errors must not be theirs.
+        save(ctx, region.keep(x, share=False) if is_product else keep_by_rows(region, x, (-1,)))
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)

@@ -103,9 +103,7 @@ class DualPrecisionQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         check_bit_width("bit_width", self.bit_width, BIT_WIDTHS[:-1])
-        check_int("block", self.block)
-        if self.block < 1:
-            raise ValueError(f"block: got {self.block}; accepted is a positive int")
+        check_int("block", self.block, 1)
         residual = UniformQuantizer(
             bit_width=self.bit_width,
             rounding=self.rounding,

@@ -15,7 +15,6 @@ from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers import row_dispatch
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_mask, unpack_mask
-from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input, is_on_host
 from brevact.quantizers.kernel_ops import flat_memory, random_words
 from brevact.quantizers.layout import Layout
@@ -112,14 +111,6 @@ class MixingQuantizer:
             with disable_modes():
                 host_seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         return self.with_drawn_size(numel, host_seed).quantize(x, key)
-
-
-def check_probability(name: str, value: object) -> None:
-    """Raise a TypeError unless it is a number, and a ValueError for one outside of 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is a number from 0 to 1")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name}: got {brief(value)}; accepted is a number from 0 to 1")
 
 
 _HIGH_KEY = 0x5851F42D4C957F2D  # moves the seed of the high buckets

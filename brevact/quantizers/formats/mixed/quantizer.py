@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from brevact.quantizers.checks import check_bit_width
-from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
+from brevact.quantizers.checks import check_bit_width, check_number
+from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.rounding import Rounding
 
@@ -55,7 +55,7 @@ class MixedQuantizer(MixingQuantizer):
     mixed = ("bit_width", "mix_bit_width", "mix_prob")
 
     def __post_init__(self) -> None:
-        check_probability("mix_prob", self.mix_prob)
+        check_number("mix_prob", self.mix_prob, 0, 1)
         for name in ("bit_width", "mix_bit_width"):
             check_bit_width(name, getattr(self, name), BIT_WIDTHS[:-1])
         plain = self._of("bit_width")  # checks the rest

@@ -15,7 +15,7 @@ from brevact.geometry import Geometry
 from brevact.quantizers import kernel_ops, row_dispatch
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int
+from brevact.quantizers.checks import check_int, check_number
 from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.layout import Layout
@@ -89,14 +89,8 @@ class SampleQuantizer(Quantizer):
     weights: SampleWeights | None = None
 
     def __post_init__(self) -> None:
-        width = self.bit_width
-        if isinstance(width, bool) or not isinstance(width, int | float):
-            raise TypeError(f"bit_width: got {brief(width)} of type {type(width).__name__}; accepted is a number")
-        if not NARROWEST <= width <= WIDEST:
-            raise ValueError(f"bit_width: got {brief(width)}; accepted is a number from {NARROWEST} to {WIDEST}")
-        check_int("bucket_size", self.bucket_size)
-        if self.bucket_size < 8:
-            raise ValueError(f"bucket_size: got {self.bucket_size}; accepted is an int of at least 8")
+        check_number("bit_width", self.bit_width, NARROWEST, WIDEST)
+        check_int("bucket_size", self.bucket_size, 8)
         if not (self.weights is None or isinstance(self.weights, SampleWeights)):
             raise TypeError(f"weights: got {brief(self.weights)}; accepted are a SampleWeights and None")
         object.__setattr__(self, "rounding", self._of_width(NARROWEST, self.bucket_size).rounding)

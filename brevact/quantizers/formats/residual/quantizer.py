@@ -10,6 +10,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.quantizer import GridQuantizer
 
@@ -42,8 +43,7 @@ class ResidualQuantizer(GridQuantizer):
     high: float = 0.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int) or not 2 <= self.bit_width <= 8:
-            raise ValueError(f"bit_width: got {brief(self.bit_width)}; accepted is an int from 2 to 8")
+        check_int("bit_width", self.bit_width, 2, 8)
         if not self.low < self.high:
             raise ValueError(f"low: got {brief(self.low)} with high={brief(self.high)}; it must be less than high")
 

@@ -12,8 +12,8 @@ from brevact.geometry import SMALLEST_GAP, Geometry, Grid
 from brevact.private_names.of_torch import active_fake_mode
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
-from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
+from brevact.quantizers.checks import between_levels, check_bucket_size, check_int, check_number
+from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.quantizer import GridQuantizer
@@ -35,7 +35,7 @@ class SignMagnitudeLevels(GridQuantizer):
     scale_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        _check_levels("levels", self.levels)
+        check_int("levels", self.levels, 1, LARGEST_LEVELS)
         check_bucket_size("bucket", self.bucket)
         if not isinstance(self.use_max, bool):
             raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
@@ -124,16 +124,10 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     mixed = ("base_levels", "mix_levels", "mix_levels_prob")
 
     def __post_init__(self) -> None:
-        _check_levels("base_levels", self.base_levels)
-        _check_levels("mix_levels", self.mix_levels)
-        check_probability("mix_levels_prob", self.mix_levels_prob)
+        check_int("base_levels", self.base_levels, 1, LARGEST_LEVELS)
+        check_int("mix_levels", self.mix_levels, 1, LARGEST_LEVELS)
+        check_number("mix_levels_prob", self.mix_levels_prob, 0, 1)
         object.__setattr__(self, "rounding", self._of("base_levels").rounding)  # checks the rest
-
-
-def _check_levels(name: str, levels: object) -> None:
-    check_int(name, levels)
-    if not 1 <= levels <= LARGEST_LEVELS:  # type: ignore[operator]
-        raise ValueError(f"{name}: got {levels}; accepted is an int from 1 to {LARGEST_LEVELS}")
 
 
 @functools.lru_cache(maxsize=64)
