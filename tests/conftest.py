@@ -52,9 +52,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked `gpu` where there is no CUDA device, and reports them as deselected."""
+    """Puts long tests first, and leaves out those marked `gpu` where there is no CUDA device, as deselected."""
     import torch
 
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     if torch.cuda.is_available():
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -36,6 +36,7 @@ def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     exec(compile(snippet, "<snippet>", "exec"), {})
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs(tmp_path: Path):
     outputs = run_cells(NOTEBOOK.read_text("utf-8"), tmp_path)
     assert "same outputs: True" in outputs[2] and [bool(output) for output in outputs] == [False, *[True] * 5]

@@ -52,7 +52,10 @@ def run(**environment: str) -> list[str]:
 @glibc
 @pytest.mark.parametrize(
     ("environment", "is_on_heap"),
-    [({"MALLOC_MMAP_MAX_": "65536"}, "False"), ({"MALLOC_MMAP_THRESHOLD_": "67108864"}, "True")],
+    [
+        ({"MALLOC_MMAP_MAX_": "65536"}, "False"),
+        pytest.param({"MALLOC_MMAP_THRESHOLD_": "67108864"}, "True", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: str):
     assert run(**environment) == [is_on_heap] * 3

@@ -81,6 +81,7 @@ def test_wheel_from_the_sdist_has_every_file_of_the_package_and_no_other(wheel: 
     assert re.search(r"^Requires-Dist: torch<[\d.]+,>=2\.11$", metadata, re.M)
 
 
+@pytest.mark.exhaustive
 def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path):
     home = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:

@@ -5,6 +5,8 @@ import torch
 
 from brevact.cpu_kernels import launch
 
+collect_ignore = ["interpreted_liger.py"]  # imports libraries, for a second, and has no examples
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

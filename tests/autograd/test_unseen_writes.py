@@ -173,9 +173,7 @@ def test_operators_of_libraries_that_were_read_write_what_they_declare(monkeypat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
-@pytest.mark.parametrize(
-    "checks", [["check_loss"], pytest.param(["check_rotation", "check_model"], marks=pytest.mark.exhaustive)]
-)
-def test_kernels_of_liger_have_the_gradients_of_plain_models(checks):
+@pytest.mark.exhaustive
+def test_kernels_of_liger_have_the_gradients_of_plain_models():
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
-    run_interpreted("tests.autograd.interpreted_liger", *checks)
+    run_interpreted("tests.autograd.interpreted_liger", "check_rotation", "check_loss", "check_model")

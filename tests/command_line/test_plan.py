@@ -169,9 +169,11 @@ def test_plan_refuses_sequences_beyond_a_table_of_positions(tmp_path, capsys):
         assert replace(training, config=small()).most_positions() is None  # rotary positions have no table
 
 
-def test_plan_takes_configurations_whose_types_of_layers_are_fixed(tmp_path, capsys):
+def test_plan_takes_configurations_whose_types_of_layers_are_fixed(tmp_path, capsys, monkeypatch):
+    for way in ("checkpointed", "RECOMPUTE"):
+        monkeypatch.delitem(WAYS, way)
     transformers.MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path)
-    assert "3 blocks" in command(capsys, str(tmp_path), "--sequence", "64")
+    assert "3 blocks" in command(capsys, str(tmp_path), "--sequence", "8")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def norms() -> nn.Sequential:
 @pytest.mark.parametrize(
     "rounds, dynamic, backend",
     [
-        (False, False, "aot_eager"),
+        pytest.param(False, False, "aot_eager", marks=pytest.mark.exhaustive),
         (True, False, "aot_eager"),
         pytest.param(True, True, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(True, False, "inductor", marks=pytest.mark.exhaustive),

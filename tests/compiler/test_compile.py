@@ -82,7 +82,7 @@ def test_blocks_that_are_compiled_alone_share_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("way", ["bits", "budgets"])
+@pytest.mark.parametrize("way", ["bits", pytest.param("budgets", marks=pytest.mark.exhaustive)])
 def test_many_policies_of_one_class_do_not_meet_dynamos_limit_of_graphs(way):
     """Dynamo compiles a function eight times, and the limit still counts within a policy."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))

@@ -146,12 +146,13 @@ def test_the_model_computes_in_the_type_of_amp(amp, dtype):
     assert not torch.equal(before, task.model.classifier.weight)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
         ("StochBackward2bit", {"stochastic_depth": 0.3, "clip_grad_norm": 1.0, "amp": "fp16"}),
-        pytest.param("plain", {"schedule": "onecycle", "amp": "bf16"}, marks=pytest.mark.exhaustive),
-        pytest.param("DEFAULT", FORWARD, marks=pytest.mark.exhaustive),
+        ("plain", {"schedule": "onecycle", "amp": "bf16"}),
+        ("DEFAULT", FORWARD),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(variant, changes, tmp_path):

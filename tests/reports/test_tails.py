@@ -67,7 +67,7 @@ def error(model, policy=brevact.DEFAULT):
 @pytest.mark.parametrize("policy", [brevact.DEFAULT, brevact.RECOMPUTE], ids=["default", "recompute"])
 def test_massive_channels_at_most_double_the_noise(policy):
     ordinary = error(llama(1, 1), policy)
-    for channels, times in ((1, 50), (1, 1000), (2, 100), (2, 1000)):
+    for channels, times in ((1, 50), (2, 1000)):
         assert error(llama(channels, times), policy) <= 2 * ordinary
 
 

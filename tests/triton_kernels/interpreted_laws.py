@@ -14,6 +14,7 @@ from brevact.quantizers.reference import column_bits
 from brevact.triton_kernels.groups import group_of
 from brevact.triton_kernels.normalize import load_statistics_of_plane, values_of
 from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
+from tests.crosses import taking_turns
 from tests.quantizers.kernel_laws import *  # noqa: F403
 from tests.quantizers.kernel_laws import Backend, check_kernel_op
 
@@ -72,9 +73,9 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("near", [4, 8])
-@pytest.mark.parametrize("place, block", PLACES, ids=str)
-def test_statistics_of_planes_are_those_of_the_elements(place: Place, block: int, near: int):
+@pytest.mark.parametrize("where, near", taking_turns(PLACES, [4, 8]), ids=str)
+def test_statistics_of_planes_are_those_of_the_elements(where: tuple[Place, int], near: int):
+    place, block = where
     geometry = Geometry(FAR, 4, 512, 512, FAR // 512, True)
     values = values_of(place, geometry)
     for number in {block, block + 1, block + 777}:

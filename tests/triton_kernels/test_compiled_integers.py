@@ -14,6 +14,7 @@ def test_decoding_of_integers_compiles():
     assert main([*options, "--operations", "decode_integers"]) == 0
 
 
+@pytest.mark.first
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "target, bit_width, dtype", [("sm_80", "2", "float32"), ("sm_90", "8", "bfloat16"), ("gfx942", "2", "float16")]

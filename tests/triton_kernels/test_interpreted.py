@@ -18,10 +18,12 @@ def run(*arguments: str) -> None:
     assert " passed" in printed and "failed" not in printed, printed
 
 
+@pytest.mark.first
 def test_interpreted_kernels_pass():
     run(str(HERE / LAWS))
 
 
+@pytest.mark.first
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("module", [LAWS, FAKE_QUANTIZATION])
 def test_interpreted_kernels_pass_in_the_full_crosses(module: str):
