@@ -186,7 +186,7 @@ _CHEAP = frozenset(
         aten,
         "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
         "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-        "reshape alias slice cat embedding index index_select gather exp",
+        "reshape alias slice cat embedding index index_select gather exp log1p",
     )
 ) | frozenset(_packets(prims, "convert_element_type"))
 
@@ -213,6 +213,19 @@ def is_softmax(node: Any) -> bool:
         return False
     shape, dim = node.meta["val"].shape, below.args[1][0] % node.meta["val"].dim()
     return len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32
+
+
+def is_of_attention(node: Any) -> bool:
+    """Whether a node is of the softmax in torch's attention where that is no op of its own, as with dropout."""
+    return str(node.meta.get("original_aten")) == "aten._safe_softmax.default"
+
+
+def is_score(node: Any) -> bool:
+    """Whether a node is the products of query and key that such a softmax reads."""
+    found = [node] if packet_of(node) is aten.bmm else []
+    for each in found:  # which grows
+        found += [user for user in each.users if packet_of(user) in AFFINE and user not in found]
+    return any(packet_of(user) is aten.amax and is_of_attention(user) for each in found for user in each.users)
 
 
 def is_at_least_one(node: Any) -> bool:

@@ -156,7 +156,7 @@ class Dependence:
             smooth |= result.smooth
             linear = (result.linear | linear) & ~smooth
             result = _Value(linear, smooth, result.mixed | mixed, averaged & linear)
-        if not is_gradient and packet in table.MATRIX_PRODUCTS:
+        if not is_gradient and packet in table.MATRIX_PRODUCTS and not table.is_score(node):
             result = result._replace(mixed=result.all)
         return result._replace(is_gradient=is_gradient)
 
@@ -166,6 +166,8 @@ class Dependence:
         if packet is table.aten.exp and len(values) == 1 and not value.is_gradient and not value.exp:
             if _is_negative_square(node.args[0]):
                 return self._smooth(node, value)
+            if table.is_of_attention(node):
+                return self._smooth(node, value, Use.SCORES)
             return _Value(exp=value.all, mixed=value.mixed)
         if len(values) == 1 and value.exp and not value.linear | value.smooth:
             if packet is table.aten.add and place == 0 and node.args[1] == 1:
@@ -177,14 +179,16 @@ class Dependence:
         if len(values) == 2 and packet in table.OF_ONE_PLUS_EXP and values[1][2].is_shifted and values[1][2].exp:
             top, below = value, values[1][2]
             self._mark(below.exp, Use.SMOOTH, node, arg, below.mixed)
+            if top.exp and packet is table.aten.div and values[1][1].args[0] is arg:  # exp(x) / (exp(x) + 1)
+                return self._smooth(node, top)
             if top.exp:
                 return None
             smooth = top.smooth | below.exp
             return _Value(top.linear & ~smooth, smooth, top.mixed | below.mixed, is_gradient=top.is_gradient)
         return None
 
-    def _smooth(self, node: fx.Node, value: _Value) -> _Value:
-        self._mark(value.all, Use.SMOOTH, node, node, value.mixed)
+    def _smooth(self, node: fx.Node, value: _Value, use: Use = Use.SMOOTH) -> _Value:
+        self._mark(value.all, use, node, node, value.mixed)
         return _Value(smooth=value.all, mixed=value.mixed)
 
 

@@ -28,6 +28,7 @@ _ROUND = frozenset((aten.round, aten.floor, aten.ceil, aten.trunc))
 _TAIL = table.MOVES | table.CASTS | {aten.add, aten.sub, aten.mul, aten.div, aten.expand}
 _CONSTANTS = {aten.scalar_tensor: 0, aten.full: 1, aten.full_like: 1}
 _ABOVE, _BELOW = (aten.gt, aten.ge), (aten.lt, aten.le)
+COMPARISONS = frozenset((*_ABOVE, *_BELOW))
 
 
 class Codes(NamedTuple):

@@ -23,7 +23,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
-from brevact.compiler.integers import Codes, Integers, ends_of, is_computable, root_of, unite_clips
+from brevact.compiler.integers import COMPARISONS, Codes, Integers, ends_of, is_computable, root_of, unite_clips
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS
@@ -150,12 +150,13 @@ def planned(
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
-    """Layers whose outputs backward computes again, since their settings say so (``recompute``)."""
+    """Layers whose outputs backward computes again: settings say so (``recompute``), or they are attention's scores."""
     found = []
     for node in graph.nodes:
-        cost = table.cost_of(node)
-        if cost and (settings := settings_of([node])) is not None and cost <= settings.recompute:
-            found.append(node)
+        cost, is_score = table.cost_of(node), table.is_score(node)
+        if (cost or is_score) and (settings := settings_of([node])) is not None:
+            if not settings.is_exact if is_score else cost <= settings.recompute:
+                found.append(node)
     return found
 
 
@@ -218,7 +219,6 @@ class Packing:
             and not (table.is_steep(node) or table.is_decomposition(node))
             and isinstance(value, Tensor)
             and value.dtype in ACTIVATION_DTYPES
-            and node in self.live
             and node in self.activations
         )
 
@@ -315,19 +315,29 @@ class Packing:
         self.saved.update(dict.fromkeys(sorted(inputs)))
         floats = [node for node in self.saved if self.may_round(node)]
         self.dependence = Dependence(self.nodes, floats, self.gradients)
+        for each in self.dependence.saved:
+            if each.node not in self.live and each.use is not Use.LINEAR:  # additive masks have infinities
+                each.use = Use.EXACT
         self.analysed = self.changes, list(self.saved)
 
     def unite_masks(self) -> None:
-        for node in list(self.graph.nodes):
-            if node.op == "call_function" and (mask := self.same_mask(node)) is not None:
+        comparisons: dict[Any, fx.Node] = {}
+        for node in list[Any](self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if packet_of(node) is aten.mul and node.args[1] == 1 and isinstance(node.args[1], int | float):
+                node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: packet_of(user) in COMPARISONS)
+            if (mask := self.same_mask(node, comparisons)) is not None:
                 node.replace_all_uses_with(mask)
                 if node in self.saved:
                     del self.saved[node]
                     self.saved[mask] = None
 
-    def same_mask(self, node: fx.Node) -> fx.Node | None:
-        """Return the comparison of x with 0 that made a leaky function of x, if ``node`` compares that function."""
+    def same_mask(self, node: fx.Node, comparisons: dict[Any, fx.Node]) -> fx.Node | None:
+        """Return an equal comparison, also that of x with 0 for one of a leaky function of x that it made."""
         packet = packet_of(node)
+        if packet in COMPARISONS and (found := comparisons.setdefault((packet, *node.args), node)) is not node:
+            return found
         value: Any = node.args[0] if node.args else None
         while isinstance(value, fx.Node) and packet_of(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -529,7 +539,7 @@ class Packing:
         for each in self.dependence.saved:
             if each.use is not Use.EXACT and self.packs(each):
                 statistics = self.statistics(each.node, self.settings_of(each.readers))
-                found.update((x, None) for x in statistics or () if x is not None and self.dependence.is_read(x))
+                found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
         if found:
             self.saved.update(found)
             self.analyse()
@@ -711,22 +721,26 @@ class Packing:
         self, node: fx.Node, settings: BackwardSettings, quantizer: Any, decoded: dict[fx.Node, fx.Node]
     ) -> tuple[fx.Node, ...]:
         dtype = node.meta["val"].dtype
-        statistics = self.statistics(node, settings)
-        if statistics is not None and settings.for_normalized is not None:
+        viewed, *statistics = self.statistics(node, settings) or (node,)
+        if statistics and settings.for_normalized is not None:
             quantizer = settings.for_normalized.quantizer
         text = to_text(quantizer)
-        last = node if statistics is None else max(node, *(each for each in statistics if each is not None))
-        with self.insert_after(last):
+        with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
-            size, stride = self.sizes(node)
-            if statistics is None:
-                packed = self.call(ops.quantize.default, node, seed, text, stride)
+            x, shape = node, [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
+            if shape:
+                x = self.call(aten.reshape.default, node, self.sizes(viewed)[0])
+            size, stride = self.sizes(x)
+            if not statistics:
+                packed = self.call(ops.quantize.default, x, seed, text, stride)
                 made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
             else:
-                packed = self.call(ops.quantize_normalized.default, node, *statistics, seed, text, stride)
+                packed = self.call(ops.quantize_normalized.default, x, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
+            if shape:
+                made = self.call(aten.reshape.default, made, shape)
             decoded[node] = self._like(node, made)
-        symbols = [*_symbols(size, stride), *(each for each in statistics or () if each is not None)]
+        symbols = [*_symbols(size, stride, shape), *(each for each in statistics if each is not None)]
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
@@ -767,20 +781,22 @@ class Packing:
             decoded[node] = self._like(node, self.call(aten.permute.default, found, back))
         return packed, *stored, *_symbols(sizes, [numel])
 
-    def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node | None, fx.Node] | None:
-        """Means and inverse deviations of the norm that reads a tensor, if it is packed normalized."""
-        x = node.meta["val"]
-        if settings.is_lossless or x.dtype not in FUSED:
+    def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node, fx.Node | None, fx.Node] | None:
+        """A view that a norm reads of a tensor that is packed normalized, and the means and inverse deviations."""
+        if settings.is_lossless or node.meta["val"].dtype not in FUSED:
             return None
-        users = [user for each in (node, *_casts(node)) for user in each.users]
-        for user in users:
-            packet = packet_of(user)
-            if packet is aten.sub and user.args[0] in (node, *_casts(node)) and _is_broadcast(user.args[1], user):
-                for scaled in user.users:
-                    if (invstd := _deviation(scaled, user)) is not None:
-                        return user.args[1], invstd  # type: ignore[return-value]
-            elif (invstd := _deviation(user, node, *_casts(node))) is not None:
-                return None, invstd
+        same = [node]
+        for each in same:  # which grows
+            same += [user for user in each.users if packet_of(user) in table.CASTS | {aten.view} and user not in same]
+        for each in same:
+            for user in each.users:
+                packet = packet_of(user)
+                if packet is aten.sub and user.args[0] is each and _is_broadcast(user.args[1], user):
+                    for scaled in user.users:
+                        if (invstd := _deviation(scaled, user)) is not None:
+                            return each, user.args[1], invstd  # type: ignore[return-value]
+                elif (invstd := _deviation(user, *same)) is not None:
+                    return each, None, invstd
         return None
 
     def _like(self, node: fx.Node, made: fx.Node) -> fx.Node:
@@ -867,10 +883,6 @@ def _is_float(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _casts(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.users if packet_of(each) in table.CASTS]
 
 
 def _is_broadcast(node: Any, user: fx.Node) -> bool:

@@ -69,17 +69,17 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _count = convert_frame.compute_cache_size
-_policies: dict[Any, Any] = {}  # of compiled functions, by PyTorch's number of them
+_policies: dict[Any, int] = {}  # of compiled functions, by PyTorch's number of them
 
 
-def _policy_of(graph: fx.GraphModule, compiler: Any) -> Any:
-    """The marks of a graph by module, and the budget of its compiler."""
+def _policy_of(graph: fx.GraphModule, compiler: Any) -> int:
+    """A hash of the marks of a graph by module, and of the budget of its compiler: without holding either."""
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
     nodes = (node.meta for each in graph.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes)
     marks = {(*(meta.get("nn_module_stack") or ("",)), (meta.get("custom") or {}).get(MARK)) for meta in nodes}
     budget = getattr(compiler, "budget", None) or getattr(compiler, "config", {}).get("custom_partitioner_fn")
-    return frozenset(marks), budget
+    return hash((frozenset(marks), budget))
 
 
 @functools.wraps(_count)

@@ -6,6 +6,7 @@ within five standard errors; smooth functions of packed tensors bias it by at mo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.autograd.op_database import (
     variants,
     with_wide_values,
 )
-from tests.compiler.compiled_ops import Call, activation, errors_of_mean, sample_of
+from tests.compiler.compiled_ops import DRAWS, Call, activation, errors_of_mean, sample_of
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -197,6 +198,10 @@ def _convolution_of_norm(x: Tensor) -> Tensor:
     return F.conv1d(F.batch_norm(x[None].repeat(8, 1, 8), None, None, training=True), torch.ones(4, 8, 3))
 
 
+def _instance_norm(x: Tensor) -> Tensor:
+    return F.instance_norm((x.t() @ x.detach()).repeat(8, 8).view(2, 4, -1))
+
+
 def _softmax(x: Tensor) -> Tensor:
     return F.cross_entropy((x @ x.detach().t()).repeat(1, 8), torch.arange(8))
 
@@ -209,6 +214,8 @@ SAVED = {
     "a convolution of a norm": (_convolution_of_norm, "aten.repeat", {("averaged", 2)}),
     "query and key, value": (_parts, "aten.split", {("scores", 8), ("linear", 2)}),
     "a loss's probabilities": (_softmax, "aten.exp", {("linear", 2)}),
+    "a norm of a view": (_instance_norm, "aten.repeat", {("averaged", 2)}),
+    "a function that follows from its argument": (lambda x: F.softplus(x @ x.t()) @ x.detach(), "aten.where", set()),
 }
 
 
@@ -219,6 +226,22 @@ def test_uses_and_bits(function, op, expected):
     for error, standard in errors_of_mean(call, plain):
         assert error <= 5 * standard + 0.02
     assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
+
+
+def test_attention_with_dropout_computes_its_probabilities_again():
+    """Masks of a seed are those of the plain graph, so that errors are the codes'."""
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+
+    sample = Sample((X,), {})
+    call, plain = (Call(Variant("", attend), sample, each) for each in (StochBackward2bit, None))
+    errors = torch.stack([call(seed).grads[0] - plain(seed).grads[0] for seed in range(DRAWS)])
+    standard, norm = float(errors.std(0).norm()) / DRAWS**0.5, float(plain(0).grads[0].norm())
+    assert float(errors.mean(0).norm()) <= 5 * standard + 0.02 * norm
+    assert {row.bits for row in call.rows if row.use == "scores" and row.bits} == {8}
+    assert max(math.prod(row.shape) for row in call.rows if row.bits > 1) < 2 * 64 * 64
 
 
 @pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
@@ -234,6 +257,10 @@ def test_lookups_in_weights_are_computed_again():
         return F.layer_norm(activation(x) + positions(torch.arange(64)), (64,)).square()
 
     assert "aten.embedding" not in packed_rows(call, x)
+
+
+def test_values_without_a_gradient_are_packed():
+    assert packed_rows(lambda x, y: x * y.cumsum(0), X, X.detach()) == {"aten.cumsum": 2}
 
 
 def test_an_op_that_the_table_lacks_keeps_its_tensors():
