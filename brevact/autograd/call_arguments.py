@@ -152,23 +152,27 @@ _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 @functools.cache
-def _operands_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return a torch function's operands, and all names that it accepts for them."""
+def _operands_of(func: Callable) -> tuple[str, ...]:
     overrides = get_testing_overrides()
     known = overrides.get(func)
     if known is None:  # in-place variants, except Python functions
         known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
     try:
-        names = tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
+        return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
     except (TypeError, ValueError):
-        names = ()
-    return names, frozenset(each for name in names for each in (name, *_NUMPY_NAMES.get(name, ())))
+        return ()
+
+
+@functools.cache
+def names_of_operands(func: Callable) -> frozenset[str]:
+    """Return all names that a torch function accepts for its operands."""
+    return frozenset(each for name in _operands_of(func) for each in (name, *_NUMPY_NAMES.get(name, ())))
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move a torch function's operands from keywords to positions, except in deprecated overloads."""
-    names, accepted = _operands_of(func)
-    if accepted.isdisjoint(kwargs) or not all(isinstance(x, Tensor) for x in args):
+    names = _operands_of(func)
+    if not all(isinstance(x, Tensor) for x in args):
         return args, kwargs
     places, found = list(args), dict(kwargs)
     for name in names[len(args) :]:
@@ -185,7 +189,8 @@ class Parameters:
     def __init__(self, text: str) -> None:
         pairs = [each.partition("=") for each in text.split()]
         self._names = tuple([name for name, *_ in pairs])
-        self._defaults = {name: ast.literal_eval(value) for name, is_given, value in pairs if is_given}
+        self._required = frozenset(name for name, is_given, _ in pairs if not is_given)
+        self._all = {name: ast.literal_eval(value) if is_given else ... for name, is_given, value in pairs}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return all arguments of a call by name; None if the function refuses them."""
@@ -193,9 +198,11 @@ class Parameters:
         found = dict(zip(names, args, strict=False))
         if len(args) > len(names) or not found.keys().isdisjoint(kwargs):
             return None
-        found = {**self._defaults, **found, **kwargs}
-        is_complete = len(found) == len(names) and all(map(found.__contains__, names))
-        return {name: found[name] for name in names} if is_complete else None
+        found |= kwargs
+        if not self._required.issubset(found):
+            return None
+        found = {**self._all, **found}  # in order
+        return found if len(found) == len(names) else None
 
 
 _signature = functools.cache(inspect.signature)

@@ -200,6 +200,9 @@ class _AsItIs(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
 
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return tensors[0].to(dtype)
+
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return grad * tensors[0]
 
@@ -223,7 +226,8 @@ class _Packed(Decoder):
         spec, layout = self._spec, self._spec.layout
         is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
         if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
-            return self.decode(tensors).to(dtype)
+            found = self.decode(tensors)
+            return found if found.dtype is dtype else found.to(dtype)
         target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)
         spec.quantizer.decode(tensors[0], spec, target)
         return target

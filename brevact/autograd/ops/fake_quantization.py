@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.ops.base import Formula, Saving, compute_from_weight, gradients_of, load, save
+from brevact.autograd.ops.base import (
+    Formula,
+    Saving,
+    compute_from_weight,
+    gradients_of,
+    instead_of_backward,
+    load,
+    save,
+)
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.saved import Keeper, Saved, decoder_of_mask
 from brevact.autograd.settings import SaveMode
@@ -182,7 +190,10 @@ class _FakeQuantization(Saving):
         return found.out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        instead = instead_of_backward(_FakeQuantization.backward, ctx, (grad,))
+        if instead is not NotImplemented:
+            return instead
         codes, residual, mask, values, scale, pre_scale, pre_zero_point, zero_point = load(ctx)
         needs, (of_scale, of_zero_point, of_pre_scale, of_pre_zero_point) = ctx.needs_input_grad[3:], ctx.shapes
         if ctx.keeps_ends:
