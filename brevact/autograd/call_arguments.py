@@ -27,6 +27,8 @@ CONSTANT_TYPES = frozenset(
 )
 
 
+_INTEGERS = frozenset((int,))
+
 #: Data types of activations that are packed.
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 #: Data types of activations that are packed as pairs of real numbers.
@@ -94,23 +96,31 @@ class BoundCall(NamedTuple):
 
 def bound_call(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a call as a function of its tensors (:func:`tensors_of_call`): ``func`` itself if it has no constants."""
-    flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in (*args, *kwargs.values())])
-    constants = [type(arg) for arg in flat if arg is not Tensor]
-    if CONSTANT_TYPES.issuperset(constants):
-        return BoundCall(func, flat, tuple(kwargs), _kinds(flat)) if constants or kwargs else func
+    leaves: tuple[Any, ...] = ()
+    is_flat = True
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            leaves += (Tensor,)
+        else:
+            leaves += (arg,)
+            kind = type(arg)
+            is_flat = is_flat and (kind in CONSTANT_TYPES or (kind is tuple and _INTEGERS.issuperset(map(type, arg))))
+    if is_flat:
+        has_constants = kwargs or leaves.count(Tensor) < len(leaves)
+        return BoundCall(func, leaves, tuple(kwargs), _kinds(leaves)) if has_constants else func
     found, spec = tree_flatten((args, kwargs))
-    leaves = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in found)
+    leaves = tuple([Tensor if isinstance(leaf, Tensor) else leaf for leaf in found])
     return BoundCall(func, leaves, spec, _kinds(leaves))
 
 
 def _kinds(leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return types, and numbers as text where a zero may have a sign."""
-    kinds = [type(leaf) for leaf in leaves]
+    kinds = tuple(map(type, leaves))
     if float in kinds or complex in kinds:
         return tuple(
             [repr(leaf) if kind in (float, complex) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
         )
-    return tuple(kinds)
+    return kinds
 
 
 def is_stored(kind: type[Tensor]) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import bound_call, is_plain, tensors_of_call
+from brevact.autograd.call_arguments import bound_call, is_plain
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
@@ -304,7 +304,9 @@ def derive(
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:
     """Return an operand's saved form; a small one is saved unpacked, a weight as a copy, since both may change."""
-    kept = own if is_unknown or (own is not None and own[1] is not AS_IT_IS) else region.find_kept(x)
+    kept = own
+    if not is_unknown and (own is None or own[1] is AS_IT_IS):
+        kept = region.find_kept(x) if x.untyped_storage().__dict__ else None
     if kept is not None:
         return kept
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
@@ -356,9 +358,13 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     return operands
 
 
-def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensors = tensors_of_call(args, kwargs)
-    if tensors and type(result) is Tensor and known_values.find(result) is None:
+def track_moved(
+    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+) -> None:
+    for x in tensors:
+        if known_values.find(x) is None:
+            return
+    if tensors and known_values.find(result) is None:
         record_exactly(bound_call(func, args, kwargs), tensors, result, known_values.find)
 
 

@@ -159,7 +159,7 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
     if stays and row.is_backward and settings.double_backward:
         return hooks.run_backward(func, args, kwargs)
     stays = stays and not settings.is_exact
-    is_tracked = stays and any_tracked(tensors)
+    is_tracked = stays and any_tracked(tensors) > 0
     keeps_distinct = is_tracked and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
     if stays and not keeps_distinct:
         if storage_report.recorders:
@@ -235,10 +235,10 @@ def _track(
         return
     is_tracked = any_tracked(tensors)
     if row.is_pointwise and result.numel() >= region.settings.min_numel:
-        track_distinct(region, tensors, result, is_tracked)
+        track_distinct(region, tensors, result, is_tracked > 0)
     if not (row.overwrites or is_tracked):
         return
-    if row.is_pointwise:
+    if row.is_pointwise and is_tracked == 2:
         carry(tensors, result)
     if row.kind is None:
         return
@@ -250,7 +250,7 @@ def _track(
     if record is not None and record.known is not None:
         return
     if row.kind is Kind.MOVE:
-        track_moved(func, args, kwargs, result)
+        track_moved(func, args, kwargs, tensors, result)
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:

@@ -219,7 +219,19 @@ class _Packed(Decoder):
         self._spec, self.quality = spec, Quality(spec.quantizer)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return PackedActivation(self._spec, tensors[0]).dequantize()
+        spec, buffer = self._spec, tensors[0]
+        layout = spec.layout
+        if (
+            not layout.is_result_dense
+            or buffer.shape != spec.shape
+            or buffer.dtype is not torch.uint8
+            or buffer.stride() != (1,)
+        ):
+            return PackedActivation(spec, buffer).dequantize()
+        stride, device = layout.result_stride, buffer.device
+        target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)
+        spec.quantizer.decode(buffer, spec, target)
+        return target
 
     def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
@@ -418,9 +430,6 @@ class SavedByHook:
                 _refuse(x, version)
         return self.handles
 
-    def tensor(self) -> Tensor:
-        return self.decoder.decode(self.tensors())
-
 
 def _refuse(x: Tensor, version: int) -> None:
     """Raise for a tensor saved at ``version``, unless compiled autograd traces it, where versions differ."""
@@ -440,7 +449,7 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         return x
     if _is_grad_enabled() and not stored.decoder.allows_double_backward and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
-    return stored.tensor()
+    return stored.decoder.decode(stored.tensors())
 
 
 Strides = tuple[int, ...]

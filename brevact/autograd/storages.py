@@ -125,14 +125,19 @@ def is_tracked(x: Tensor) -> bool:
         return False
 
 
-def any_tracked(tensors: list[Tensor]) -> bool:
+def any_tracked(tensors: list[Tensor]) -> int:
+    """Return whether the storage of any carries something: 2 if one is or carries a saturating output, else 1."""
+    found = 0
     for x in tensors:
         try:
-            if x.untyped_storage().__dict__:
-                return True
+            known = x.untyped_storage().__dict__
         except (NotImplementedError, RuntimeError):  # no storage
             continue
-    return False
+        if known:
+            found, record = 1, known.get(_RECORD)
+            if record is not None and (record.saturates or record.carried):
+                return 2
+    return found
 
 
 def is_offered(x: Tensor) -> bool:

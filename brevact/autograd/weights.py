@@ -170,7 +170,8 @@ _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    if type(x) is not Tensor and is_parameter(x):
+    kind = type(x)
+    if kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter)):
         return True
     try:
         node: Any = x.grad_fn

@@ -23,7 +23,7 @@ in full precision: d(a/b)/db = -g a^ / b^2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, i
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Keeper, Saved, Strides, lay_out, mapped, one_object_each
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
@@ -100,12 +100,18 @@ class _Einsum(NamedTuple):
 
     def _gradient(self, labels: str, grad: Tensor, other_labels: str, other: Tensor) -> Tensor:
         """Contract the gradient with the other operand; dimensions summed in one operand alone are broadcast."""
-        found = "".join(label for label in labels if label in self.out or label in other_labels)
-        result = torch.einsum(f"{self.out},{other_labels}->{found}", grad, other)
+        equation, found = _contraction(labels, other_labels, self.out)
+        result = torch.einsum(equation, grad, other)
         for i, label in enumerate(labels):
             if label not in found:
                 result = result.unsqueeze(i)
-        return result.expand([self.sizes[label] for label in labels])
+        return result.expand([self.sizes[label] for label in labels]) if found != labels else result
+
+
+@one_object_each
+def _contraction(labels: str, other_labels: str, out: str) -> tuple[str, str]:
+    found = "".join(label for label in labels if label in out or label in other_labels)
+    return f"{out},{other_labels}->{found}", found
 
 
 def _apply(
@@ -221,7 +227,8 @@ def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> An
     return NotImplemented if rule is None else _apply(region, lambda a, b, _: func(equation, a, b), rule, *operands)
 
 
-def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
+@one_object_each
+def _parse(equation: str, *shapes: torch.Size) -> _Einsum | None:
     """Parse an equation of two operands; None for repeated indices, ellipses, broadcast sizes and mistakes."""
     left, arrow, out = equation.partition("->")
     labels = left.split(",")
@@ -403,7 +410,7 @@ def _keep_factor(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...]
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
-    if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
+    if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and is_tracked(other) and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         return keep_by_rows(region, x, dims)
