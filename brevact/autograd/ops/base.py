@@ -116,40 +116,15 @@ def load(ctx: Any) -> list[Any]:
     return loaded
 
 
-class Saving(torch.autograd.Function):
-    """A Function that saves packed activations by :func:`save`; loading them, by :func:`load`, is not differentiable.
+class Formula(torch.autograd.Function):
+    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
 
-    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
+    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph. ``record`` is
+    ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
     """
 
     is_brevact = True
     record: Callable[..., Any]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]  # of a class in C++
-
-
-def instead_of_backward(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
-    """Return backward's result, None for undefined gradients, for a batch of gradients row by row; or NotImplemented.
-
-    Undefined gradients, as of a Function that returns None, are not zeros: parameters in front then have no gradient,
-    as in torch, and no optimizer step.
-    """
-    found = (None,) * len(ctx.needs_input_grad)
-    for grad in grads:
-        if grad is not None:
-            found = NotImplemented
-            if (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
-                return run_by_rows(backward, ctx, grads)
-    return found
-
-
-class Formula(Saving):
-    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
-
-    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
-    """
 
     @staticmethod
     def forward(
@@ -163,13 +138,19 @@ class Formula(Saving):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return None for undefined gradients, which are not zeros: parameters in front then have none, as in torch."""
+        is_defined = False
         for grad in grads:
-            if grad is None or is_batched(grad) or is_functorch_batched(grad):
-                found = instead_of_backward(Formula.backward, ctx, grads)
-                if found is not NotImplemented:
-                    return found  # type: ignore[no-any-return]
-                break
+            if grad is not None:
+                is_defined = True
+                if (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
+                    return run_by_rows(Formula.backward, ctx, grads)
+        if not is_defined:
+            return (None,) * len(ctx.needs_input_grad)
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
+
+
+Formula.record = super(torch.autograd.Function, Formula).apply  # type: ignore[misc]  # of a class in C++
 
 
 def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
@@ -340,6 +321,9 @@ class OfWeight(Formula):
     """A Formula whose result is computed from weights."""
 
     is_brevact = False
+
+
+OfWeight.record = super(torch.autograd.Function, OfWeight).apply  # type: ignore[misc]
 
 
 def compute_from_weight(
