@@ -27,6 +27,8 @@ CONSTANT_TYPES = frozenset(
 )
 
 
+_INTEGERS = frozenset((int,))
+
 #: Data types of activations that are packed.
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 #: Data types of activations that are packed as pairs of real numbers.
@@ -94,23 +96,31 @@ class BoundCall(NamedTuple):
 
 def bound_call(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a call as a function of its tensors (:func:`tensors_of_call`): ``func`` itself if it has no constants."""
-    flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in (*args, *kwargs.values())])
-    constants = [type(arg) for arg in flat if arg is not Tensor]
-    if CONSTANT_TYPES.issuperset(constants):
-        return BoundCall(func, flat, tuple(kwargs), _kinds(flat)) if constants or kwargs else func
+    leaves: tuple[Any, ...] = ()
+    is_flat = True
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            leaves += (Tensor,)
+        else:
+            leaves += (arg,)
+            kind = type(arg)
+            is_flat = is_flat and (kind in CONSTANT_TYPES or (kind is tuple and _INTEGERS.issuperset(map(type, arg))))
+    if is_flat:
+        has_constants = kwargs or leaves.count(Tensor) < len(leaves)
+        return BoundCall(func, leaves, tuple(kwargs), _kinds(leaves)) if has_constants else func
     found, spec = tree_flatten((args, kwargs))
-    leaves = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in found)
+    leaves = tuple([Tensor if isinstance(leaf, Tensor) else leaf for leaf in found])
     return BoundCall(func, leaves, spec, _kinds(leaves))
 
 
 def _kinds(leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return types, and numbers as text where a zero may have a sign."""
-    kinds = [type(leaf) for leaf in leaves]
+    kinds = tuple(map(type, leaves))
     if float in kinds or complex in kinds:
         return tuple(
             [repr(leaf) if kind in (float, complex) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
         )
-    return tuple(kinds)
+    return kinds
 
 
 def is_stored(kind: type[Tensor]) -> bool:
@@ -152,23 +162,27 @@ _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
 
 
 @functools.cache
-def _operands_of(func: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return a torch function's operands, and all names that it accepts for them."""
+def _operands_of(func: Callable) -> tuple[str, ...]:
     overrides = get_testing_overrides()
     known = overrides.get(func)
     if known is None:  # in-place variants, except Python functions
         known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
     try:
-        names = tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
+        return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
     except (TypeError, ValueError):
-        names = ()
-    return names, frozenset(each for name in names for each in (name, *_NUMPY_NAMES.get(name, ())))
+        return ()
+
+
+@functools.cache
+def names_of_operands(func: Callable) -> frozenset[str]:
+    """Return all names that a torch function accepts for its operands."""
+    return frozenset(each for name in _operands_of(func) for each in (name, *_NUMPY_NAMES.get(name, ())))
 
 
 def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move a torch function's operands from keywords to positions, except in deprecated overloads."""
-    names, accepted = _operands_of(func)
-    if accepted.isdisjoint(kwargs) or not all(isinstance(x, Tensor) for x in args):
+    names = _operands_of(func)
+    if not all(isinstance(x, Tensor) for x in args):
         return args, kwargs
     places, found = list(args), dict(kwargs)
     for name in names[len(args) :]:
@@ -185,7 +199,8 @@ class Parameters:
     def __init__(self, text: str) -> None:
         pairs = [each.partition("=") for each in text.split()]
         self._names = tuple([name for name, *_ in pairs])
-        self._defaults = {name: ast.literal_eval(value) for name, is_given, value in pairs if is_given}
+        self._required = frozenset(name for name, is_given, _ in pairs if not is_given)
+        self._all = {name: ast.literal_eval(value) if is_given else ... for name, is_given, value in pairs}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return all arguments of a call by name; None if the function refuses them."""
@@ -193,9 +208,11 @@ class Parameters:
         found = dict(zip(names, args, strict=False))
         if len(args) > len(names) or not found.keys().isdisjoint(kwargs):
             return None
-        found = {**self._defaults, **found, **kwargs}
-        is_complete = len(found) == len(names) and all(map(found.__contains__, names))
-        return {name: found[name] for name in names} if is_complete else None
+        found |= kwargs
+        if not self._required.issubset(found):
+            return None
+        found = {**self._all, **found}  # in order
+        return found if len(found) == len(names) else None
 
 
 _signature = functools.cache(inspect.signature)

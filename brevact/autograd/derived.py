@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import bound_call, is_plain, tensors_of_call
+from brevact.autograd.call_arguments import bound_call, is_plain
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
-from brevact.autograd.layer_recompute import MOST_TENSORS, goes_deep, recomputed_output
+from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, one_object_each, with_strides
 from brevact.autograd.storages import find_record
@@ -130,12 +130,10 @@ class Derivation(NamedTuple):
     small: tuple[int, ...]
 
     def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
-        return tuple([tensors[place] for place in self.picks]), self.decoder
+        return tuple(map(tensors.__getitem__, self.picks)), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether the derivation is light, and its unpacked sources take at most a bit per result element."""
-        if not self.small or not self.is_light:
-            return self.is_light
+        """Return whether its unpacked sources take at most a bit per result element."""
         return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
 
@@ -289,21 +287,26 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
-        is_deep, adds = goes_deep(region), properties.get("adds", False)
+        is_deep, adds = region.recompute >= DEEP, properties.get("adds", False)
         if adds and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
         if is_deep and is_average:
             properties["most_decoded"] = math.inf
         tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
-        if found is None or (is_deep and adds and len(tensors) > MOST_TENSORS) or not found.is_worth_it(tensors, out):
+        if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
+            return
+        if is_deep and adds and len(tensors) > MOST_TENSORS:
             return
         is_new = is_new and found.decoder.stride is not None
-        region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
+        known = found.bind(tensors)
+        known_values.register(out, *known, scope=region.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:
     """Return an operand's saved form; a small one is saved unpacked, a weight as a copy, since both may change."""
-    kept = own if is_unknown or (own is not None and own[1] is not AS_IT_IS) else region.find_kept(x)
+    kept = own
+    if not is_unknown and (own is None or own[1] is AS_IT_IS):
+        kept = region.find_kept(x) if x.untyped_storage().__dict__ else None
     if kept is not None:
         return kept
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
@@ -355,9 +358,13 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     return operands
 
 
-def track_moved(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensors = tensors_of_call(args, kwargs)
-    if tensors and type(result) is Tensor and known_values.find(result) is None:
+def track_moved(
+    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+) -> None:
+    for x in tensors:
+        if known_values.find(x) is None:
+            return
+    if tensors and known_values.find(result) is None:
         record_exactly(bound_call(func, args, kwargs), tensors, result, known_values.find)
 
 
@@ -433,14 +440,12 @@ def keep_distinct(x: Tensor) -> Saved | None:
     return known if known is not None and type(known[1]) is _Distinct else None
 
 
-def track_distinct(region: Keeper, tensors: list[Tensor], result: Any) -> None:
-    """Record a pointwise function of numbers and tensors that are all expanded along a dimension."""
-    if type(result) is not Tensor or result.numel() < region.settings.min_numel:
-        return
+def track_distinct(region: Keeper, tensors: list[Tensor], result: Tensor, is_tracked: bool) -> None:
+    """Record a pointwise function of numbers and tensors, if all are expanded along a dimension."""
     for x in tensors:
         if x.is_nested or x.layout is not torch.strided:
             return
-        if x.shape == result.shape and 0 not in x.stride() and keep_distinct(x) is None:
+        if x.shape == result.shape and 0 not in x.stride() and not (is_tracked and keep_distinct(x)):
             return  # the common case
     dims = {dim for dim, size in enumerate(result.shape) if size > 1}
     for x in tensors:

@@ -117,6 +117,8 @@ class Derived(Decoder):
     adds: bool = field(init=False)
     #: Whether equal calls on weights run once.
     shares: bool = field(init=False)
+    #: Whether the expression is one function of all decoded sources, each read once, and no sum.
+    is_plain: bool = field(init=False)
     how: str = field(init=False)
     depth: int = field(init=False)
     layers_without_sum: int = field(init=False)
@@ -135,6 +137,9 @@ class Derived(Decoder):
         self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
+        function, operands, _ = self.expression
+        is_plain = operands == tuple(range(len(self.sources))) and not isinstance(function, ByMask)
+        self.is_plain = is_plain and not (self.deep or self.shares) and function not in _SUMS
 
     @property
     def multiplies(self) -> bool:
@@ -157,6 +162,12 @@ class Derived(Decoder):
         return parts
 
     def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        if self.is_plain:
+            operands, start = [], 0
+            for decoder, count in self.sources:
+                operands.append(decoder.decode(tensors[start : start + count]))
+                start += count
+            return self.expression.function(*operands)  # type: ignore[operator]
         parts, deep = self.parts(tensors), self.deep
         reading = _Reading(parts, {}, self.repeated, deep, self.shares)
         if not deep:

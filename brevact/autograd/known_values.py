@@ -402,7 +402,7 @@ def keep_ends(
 
 def load_ends(token: Tensor) -> Tensor:
     stored: SavedByHook = token.untyped_storage().__dict__[_HOLDER]
-    return stored.tensor()
+    return stored.decoder.decode(stored.tensors())
 
 
 def share_codes(tensors: tuple[Tensor, ...]) -> None:

@@ -16,7 +16,15 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, bound, is_stored, tensors_of_call
+from brevact.autograd.call_arguments import (
+    PLAIN_TYPES,
+    as_given,
+    as_tensors,
+    bound,
+    is_stored,
+    names_of_operands,
+    tensors_of_call,
+)
 from brevact.autograd.derived import (
     MOST_DECODED,
     Kind,
@@ -100,7 +108,7 @@ class EagerMode(marks.RegionMode):
             args, kwargs = as_tensors((args, kwargs), given)
             if given:
                 return as_given(self.__torch_function__(func, (), args, kwargs), given)
-        if kwargs and func in ROWS:
+        if kwargs and func in ROWS and not names_of_operands(func).isdisjoint(kwargs):
             args, kwargs = bound(func, args, kwargs)
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
@@ -118,70 +126,68 @@ class EagerMode(marks.RegionMode):
         if forward_ad._current_level >= 0 or functorch_interpreter() is not None:
             if region.rounds_norms and row.rounds_forward:
                 check_rounding()
-            with region.hooks.suspended:
-                return func(*args, **kwargs)
+            return region.hooks.run_aside(func, args, kwargs)
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
 
 
 def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
     is_inside = caller.f_globals.get("__name__") in ALGORITHMS
-    operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
+    tensors = tensors_of_call(args, kwargs)
+    operands = operands_of(region, tensors) if row.overwrites else None
     if row.picks_extremes:
-        region.hooks.give_up_saturated(tensors_of_call(args, kwargs))
+        region.hooks.give_up_saturated(tensors)
     if row.handler is not None:
-        if not is_alive(caller):
+        if active.forwards and not is_alive(caller):
             return func(*args, **kwargs)
         is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # torch knows its gradients' strides
-        is_of_weights = row.is_norm and region.makes_weight(row, tensors_of_call(args, kwargs))
-        if not (is_inside or is_empty or is_of_weights):
+        if not (is_inside or is_empty or (row.is_norm and region.makes_weight(row, tensors))):
             result = run_counterpart(row, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.is_tracked:
-                    _track(region, row, func, args, kwargs, result, tensors_of_call(args, kwargs), operands)
+                    _track(region, row, func, args, kwargs, result, tensors, operands)
                 return result
-    tensors = tensors_of_call(args, kwargs)
     if region.makes_weight(row, tensors, kwargs.get("out")):
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.WEIGHT)
         result = region.hooks.make_weight(func, args, kwargs)
         region.mark(result, is_weight=True)
         return result
-    given = (*args, *kwargs.values()) if kwargs else args
-    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, given))
-    if stays and row.is_backward and region.settings.double_backward:
-        return region.hooks.run_backward(func, args, kwargs)
-    stays = stays and not region.settings.is_exact
-    keeps_distinct = stays and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
+    hooks, settings = region.hooks, region.settings
+    stays = is_inside or (
+        row.must_not_round is not None and row.must_not_round(region, (*args, *kwargs.values()) if kwargs else args)
+    )
+    if stays and row.is_backward and settings.double_backward:
+        return hooks.run_backward(func, args, kwargs)
+    stays = stays and not settings.is_exact
+    is_tracked = stays and any_tracked(tensors) > 0
+    keeps_distinct = is_tracked and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
     if stays and not keeps_distinct:
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        if any_tracked(tensors) and is_of_torch(func) and not region.settings.double_backward:
-            result = region.hooks.run_exactly(func, args, kwargs)
+        if is_tracked and is_of_torch(func) and not settings.double_backward:
+            result = hooks.run_exactly(func, args, kwargs)
         else:
-            with region.hooks.suspended:
-                result = func(*args, **kwargs)
+            result = hooks.run_aside(func, args, kwargs)
+    elif row.is_pointwise and not keeps_distinct and hooks.pass_on(tensors):
+        result = hooks.run_aside(func, args, kwargs)
     else:
-        hooks = region.hooks
         hooks.cast_shapes = _NO_SHAPES
         if is_any_autocast_enabled():  # it may save anonymous copies of weights without gradient
             hooks.cast_shapes = frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
-        hooks.reads_sizes = row.reads_sizes
-        if keeps_distinct or row.places is not None:
-            hooks.keeps_distinct = keeps_distinct
-            hooks.places = 0 if row.places is None else row.places(tensors)
+        hooks.reads_sizes, hooks.keeps_distinct = row.reads_sizes, keeps_distinct
+        hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes, hooks.reads_sizes = None, False
-            if keeps_distinct or row.places is not None:
-                hooks.keeps_distinct, hooks.places = False, 0
+            hooks.cast_shapes, hooks.reads_sizes, hooks.keeps_distinct, hooks.places = None, False, False, 0
     region.mark(result, is_weight=False)
-    if type(result) is Tensor and result.dtype in INTEGERS:
-        note_made(result, tensors)
-    if row.is_tracked:
-        _track(region, row, func, args, kwargs, result, tensors, operands)
+    if type(result) is Tensor:
+        if result.dtype in INTEGERS:
+            note_made(result, tensors)
+        if row.is_tracked:
+            _track(region, row, func, args, kwargs, result, tensors, operands)
     return result
 
 
@@ -225,23 +231,26 @@ def _track(
     operands: list[tuple[Tensor, Saved | None]] | None,
 ) -> None:
     """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
-    if row.is_pointwise:
-        track_distinct(region, tensors, result)
-    if type(result) is not Tensor or not (row.overwrites or any_tracked(tensors)):
+    if type(result) is not Tensor:
         return
-    if row.is_pointwise:
+    is_tracked = any_tracked(tensors)
+    if row.is_pointwise and result.numel() >= region.settings.min_numel:
+        track_distinct(region, tensors, result, is_tracked > 0)
+    if not (row.overwrites or is_tracked):
+        return
+    if row.is_pointwise and is_tracked == 2:
         carry(tensors, result)
     if row.kind is None:
         return
     # A new result is known only if the counterpart recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
-    if row.kind in (Kind.SUM, Kind.BILINEAR):
+    if row.is_pointwise and len(args) == 2 and type(args[1]) in (int, float, bool):
         offer_again(func, args, kwargs, result)
     record = find_record(result) if is_new else None
     if record is not None and record.known is not None:
         return
     if row.kind is Kind.MOVE:
-        track_moved(func, args, kwargs, result)
+        track_moved(func, args, kwargs, tensors, result)
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:

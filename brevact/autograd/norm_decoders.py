@@ -32,7 +32,7 @@ from brevact.quantizers import (
     normalize,
     quantize_normalized,
 )
-from brevact.quantizers.normalizing import NormalizedPlan
+from brevact.quantizers.normalizing import NormalizedPlan, plan_of_decoding, reciprocal_of
 from brevact.quantizers.point_functions import decode_through_plan
 
 if TYPE_CHECKING:
@@ -138,13 +138,25 @@ class Centred(Decoder):
 class PackedDecoder(Centred):
     """Decoder of packed normalized values; its tensors are the codes and the spread."""
 
-    __slots__ = ("_spec", "quality")
+    __slots__ = ("_plans", "_spec", "quality")
     quality: Quality
     lasts = True
 
     def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
         self._alignment, self._spec, self._dtype, self.statistics = alignment, spec, dtype, 1
         self.quality = Quality(spec.quantizer)
+        self._plans: dict[torch.Size, NormalizedPlan | None] = {}  # by the sizes of deviations
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        buffer, spec, alignment = tensors[0], self._spec, self._alignment
+        invstd = alignment.align(alignment.inverse(tensors[-1]), spec.layout.shape)
+        sizes = invstd.shape
+        if sizes not in self._plans:
+            self._plans[sizes] = plan_of_decoding(spec, sizes, self._dtype)
+        plan = self._plans[sizes]
+        if plan is None or invstd.dtype is torch.float64 or type(buffer) is not Tensor or buffer.shape != spec.shape:
+            return denormalize(PackedActivation(spec, buffer), None, invstd, self._dtype)
+        return plan.decode_affine(buffer, reciprocal_of(invstd), None)
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
         return self._spec.layout.result_stride

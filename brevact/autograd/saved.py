@@ -200,6 +200,9 @@ class _AsItIs(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
 
+    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return tensors[0].to(dtype)
+
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return grad * tensors[0]
 
@@ -216,14 +219,27 @@ class _Packed(Decoder):
         self._spec, self.quality = spec, Quality(spec.quantizer)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return PackedActivation(self._spec, tensors[0]).dequantize()
+        spec, buffer = self._spec, tensors[0]
+        layout = spec.layout
+        if (
+            not layout.is_result_dense
+            or buffer.shape != spec.shape
+            or buffer.dtype is not torch.uint8
+            or buffer.stride() != (1,)
+        ):
+            return PackedActivation(spec, buffer).dequantize()
+        stride, device = layout.result_stride, buffer.device
+        target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)
+        spec.quantizer.decode(buffer, spec, target)
+        return target
 
     def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
         spec, layout = self._spec, self._spec.layout
         is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
         if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
-            return self.decode(tensors).to(dtype)
+            found = self.decode(tensors)
+            return found if found.dtype is dtype else found.to(dtype)
         target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)
         spec.quantizer.decode(tensors[0], spec, target)
         return target
@@ -414,9 +430,6 @@ class SavedByHook:
                 _refuse(x, version)
         return self.handles
 
-    def tensor(self) -> Tensor:
-        return self.decoder.decode(self.tensors())
-
 
 def _refuse(x: Tensor, version: int) -> None:
     """Raise for a tensor saved at ``version``, unless compiled autograd traces it, where versions differ."""
@@ -436,7 +449,7 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         return x
     if _is_grad_enabled() and not stored.decoder.allows_double_backward and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
-    return stored.tensor()
+    return stored.decoder.decode(stored.tensors())
 
 
 Strides = tuple[int, ...]

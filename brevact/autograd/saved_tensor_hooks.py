@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -42,7 +42,7 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weight_recompute import remember
-from brevact.autograd.weights import ModelState, is_parameter_or_view
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
@@ -113,7 +113,7 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
     if isinstance(stored, tuple):
         return unpack(stored)
     if not _is_grad_enabled():
-        return stored.tensor()
+        return stored.decoder.decode(stored.tensors())
     with torch.no_grad():
         tensors = stored.tensors()
         key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
@@ -195,6 +195,33 @@ class SavedTensorHooks:
     def are_in_checkpoint(self) -> bool:
         return _are_of_checkpoint(self._outer)
 
+    def pass_on(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether torch may save these itself, and a pointwise function of them: small, not parts of more."""
+        region = self._region
+        if self._outer is not None or storage_report.recorders or region.recompute or region.settings.double_backward:
+            return False
+        least, numel, shape = region.settings.min_numel, 1, None
+        try:
+            for x in tensors:
+                if x.shape != shape:
+                    numel, shape = numel * x.numel(), x.shape
+                    if numel >= least:
+                        return False
+                storage = x.untyped_storage()
+                if storage.__dict__ or storage.nbytes() > 2 * x.nbytes:
+                    return False
+        except (NotImplementedError, RuntimeError):  # no storage
+            return False
+        return True
+
+    def run_aside(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function whose tensors torch saves itself."""
+        pop_hooks()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            push_hooks(*self.pair)
+
     def _run(self, packer: Callable[[Tensor], _Packed], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
             self._packer = packer
@@ -210,6 +237,11 @@ class SavedTensorHooks:
         It saves its input and weight, or, if it ``flattens``, the input's rows and the transposed weight. Two hook
         calls for each cost less than a Function.
         """
+
+        if self.pass_on((input,)) and is_parameter(weight) and not is_tracked(weight):
+            out: Tensor = self.run_aside(layer, (input, weight, *args), {})
+            ModelState.mark_activation(out)
+            return out
 
         def pack(x: Tensor) -> _Packed:
             if x is input:
@@ -261,8 +293,13 @@ class SavedTensorHooks:
         return self._run_marked(pack, function, input)
 
     def _run_marked(self, packer: Callable[[Tensor], _Packed], function: Callable[..., Tensor], *args: Any) -> Tensor:
-        out: Tensor = self._run(packer, function, *args)
-        ModelState.mark_activation(out)
+        self._packer = packer
+        try:
+            out = function(*args)
+        finally:
+            self._packer = None
+        if (node := out.grad_fn) is not None:
+            node.metadata[WEIGHT_NUMEL] = 0
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -344,6 +381,8 @@ class SavedTensorHooks:
                 with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
             return self._pack_for_other_code(x, frame)
+        if not (self.keeps_distinct or self.reads_sizes or self.places) and self.pass_on((x,)):
+            return x if x.grad_fn is None else x.detach(), x._version
         kept = self._keep(x, self._region, sys._getframe(1))
         stored = self._hand_on(kept)
         if kept[1] is not AS_IT_IS and is_tracked(x) and not kept[1].quality.is_exact:

@@ -16,7 +16,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -125,14 +125,19 @@ def is_tracked(x: Tensor) -> bool:
         return False
 
 
-def any_tracked(tensors: list[Tensor]) -> bool:
-    try:
-        for x in tensors:
-            if x.untyped_storage().__dict__:
-                return True
-    except (NotImplementedError, RuntimeError):  # one without storage
-        return any(map(is_tracked, tensors))
-    return False
+def any_tracked(tensors: list[Tensor]) -> int:
+    """Return whether the storage of any carries something: 2 if one is or carries a saturating output, else 1."""
+    found = 0
+    for x in tensors:
+        try:
+            known = x.untyped_storage().__dict__
+        except (NotImplementedError, RuntimeError):  # no storage
+            continue
+        if known:
+            found, record = 1, known.get(_RECORD)
+            if record is not None and (record.saturates or record.carried):
+                return 2
+    return found
 
 
 def is_offered(x: Tensor) -> bool:
@@ -215,12 +220,14 @@ class _WeakTensor:
             self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def __call__(self) -> Tensor | None:
-        tensor = referent(self._tensor)
-        if tensor is None and self._storage is not None:
+        tensor: Any = self._tensor()
+        if tensor is not None:
+            tensor._fix_weakref()  # as in :func:`referent`
+        elif self._storage is not None:
             storage = referent(self._storage)
             if storage is not None:
                 tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
-        return tensor
+        return cast("Tensor | None", tensor)
 
 
 class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
@@ -248,15 +255,6 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
         for key in [key for key in list(self) if self.find(key) is None]:
             self.pop(key, None)
         self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
-
-
-def packs_of(x: Tensor) -> _Packs | None:
-    record = record_of(x)
-    if record is None:
-        return None
-    if record.packs is None:
-        record.packs = _Packs()
-    return record.packs
 
 
 def find_shared(
@@ -287,13 +285,18 @@ def share_packed(
     x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
 ) -> None:
     """Register a packed form, except of inference tensors and exposed storages; ``root``: 0 if codes are not random."""
-    packs = None if x.is_inference() else packs_of(x)
-    if packs is None:
+    record = None if x.is_inference() else record_of(x)
+    if record is None:
         return
+    packs = record.packs
+    if packs is None:
+        packs = record.packs = _Packs()
     if len(packs) >= packs.sweep_at:  # it has doubled
         packs.sweep()
-    source, served = x.untyped_storage()._cdata, 0 if x.requires_grad else root
-    packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder, served)
+    source, references = x.untyped_storage()._cdata, []
+    for tensor in tensors:
+        references.append(_WeakTensor(tensor, source))
+    packs[_key_of(x, settings)] = references, decoder, 0 if x.requires_grad else root
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from brevact.autograd.saved import (
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import find_record, find_shared, is_held, record_of, share_packed
-from brevact.autograd.weights import is_parameter
+from brevact.autograd.weights import ModelState, is_parameter, is_weight
 from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, pack_codes, pack_mask, quantize
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 
 _is_grad_enabled = torch.is_grad_enabled
-_NO_CONTEXT = nullcontext()
 _STRIDED = torch.strided
 _COPY = ("a copy",)
 
@@ -133,13 +132,11 @@ class Store:
     recompute: int
     """Maximum multiplications and additions per element of a layer that is recomputed for any reader."""
     seeds: SeedStream
+    state: ModelState
     hooks: SavedTensorHooks
     is_counted: bool
     """Whether a selective checkpoint's mode counts ops. It must not count those of packing: a tensor may be packed
     already in forward, and not in recomputation."""
-
-    def is_weight(self, x: Tensor) -> bool:
-        raise NotImplementedError
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
@@ -152,13 +149,15 @@ class Store:
         derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
-        with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
-            if x.is_complex():
-                return self._keep_pairs(x, share)
-            if x._is_view() and is_parameter(x._base):
-                kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
-                return kept if norm is None else norm.unpacked(kept)
-            return self._keep(x, self.settings, share, norm)
+        if x.is_complex():
+            return self._keep_pairs(x, share)
+        if x._is_view() and is_parameter(x._base):
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+            return kept if norm is None else norm.unpacked(kept)
+        if self.is_counted:
+            with no_dispatch_modes():
+                return self._keep(x, self.settings, share, norm)
+        return self._keep(x, self.settings, share, norm)
 
     def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
         known = known_values.find(x)
@@ -170,7 +169,7 @@ class Store:
         return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        with no_dispatch_modes() if self.is_counted else _NO_CONTEXT:
+        with no_dispatch_modes() if self.is_counted else nullcontext():
             return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
@@ -246,11 +245,11 @@ class Store:
         base = x._base if x.is_leaf and x._is_view() else None
         if base is not None and not base.is_leaf:
             is_whole = x.numel() == base.numel() and Layout.of(x).is_dense and Layout.of(base).is_dense
-            if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or self.is_weight(base)):
+            if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or is_weight(base, self.state)):
                 return known_values.view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
         elif x.is_leaf and x.requires_grad:
             return keep_as_it_is(x, storage_report.VARIABLE)
-        return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
+        return self.keep_weight(x) if is_weight(x, self.state) else self.keep(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
         known = known_values.find(x)

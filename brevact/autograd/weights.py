@@ -170,7 +170,8 @@ _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    if type(x) is not Tensor and is_parameter(x):
+    kind = type(x)
+    if kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter)):
         return True
     try:
         node: Any = x.grad_fn
@@ -178,9 +179,15 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         node = None
     if node is None:
         return storage_address(x) in state or (x._is_view() and x._base is not None and is_weight(x._base, state))
-    if node.metadata.get(WEIGHT_NUMEL) is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:
+    marked = node.metadata.get(WEIGHT_NUMEL)
+    if marked is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:
         _mark_result_of_function(x)
-    return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x)
+        marked = node.metadata.get(WEIGHT_NUMEL)
+    if marked is None:
+        marked = _largest_behind(node)
+        if not marked:
+            node.metadata[WEIGHT_NUMEL] = 0  # the graph is not walked again
+    return bool(0 < x.numel() <= marked)
 
 
 def _mark_result_of_function(x: Tensor) -> None:
@@ -191,11 +198,12 @@ def _mark_result_of_function(x: Tensor) -> None:
             node.metadata[WEIGHT_NUMEL] = 0
 
 
-def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
-    """Walk the graph from a tensor up to ops that were seen, and to leaves.
+def _largest_behind(node: Any) -> int:
+    """Return the elements of the largest weight that a result comes from, 0 if not from weights alone.
 
-    Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has no
-    gradient: a result larger than all the weights it came from is an activation.
+    Walks the graph from its node up to ops that were seen, and to leaves. Nodes between were made out of sight
+    (scripted code, another Function), perhaps with an activation that has no gradient: a result larger than all the
+    weights it came from is an activation.
     """
     pending, seen = [node], set()
     largest = 0
@@ -206,19 +214,19 @@ def _comes_from_weights_alone(node: Any, x: Tensor) -> bool:
         seen.add(node)
         marked = node.metadata.get(WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
-            return False
+            return 0
         if marked is None and node.name().startswith(_LAYER_NODES):
-            return False
+            return 0
         if marked is not None:
             largest = max(largest, marked)
             continue
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             if not isinstance(variable, nn.Parameter):
-                return False
+                return 0
             largest = max(largest, variable.numel())
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return 0 < x.numel() <= largest
+    return largest
 
 
 def _is_own(node: torch.autograd.graph.Node) -> bool:

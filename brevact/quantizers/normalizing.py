@@ -115,15 +115,21 @@ def decode_in_one_pass(
     Returns:
         Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
     """
-    spec, layout, buffer = packed.spec, packed.layout, packed.buffer
-    if scale is None or scale.dtype is torch.float64 or type(buffer) is not Tensor or not has_uniform_codes(spec):
+    spec, buffer = packed.spec, packed.buffer
+    if scale is None or scale.dtype is torch.float64 or type(buffer) is not Tensor:
         return None
-    if layout.dtype is not torch.float32:  # rounded to a type of 16 bits
-        return None
-    plan = plan_of_statistics(spec.quantizer, Layout.of_sizes(layout.shape, layout.stride, dtype), scale.shape)
+    plan = plan_of_decoding(spec, scale.shape, dtype)
     if plan is None or (addend is not None and not plan.matches(addend)):
         return None
     return plan.decode_affine(buffer, scale, shift, addend, mask, overwrites=overwrites)
+
+
+def plan_of_decoding(spec: PackedSpec[Any], shape: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
+    """Plan that decodes to a data type with factors of a shape that broadcasts; None where no kernel does."""
+    layout = spec.layout
+    if not has_uniform_codes(spec) or layout.dtype is not torch.float32:  # rounded to a type of 16 bits
+        return None
+    return plan_of_statistics(spec.quantizer, Layout.of_sizes(layout.shape, layout.stride, dtype), shape)
 
 
 def has_uniform_codes(spec: PackedSpec[Any]) -> bool:

@@ -17,7 +17,7 @@ import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import attach_region, region, store
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import WeakStorage, find_shared, packs_of, share_packed
+from brevact.autograd.storages import WeakStorage, find_record, find_shared, share_packed
 from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
@@ -54,7 +54,7 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
         share_packed(buffer[step % 100], ("settings",), kept, "decoder")
         if step < 20:
             alive.append(kept)
-    assert len(packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
+    assert len(find_record(buffer).packs) <= 2 * 2 * (len(alive) + 1)
     assert find_shared(buffer, ("settings",)) is not None
 
 

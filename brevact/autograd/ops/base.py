@@ -116,73 +116,41 @@ def load(ctx: Any) -> list[Any]:
     return loaded
 
 
-class Saving(torch.autograd.Function):
-    """A Function that saves packed activations by :func:`save`; loading them, by :func:`load`, is not differentiable.
+class Formula(torch.autograd.Function):
+    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
 
-    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs. Set
-    ``returns_new`` if forward returns new memory or its argument.
+    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph. ``record`` is
+    ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
     """
 
     is_brevact = True
-    returns_new = False
     record: Callable[..., Any]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]  # of a class in C++
-        if "forward" in vars(cls) and not cls.returns_new:
-            cls.forward = staticmethod(_returning_no_views(cls.forward))  # type: ignore[method-assign]
-        if "backward" in vars(cls):
-            cls.backward = staticmethod(_of_defined_gradients(cls.backward))  # type: ignore[method-assign]
-
-
-def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Detach views of hidden tensors from a forward's result: torch refuses in-place changes of a Function's views."""
-
-    @functools.wraps(forward)
-    def wrapped(ctx: Any, *args: Any) -> Any:
-        out = forward(ctx, *args)
-        if isinstance(out, Tensor) and out._is_view() and not any(x is out or x is out._base for x in args):
-            return out.detach()
-        return out
-
-    return wrapped
-
-
-def _of_defined_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let backward return None for an undefined gradient, as that of a Function that returns None, instead of zeros.
-
-    Parameters in front then have no gradient, as in torch, and no optimizer step. A batch of gradients runs row by row.
-    """
-
-    @functools.wraps(backward)
-    def wrapped(ctx: Any, *grads: Any) -> Any:
-        if grads[0] is None and not any(grad is not None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        for grad in grads:
-            if grad is not None and (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
-                return run_by_rows(wrapped, ctx, grads)
-        return backward(ctx, *grads)
-
-    return wrapped
-
-
-class Formula(Saving):
-    """An op of one handler: ``run`` saves and computes; ``gradients`` reads the output's gradient and the saved values.
-
-    ``gradients`` holds sizes and numbers alone: a tensor in its closure would live as long as the graph.
-    """
 
     @staticmethod
     def forward(
         ctx: Any, region: Any, run: Callable[..., Any], gradients: Callable[..., tuple[Any, ...]], *tensors: Any
     ) -> Any:
         ctx.gradients = gradients
-        return run(ctx, *tensors)
+        out = run(ctx, *tensors)
+        if isinstance(out, Tensor) and out._is_view() and not any(x is out or x is out._base for x in tensors):
+            return out.detach()  # a view of a hidden tensor: torch refuses in-place changes of a Function's views
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return None for undefined gradients, which are not zeros: parameters in front then have none, as in torch."""
+        is_defined = False
+        for grad in grads:
+            if grad is not None:
+                is_defined = True
+                if (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
+                    return run_by_rows(Formula.backward, ctx, grads)
+        if not is_defined:
+            return (None,) * len(ctx.needs_input_grad)
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
+
+
+Formula.record = super(torch.autograd.Function, Formula).apply  # type: ignore[misc]  # of a class in C++
 
 
 def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
@@ -353,6 +321,9 @@ class OfWeight(Formula):
     """A Formula whose result is computed from weights."""
 
     is_brevact = False
+
+
+OfWeight.record = super(torch.autograd.Function, OfWeight).apply  # type: ignore[misc]
 
 
 def compute_from_weight(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.ops.base import Formula, Saving, compute_from_weight, gradients_of, load, save
+from brevact.autograd.ops.base import Formula, compute_from_weight, gradients_of, save
 from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.saved import Keeper, Saved, decoder_of_mask
 from brevact.autograd.settings import SaveMode
@@ -109,136 +109,156 @@ class Rectifier(NamedTuple):
     zero_is_lowest: bool = False
 
 
-class _FakeQuantization(Saving):
-    """If values are saved in place of rounding errors, backward recomputes integers and clipped elements from them."""
+class _Recipe(NamedTuple):
+    """How backward reads what a fake quantizer saved; ``integers``: to recompute them from the values, or None."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, region: Keeper, integers: Integers, rectifier: Rectifier | None, x: Tensor, *given: Tensor
-    ) -> Tensor:
-        scale, zero_point, pre_scale, pre_zero_point = given
-        needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
-        in_bits = needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8
-        residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None
-        seed = region.seeds.next(x.device) if in_bits else None
-        keeps_values = needs_pre_scale and not in_bits
-        again = keeps_values and integers.repeats and region.settings.residual_bit_width > 8
-        values = x if rectifier is None else rectifier.output
-        one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
-        # Both parts of the scale's gradient go to one tensor, and terms with integers that were not clipped cancel.
-        is_joint = needs_scale and pre_scale is scale and pre_zero_point is zero_point
-        if residual_of is not None and not is_joint:
-            one_pass = None
-        found = None
-        if one_pass is not None:
-            if values is None and keeps_values and one_pass.layout.dtype is not x.dtype:
-                values = x.relu()  # the kernels would write another type
-            unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
-            found = one_pass.quantize(
-                *(x if values is None else values, scale, zero_point),
-                keeps_mask=not again and residual_of is None and (integers.clips_gradients or rectifier is not None),
-                residual_of=residual_of,
-                seed=seed,
-                values=unwritten,
-            )
-        if found is None:
-            one_pass = None
-            values = x.relu() if values is None else values
-            found = _quantized(integers, rectifier is not None, values, given, residual_of, seed)
-        elif values is None:
-            values = unwritten
-        known_values.register(found.out, *found.codes, is_new=one_pass is not None)
-        (packed, *numbers), code_decoder = found.codes
-        has_one_zero = rectifier is None or zero_point.numel() == 1
-        ctx.keeps_ends = (
-            one_pass is not None and residual_of is not None and has_one_zero and _may_keep_ends(code_decoder)
+    residual_of: ResidualQuantizer | None
+    one_pass: Any
+    rectifies: bool
+    is_joint: bool
+    keeps_ends: bool
+    integers: Integers | None
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+    of_quotient: torch.dtype
+
+
+def _quantize(
+    region: Keeper, integers: Integers, rectifier: Rectifier | None, ctx: Any, x: Tensor, *given: Tensor
+) -> Tensor:
+    """Run a fake quantizer. If values are saved in place of rounding errors, backward recomputes from them."""
+    scale, zero_point, pre_scale, pre_zero_point = given
+    needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
+    in_bits = needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8
+    residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None
+    seed = region.seeds.next(x.device) if in_bits else None
+    keeps_values = needs_pre_scale and not in_bits
+    again = keeps_values and integers.repeats and region.settings.residual_bit_width > 8
+    values = x if rectifier is None else rectifier.output
+    one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
+    # Both parts of the scale's gradient go to one tensor, and terms with integers that were not clipped cancel.
+    is_joint = needs_scale and pre_scale is scale and pre_zero_point is zero_point
+    if residual_of is not None and not is_joint:
+        one_pass = None
+    found = None
+    if one_pass is not None:
+        if values is None and keeps_values and one_pass.layout.dtype is not x.dtype:
+            values = x.relu()  # the kernels would write another type
+        unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
+        found = one_pass.quantize(
+            *(x if values is None else values, scale, zero_point),
+            keeps_mask=not again and residual_of is None and (integers.clips_gradients or rectifier is not None),
+            residual_of=residual_of,
+            seed=seed,
+            values=unwritten,
         )
-        codes: Saved | None = None
-        if ctx.keeps_ends:
-            floor = None
-            if rectifier is not None and not rectifier.zero_is_lowest:
-                rounded = integers.round(numbers[0].detach().reshape(()).to(code_decoder.layout.dtype))
-                floor = rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
-            ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
-            codes = (known_values.keep_ends(packed, *ends), *numbers), code_decoder
-        elif (needs_scale or needs_pre_scale) and not again:
-            codes = reported(found.codes)
-        kept: list[Saved | None] = [
-            codes,
-            None if found.residual is None else reported(found.residual),
-            None if found.mask is None or again else reported(found.mask),
-            None,
-        ]
-        if keeps_values and values is not None:
-            kept[3] = keep_as_it_is(values) if region.settings.residual_bit_width > 8 else region.keep(values)
-        shares = pre_zero_point is zero_point
-        save(ctx, *kept, exact=(scale, pre_scale, None if shares else pre_zero_point, zero_point if again else None))
-        ctx.residual_of, ctx.one_pass, ctx.rectifies = residual_of, one_pass, rectifier is not None
-        ctx.is_joint = is_joint
-        ctx.integers = integers if again else None
-        ctx.shapes = [each.shape for each in given]
-        ctx.dtype = found.codes[1].layout.dtype
-        ctx.of_quotient = ctx.dtype if one_pass is not None else torch.result_type(x, pre_scale)
-        return found.out
+    if found is None:
+        one_pass = None
+        values = x.relu() if values is None else values
+        found = _quantized(integers, rectifier is not None, values, given, residual_of, seed)
+    elif values is None:
+        values = unwritten
+    known_values.register(found.out, *found.codes, is_new=one_pass is not None)
+    (packed, *numbers), code_decoder = found.codes
+    has_one_zero = rectifier is None or zero_point.numel() == 1
+    keeps_ends = one_pass is not None and residual_of is not None and has_one_zero and _may_keep_ends(code_decoder)
+    codes: Saved | None = None
+    if keeps_ends:
+        floor = None
+        if rectifier is not None and not rectifier.zero_is_lowest:
+            rounded = integers.round(numbers[0].detach().reshape(()).to(code_decoder.layout.dtype))
+            floor = rounded.clamp(integers.lowest, integers.highest).sub_(integers.lowest)
+        ends = code_decoder.bit_width, code_decoder.nbytes, top_hooks(True), floor
+        codes = (known_values.keep_ends(packed, *ends), *numbers), code_decoder
+    elif (needs_scale or needs_pre_scale) and not again:
+        codes = reported(found.codes)
+    kept: list[Saved | None] = [
+        codes,
+        None if found.residual is None else reported(found.residual),
+        None if found.mask is None or again else reported(found.mask),
+        None,
+    ]
+    if keeps_values and values is not None:
+        kept[3] = keep_as_it_is(values) if region.settings.residual_bit_width > 8 else region.keep(values)
+    shares = pre_zero_point is zero_point
+    save(ctx, *kept, exact=(scale, pre_scale, None if shares else pre_zero_point, zero_point if again else None))
+    dtype = found.codes[1].layout.dtype
+    recipe = _Recipe(
+        *(residual_of, one_pass, rectifier is not None, is_joint, keeps_ends, integers if again else None),
+        *([each.shape for each in given], dtype, dtype if one_pass is not None else torch.result_type(x, pre_scale)),
+    )
+    ctx.gradients = functools.partial(_gradients, recipe)
+    return found.out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, residual, mask, values, scale, pre_scale, pre_zero_point, zero_point = load(ctx)
-        needs, (of_scale, of_zero_point, of_pre_scale, of_pre_zero_point) = ctx.needs_input_grad[3:], ctx.shapes
-        if ctx.keeps_ends:
-            token, *numbers = codes.tensors
-            codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
-        if ctx.one_pass is not None and ctx.one_pass.takes(grad):
-            x = None if values is None else values.decode()
-            learns = x is not None or residual is not None
-            if zero_point is None:
-                zero_point = grad.new_zeros(of_zero_point) if codes is None else codes.tensors[1]
-            found = ctx.one_pass.gradients(
-                *(grad, scale, zero_point),
-                codes=codes.tensors[0] if learns and codes is not None else None,
-                mask=None if mask is None else mask.tensors[0],
-                values=x,
-                residual_of=ctx.residual_of,
-                residual=None if residual is None else residual.tensors[0],
-                zero_learns=needs[2] or needs[4],
-            )
-            return None, None, None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
-        if ctx.integers is not None:
-            compute = ctx.integers.of_rectified if ctx.rectifies else ctx.integers.by_ops
-            given = scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point
-            return None, None, None, *gradients_of(compute, [values.decode(), *given], needs, grad)
-        shifted = blocked = None
-        q: Any = None if codes is None else codes.decoder.integers(codes.tensors)
-        if residual is not None:
-            shifted = residual.decode()
-            blocked = shifted == ctx.residual_of.clipped
-            if ctx.is_joint and q is not None:
-                q = torch.where(blocked, q, q * 0.0)
-            else:
-                if pre_zero_point is not None:
-                    shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
-                shifted.add_(q)  # clipped elements have some value here, their gradient is zero
-        elif values is not None:
-            shifted = values.decode() / pre_scale
-        through = (grad * scale).to(ctx.dtype)
-        if blocked is not None:
-            clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
+
+def _gradients(
+    of: _Recipe,
+    needs: tuple[bool, ...],
+    grad: Tensor,
+    codes: Any,
+    residual: Any,
+    mask: Any,
+    values: Any,
+    scale: Tensor,
+    pre_scale: Tensor,
+    pre_zero_point: Tensor | None,
+    zero_point: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    of_scale, of_zero_point, of_pre_scale, of_pre_zero_point = of.shapes
+    if of.keeps_ends:
+        token, *numbers = codes.tensors
+        codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
+    if of.one_pass is not None and of.one_pass.takes(grad):
+        x = None if values is None else values.decode()
+        learns = x is not None or residual is not None
+        if zero_point is None:
+            zero_point = grad.new_zeros(of_zero_point) if codes is None else codes.tensors[1]
+        found = of.one_pass.gradients(
+            *(grad, scale, zero_point),
+            codes=codes.tensors[0] if learns and codes is not None else None,
+            mask=None if mask is None else mask.tensors[0],
+            values=x,
+            residual_of=of.residual_of,
+            residual=None if residual is None else residual.tensors[0],
+            zero_learns=needs[2] or needs[4],
+        )
+        return tuple(each if needed else None for each, needed in zip(found, needs, strict=True))
+    if of.integers is not None:
+        compute = of.integers.of_rectified if of.rectifies else of.integers.by_ops
+        given = scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point
+        return tuple(gradients_of(compute, [values.decode(), *given], needs, grad))
+    shifted = blocked = None
+    q: Any = None if codes is None else codes.decoder.integers(codes.tensors)
+    if residual is not None:
+        shifted = residual.decode()
+        blocked = shifted == of.residual_of.clipped
+        if of.is_joint and q is not None:
+            q = torch.where(blocked, q, q * 0.0)
         else:
-            clipped = through if mask is None else mask.multiply(through)
-        of_shifted = clipped.to(ctx.of_quotient)  # each gradient by the formula and order of stock ops
-        of_x = of_shifted / pre_scale if needs[0] else None
-        found = (
-            of_x,
-            (grad * q).sum_to_size(of_scale) if needs[1] else None,
-            (-through).sum_to_size(of_zero_point) if needs[2] else None,
-            (-of_shifted * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs[3] else None,
-            clipped.sum_to_size(of_pre_zero_point) if needs[4] else None,
-        )
-        if of_x is not None and ctx.rectifies and _may_be_nan(pre_scale):  # 0 / NaN, which a ReLU sets to 0
-            rectified = of_x if mask is None else mask.multiply(of_x)
-            rectified = rectified if blocked is None else torch.where(blocked, 0.0, rectified)
-            found = torch.where(pre_scale.isnan(), rectified, of_x), *found[1:]
-        return None, None, None, *found
+            if pre_zero_point is not None:
+                shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
+            shifted.add_(q)  # clipped elements have some value here, their gradient is zero
+    elif values is not None:
+        shifted = values.decode() / pre_scale
+    through = (grad * scale).to(of.dtype)
+    if blocked is not None:
+        clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
+    else:
+        clipped = through if mask is None else mask.multiply(through)
+    of_shifted = clipped.to(of.of_quotient)  # each gradient by the formula and order of stock ops
+    of_x = of_shifted / pre_scale if needs[0] else None
+    found = (
+        of_x,
+        (grad * q).sum_to_size(of_scale) if needs[1] else None,
+        (-through).sum_to_size(of_zero_point) if needs[2] else None,
+        (-of_shifted * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs[3] else None,
+        clipped.sum_to_size(of_pre_zero_point) if needs[4] else None,
+    )
+    if of_x is not None and of.rectifies and _may_be_nan(pre_scale):  # 0 / NaN, which a ReLU sets to 0
+        rectified = of_x if mask is None else mask.multiply(of_x)
+        rectified = rectified if blocked is None else torch.where(blocked, 0.0, rectified)
+        found = torch.where(pre_scale.isnan(), rectified, of_x), *found[1:]
+    return found
 
 
 def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
@@ -318,7 +338,7 @@ def fake_quantize(
         storage_report.report_op(fake_quantize)
         if weight:
             return compute_from_weight(region, integers.quantized, x, *given, gradients=integers.gradients)
-        return region.apply(_FakeQuantization, integers, rectifier, x, *given)
+        return region.apply(Formula, functools.partial(_quantize, region, integers, rectifier), None, x, *given)
 
 
 def is_quantizable(region: Keeper, x: Any, given: tuple[Any, ...]) -> bool:

@@ -42,7 +42,7 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
-_OVER_CHANNELS = Alignment()
+_OF_LAST_DIMS = Alignment(of_last_dims=True)
 
 
 def packed_batch_norm_backward(
@@ -111,6 +111,7 @@ class Norm:
     name: str
     has_mean = True
     packing: NormalizedPlan | None = None
+    alignment = Alignment()
 
     @property
     def running(self) -> tuple[Tensor | None, Tensor | None]:
@@ -124,10 +125,6 @@ class Norm:
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
         raise NotImplementedError
-
-    @property
-    def alignment(self) -> Alignment:
-        return _OVER_CHANNELS
 
     @property
     def key(self) -> Hashable | None:
@@ -240,13 +237,8 @@ class Frozen(Norm):
     eps: float
     cudnn_enabled: bool
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.function.__name__
-
-    @property
-    def alignment(self) -> Alignment:
-        return Alignment(self.eps)
+    def __post_init__(self) -> None:
+        self.name, self.alignment = self.function.__name__, Alignment(self.eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
@@ -268,10 +260,7 @@ class Frozen(Norm):
 class _OfLastDims(Norm):
     normalized_shape: tuple[int, ...]
     eps: float | None
-
-    @property
-    def alignment(self) -> Alignment:
-        return Alignment(of_last_dims=True)
+    alignment = _OF_LAST_DIMS
 
     @property
     def key(self) -> Hashable:
@@ -317,9 +306,8 @@ class GroupNorm(Norm):
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
         return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
 
-    @property
-    def alignment(self) -> Alignment:
-        return Alignment(groups=self.groups)
+    def __post_init__(self) -> None:
+        self.alignment = Alignment(groups=self.groups)
 
     @property
     def key(self) -> Hashable:
@@ -399,7 +387,7 @@ class RowScale(NamedTuple):
 
     @property
     def alignment(self) -> Alignment:
-        return Alignment(of_last_dims=True)
+        return _OF_LAST_DIMS
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -408,7 +396,7 @@ class RowScale(NamedTuple):
 
 def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
     """Save an activation by rows along ``dims``, counted from the last: if packed, with a bfloat16 scale per row."""
-    length = math.prod(x.shape[dim] for dim in dims)
+    length = math.prod(map(x.shape.__getitem__, dims))
     inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
     return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, alone=True))
 
@@ -426,7 +414,7 @@ def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return len(shape) > 0 and math.prod(shape[dim] for dim in dims) >= SHORTEST_ROW
+    return len(shape) > 0 and math.prod(map(shape.__getitem__, dims)) >= SHORTEST_ROW
 
 
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:

@@ -23,21 +23,21 @@ in full precision: d(a/b)/db = -g a^ / b^2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex
+from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.layer_recompute import remember_output
-from brevact.autograd.ops.base import Formula, is_inplace, requires_grad, save
+from brevact.autograd.ops.base import Formula, out_of_place, requires_grad, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Keeper, Mapped, Saved, Strides, lay_out
-from brevact.autograd.storages import storage_address
+from brevact.autograd.saved import Keeper, Saved, Strides, lay_out, mapped, one_object_each
+from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
@@ -100,12 +100,18 @@ class _Einsum(NamedTuple):
 
     def _gradient(self, labels: str, grad: Tensor, other_labels: str, other: Tensor) -> Tensor:
         """Contract the gradient with the other operand; dimensions summed in one operand alone are broadcast."""
-        found = "".join(label for label in labels if label in self.out or label in other_labels)
-        result = torch.einsum(f"{self.out},{other_labels}->{found}", grad, other)
+        equation, found = _contraction(labels, other_labels, self.out)
+        result = torch.einsum(equation, grad, other)
         for i, label in enumerate(labels):
             if label not in found:
                 result = result.unsqueeze(i)
-        return result.expand([self.sizes[label] for label in labels])
+        return result.expand([self.sizes[label] for label in labels]) if found != labels else result
+
+
+@one_object_each
+def _contraction(labels: str, other_labels: str, out: str) -> tuple[str, str]:
+    found = "".join(label for label in labels if label in out or label in other_labels)
+    return f"{out},{other_labels}->{found}", found
 
 
 def _apply(
@@ -221,7 +227,8 @@ def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> An
     return NotImplemented if rule is None else _apply(region, lambda a, b, _: func(equation, a, b), rule, *operands)
 
 
-def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
+@one_object_each
+def _parse(equation: str, *shapes: torch.Size) -> _Einsum | None:
     """Parse an equation of two operands; None for repeated indices, ellipses, broadcast sizes and mistakes."""
     left, arrow, out = equation.partition("->")
     labels = left.split(",")
@@ -318,8 +325,12 @@ OPS = (
 )
 
 
-def _view(x: Tensor, order: tuple[int, ...], shape: torch.Size) -> Tensor:
-    return x.permute(order).expand(shape)
+class _View(NamedTuple):
+    order: tuple[int, ...]
+    shape: torch.Size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).expand(self.shape)
 
 
 def keep_operand(region: Keeper, x: Tensor) -> Saved:
@@ -328,20 +339,27 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
         return region.keep_activation(x)
     if x.is_contiguous():
         return region.keep(x)
-    strides = x.stride()
-    apart = [i for i, size in enumerate(x.shape) if size > 1 and strides[i]]
-    order = list(range(x.dim()))
+    expanded, order, inverse = _memory_order(x.shape, x.stride())
+    if not expanded and order == inverse == tuple(range(x.dim())):
+        return region.keep(x)
+    base = x
+    for i in expanded:  # one of its equal slices, with the stride of a dimension of size 1
+        base = base.select(i, 0).unsqueeze(i)
+    tensors, decoder = region.keep(base.permute(order))
+    return tensors, mapped(decoder, _View(inverse, x.shape))
+
+
+@one_object_each
+def _memory_order(
+    shape: torch.Size, strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the expanded dimensions, the order of dimensions in memory, and its inverse."""
+    apart = [i for i, size in enumerate(shape) if size > 1 and strides[i]]
+    order = list(range(len(shape)))
     for i, source in zip(apart, sorted(apart, key=lambda i: -strides[i]), strict=True):
         order[i] = source
-    base = x
-    for i, size in enumerate(x.shape):
-        if size > 1 and not strides[i]:  # expanded: one of its equal slices, with the stride of a dimension of size 1
-            base = base.select(i, 0).unsqueeze(i)
-    if base is x and order == list(range(x.dim())):
-        return region.keep(x)
-    tensors, decoder = region.keep(base.permute(order))
-    inverse = tuple(order.index(i) for i in range(x.dim()))
-    return tensors, Mapped(decoder, BoundCall(_view, (Tensor, inverse, x.shape)))
+    expanded = tuple(i for i, size in enumerate(shape) if size > 1 and not strides[i])
+    return expanded, tuple(order), tuple(order.index(i) for i in range(len(shape)))
 
 
 def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -355,12 +373,19 @@ def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) 
         torch.set_autocast_cache_enabled(True)
 
 
+#: A tensor's sizes, strides and type.
+_Like = tuple[torch.Size, Strides, torch.dtype]
+
+
 def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
-    is_same, likes = a.shape == b.shape, [(x.shape, x.stride(), x.dtype) for x in (a, b)]
+    is_same = a.shape == b.shape
+    of_a, of_b = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
 
     def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[3:]
-        scales_b, scales_a = ((), ()) if is_same else (dims_of_inverses(b, a), dims_of_inverses(a, b))
+        scales_b = scales_a = ()
+        if not is_same and a.dim() == b.dim():
+            scales_b, scales_a = dims_of_inverses(b, a), dims_of_inverses(a, b)
         kept_b = _keep_factor(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
         kept_a = _keep_factor(region, a, b, scales_a, is_scale=bool(scales_b)) if needs_b else None
         if inplace:
@@ -375,11 +400,8 @@ def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor,
             ctx.mark_dirty(a)
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if each is None else _product(each, other, stride, grad, shape).to(dtype)
-            for each, (shape, _, dtype), (other, stride, _) in zip(kept, likes, likes[::-1], strict=True)
-        )
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any) -> tuple[Tensor | None, ...]:
+        return _product(kept_b, of_b, grad, of_a), _product(kept_a, of_a, grad, of_b)
 
     return region.apply(Formula, run, gradients, a, b)
 
@@ -388,10 +410,11 @@ def _keep_factor(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...]
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
-    if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
+    if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and is_tracked(other) and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
-    has_rows = dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad)
-    return keep_by_rows(region, x, dims) if has_rows else region.keep_activation(x)
+    if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
+        return keep_by_rows(region, x, dims)
+    return region.keep_activation(x)
 
 
 def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
@@ -408,13 +431,22 @@ def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
-def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor, of_other: torch.Size) -> Tensor:
-    product = lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
-    return product if product.shape == of_other else product.sum_to_size(of_other)
+def _product(kept: Any, of_kept: _Like, grad: Tensor, like: _Like) -> Tensor | None:
+    if kept is None:
+        return None
+    (shape, stride, _), (of_other, _, dtype) = of_kept, like
+    if shape == grad.shape:
+        product = kept.decoder.multiply(kept.tensors, grad)
+        if not stride == grad.stride() == product.stride() or 0 in stride:
+            product = lay_out(product, grad, stride)
+    else:
+        product = grad * kept.decode()
+    product = product if product.shape == of_other else product.sum_to_size(of_other)
+    return product if product.dtype is dtype else product.to(dtype)
 
 
 def _multiply_elements(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
-    inplace = is_inplace(func, (), {})
+    inplace = out_of_place(func) is not func
     if kwargs or not (
         region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
     ):
