@@ -298,7 +298,8 @@ class SavedTensorHooks:
             out = function(*args)
         finally:
             self._packer = None
-        if (node := out.grad_fn) is not None:
+        node: Any = out.grad_fn
+        if node is not None:
             node.metadata[WEIGHT_NUMEL] = 0
         return out
 

@@ -150,7 +150,7 @@ class Formula(torch.autograd.Function):
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
 
 
-Formula.record = super(torch.autograd.Function, Formula).apply  # type: ignore[misc]  # of a class in C++
+Formula.record = super(torch.autograd.Function, Formula).apply  # of a class in C++
 
 
 def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
@@ -323,7 +323,7 @@ class OfWeight(Formula):
     is_brevact = False
 
 
-OfWeight.record = super(torch.autograd.Function, OfWeight).apply  # type: ignore[misc]
+OfWeight.record = super(torch.autograd.Function, OfWeight).apply
 
 
 def compute_from_weight(

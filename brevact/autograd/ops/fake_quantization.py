@@ -225,11 +225,13 @@ def _gradients(
         return tuple(each if needed else None for each, needed in zip(found, needs, strict=True))
     if of.integers is not None:
         compute = of.integers.of_rectified if of.rectifies else of.integers.by_ops
-        given = scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point
+        given: list[Any] = [scale, zero_point, pre_scale, zero_point if pre_zero_point is None else pre_zero_point]
         return tuple(gradients_of(compute, [values.decode(), *given], needs, grad))
-    shifted = blocked = None
+    shifted: Any = None
+    blocked = None
     q: Any = None if codes is None else codes.decoder.integers(codes.tensors)
     if residual is not None:
+        assert of.residual_of is not None
         shifted = residual.decode()
         blocked = shifted == of.residual_of.clipped
         if of.is_joint and q is not None:

@@ -383,7 +383,8 @@ def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor,
 
     def run(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[3:]
-        scales_b = scales_a = ()
+        scales_b: tuple[int, ...] = ()
+        scales_a = scales_b
         if not is_same and a.dim() == b.dim():
             scales_b, scales_a = dims_of_inverses(b, a), dims_of_inverses(a, b)
         kept_b = _keep_factor(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
