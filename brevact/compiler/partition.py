@@ -150,12 +150,12 @@ def planned(
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
-    """Layers whose outputs backward computes again: settings say so (``recompute``), or they are attention's scores."""
+    """What backward computes again: layers whose settings say so, attention's scores, and Inductor's random numbers."""
     found = []
     for node in graph.nodes:
-        cost, is_score = table.cost_of(node), table.is_score(node)
-        if (cost or is_score) and (settings := settings_of([node])) is not None:
-            if not settings.is_exact if is_score else cost <= settings.recompute:
+        cost, is_free = table.cost_of(node), table.is_score(node) or packet_of(node) is prims.inductor_random
+        if (cost or is_free) and (settings := settings_of([node])) is not None:
+            if not settings.is_exact if is_free else cost <= settings.recompute:
                 found.append(node)
     return found
 

@@ -105,6 +105,16 @@ def test_blocks_within_a_budget_share_graphs(backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.exhaustive
+def test_inductor_draws_dropout_again_in_backward():
+    x = X.clone().requires_grad_()
+    with watch_saved() as saved:
+        y = brevact.compile(lambda x: F.dropout(2 * x, 0.2))(x)
+    y.sum().backward()
+    assert saved.nbytes < X.numel() / 8
+    assert torch.equal(x.grad == 0, y == 0)
+
+
 def test_a_part_saves_less_and_computes_again():
     exact = kept(perceptron())[1]
     found = [kept(compiled(perceptron(), policy=brevact.StochBackward8bit, budget=part)) for part in (1.0, 0.4)]
