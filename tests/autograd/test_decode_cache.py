@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 
-import brevitas.nn as qnn
 import pytest
 import torch
-from brevitas.quant import Int8ActPerTensorFloat
 from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import known_values
 from brevact.autograd.held_outputs import MOST_HELD, Cache, decoded
 
 
@@ -138,39 +135,3 @@ def test_a_cache_holds_no_more_elements_than_its_budget(owner) -> None:  # type:
         references.append(weakref.ref(cache.decoded(each, decoder, kept, decoder.decode)))
         held.append(sum(each() is not None for each in references))
     assert max(held) == 4
-
-
-@pytest.mark.parametrize("per_row", [False, True])
-def test_readers_of_what_a_forward_quantizer_returned_decode_it_once(per_row, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Readers are gates of a recurrent cell, and views: the time steps of a sequence."""
-    torch.manual_seed(0)
-    quantizer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1)
-    with torch.no_grad():
-        for _ in range(2):
-            quantizer(torch.randn(8, 4, 32))
-    layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
-
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quantizer, self.layers = quantizer, layers
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.quantizer(x)
-            parts = y.unbind(1) if per_row else (y,)
-            return sum(layer(part).sum() for layer in self.layers for part in parts)
-
-    calls: list[int] = []
-    decode = known_values.decode_integers
-
-    def counted(*args) -> None:  # type: ignore[no-untyped-def]
-        calls.append(1)
-        decode(*args)
-
-    monkeypatch.setattr(known_values, "decode_integers", counted)
-    x = torch.randn(8, 4, 32)
-    expected = torch.autograd.grad(Cell()(x), list(layers.parameters()))
-    model = brevact.quantize_backward(Cell(), brevact.LosslessBackward, min_numel=0)
-    found = torch.autograd.grad(model(x), list(layers.parameters()))
-    assert len(calls) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
