@@ -2,7 +2,7 @@
 
     python -m benchmarks "GPT-2 small" --policies plain checkpoint compile DEFAULT --measure bytes,peak,time
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
-    python -m benchmarks --all                   # the rows of the pages, at most 25 minutes on two cores; goes on
+    python -m benchmarks --all                   # the rows of the pages, hours on two cores; goes on
 
 MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoint" (of each block),
 "checkpoint:2+DEFAULT" (of each second block, with a policy), "compile" or
@@ -45,20 +45,19 @@ _FORMATS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dithe
 _COMPILED = (":1", "+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
 _AGAIN = ("LosslessBackward:recompute=1024", "DitherBackward8bit:recompute=4096")
 _RESIDUALS = "LosslessBackward:residual_bit_width=2"
+_EVERY = (f"{CHECKPOINT}:2+DEFAULT", f"{CHECKPOINT}:4+DEFAULT")
 _COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
+_LARGE = tuple(name for name in GROUPS["large"] if name not in _COMPARED)
 #: Rows of the pages: models, policies and measures; no model has a policy in two of them.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
-    ("large", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
+    (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
+    (_LARGE, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (_COMPARED, (COMPILED, *_AGAIN, "fit:30x"), "bytes,time,noise"),
     ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),
-    (
-        "lengths",
-        (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *(f"{CHECKPOINT}:{n}+DEFAULT" for n in (2, 4))),
-        "bytes,peak",
-    ),
+    ("lengths", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *_EVERY), "bytes,peak"),
     ("small", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes,noise"),
     ("images", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes"),
     ("kernels", (PLAIN, "DEFAULT"), "bytes"),

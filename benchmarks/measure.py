@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ PLAIN, CHECKPOINT, COMPILED, FIT = "plain", "checkpoint", "compile", "fit:"
 #: Of the bytes that the compiler would keep for backward: the part that `compile` lets it keep.
 MEMORY_BUDGET = 0.2
 MIB = 2**20
+#: Names of modules whose children are a model's blocks.
+_LISTS = re.compile(r"blocks|features|layer\d")
 #: Batches whose gradients differ by the unit of noise.
 BATCHES = 4
 #: After which no further pair of steps is timed.
@@ -81,10 +84,15 @@ def _checkpoint_blocks(model: nn.Module, every: int) -> None:
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % every == 0
         return
-    blocks = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "blocks"]
+    lists: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _LISTS.fullmatch(name.rpartition(".")[2]) and not any(name.startswith(f"{other}.") for other in lists):
+            lists[name] = module
+    blocks = [block for each in lists.values() for block in each.children()]
+    blocks = blocks or [each for each in model.modules() if type(each).__name__ == "ResidualUnit"]  # MONAI's
     if not blocks:
-        raise ValueError(f"policy 'checkpoint': {type(model).__name__} has no module named blocks; leave it out")
-    for block in list(blocks[0].children())[::every]:
+        raise ValueError(f"policy 'checkpoint': {type(model).__name__} has no modules named blocks; leave it out")
+    for block in blocks[::every]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
