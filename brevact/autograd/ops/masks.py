@@ -117,11 +117,24 @@ class _Bounded(NamedTuple):
 
     def __call__(self, x: Tensor, mask: Tensor, is_high: Tensor | None = None) -> Tensor:
         x = x if self.slope == 1.0 and self.shift == 0.0 else x * self.slope + self.shift
-        if is_high is None:
-            bounds = torch.full_like(x, self.high if self.low is None else self.low)  # type: ignore[arg-type]
-        else:
-            bounds = torch.full_like(x, self.low).masked_fill_(is_high, self.high)  # type: ignore[arg-type]
-        return torch.where(mask | x.isnan(), x, bounds)
+        low, high = (x.new_tensor(self.high if bound is None else bound) for bound in (self.low, self.high))
+        return _where(mask | x.isnan(), x, low if is_high is None else _where(is_high, high, low))
+
+
+#: Integers of as many bits.
+_INTEGERS = {
+    **{torch.float32: torch.int32, torch.float64: torch.int64},
+    **dict.fromkeys((torch.float16, torch.bfloat16), torch.int16),
+}
+
+
+def _where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """`torch.where`; on a CPU by bits, since it takes 3 ns per element for an irregular mask, and this 0.8."""
+    integers = _INTEGERS.get(x.dtype) if x.is_cpu else None
+    if integers is None or x.dtype is not other.dtype:
+        return torch.where(mask, x, other)
+    low = other.view(integers)
+    return (x.view(integers) ^ low).bitwise_and(mask.to(integers).neg_()).bitwise_xor_(low).view(x.dtype)
 
 
 def _between(low: float, high: float) -> float:
@@ -234,7 +247,7 @@ def _below(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _leaky(x: Tensor, mask: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(mask, x, slope * x)
+    return _where(mask, x, slope * x)
 
 
 def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
@@ -271,7 +284,7 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
         w = _along_channels(weight.to(dtype), grad)
         grad_input = grad_weight = None
         if mask is not None:
-            scaled = torch.where(mask.decode(), grad, w * grad)
+            scaled = _where(mask.decode(), grad, w * grad)
             grad_input = lay_out(scaled, grad, stride, saved_first=True)
         if below is not None:
             terms = lay_out(below.multiply(grad).neg_(), grad, stride, saved_first=True)
