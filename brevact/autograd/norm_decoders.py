@@ -154,7 +154,7 @@ class PackedDecoder(Centred):
         if sizes not in self._plans:
             self._plans[sizes] = plan_of_decoding(spec, sizes, self._dtype)
         plan = self._plans[sizes]
-        if plan is None or invstd.dtype is torch.float64 or type(buffer) is not Tensor or buffer.shape != spec.shape:
+        if plan is None or invstd.dtype is torch.float64 or type(buffer) is not Tensor or not spec.accepts(buffer):
             return denormalize(PackedActivation(spec, buffer), None, invstd, self._dtype)
         return plan.decode_affine(buffer, reciprocal_of(invstd), None)
 

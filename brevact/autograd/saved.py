@@ -221,12 +221,7 @@ class _Packed(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         spec, buffer = self._spec, tensors[0]
         layout = spec.layout
-        if (
-            not layout.is_result_dense
-            or buffer.shape != spec.shape
-            or buffer.dtype is not torch.uint8
-            or buffer.stride() != (1,)
-        ):
+        if not (layout.is_result_dense and spec.accepts(buffer)):
             return PackedActivation(spec, buffer).dequantize()
         stride, device = layout.result_stride, buffer.device
         target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)

@@ -419,7 +419,7 @@ def packed_batch_norm_backward(
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
-    if not _is_taken(target, grad, weight):
+    if not (plan.geometry.in_blocks and _is_taken(target, grad, weight)):
         return NotImplemented
     dequantize(buffer, plan, None, target)
     return _run_backward(target, target, grad, weight, None, invstd, mask)

@@ -93,6 +93,9 @@ class PackedSpec(Generic[D]):
         make = like.new_zeros if self.has_padding else like.new_empty
         return make(self.nbytes, dtype=torch.uint8)
 
+    def accepts(self, buffer: Tensor) -> bool:
+        return buffer.dtype is torch.uint8 and buffer.shape == self.shape and buffer.is_contiguous()
+
     def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Views of the parts of (nbytes,) bytes, 1-D."""
         return tuple(
@@ -201,7 +204,7 @@ class PackedActivation:
             raise TypeError(f"spec: got {brief(spec)}; accepted is a PackedSpec: PackedSpec.of(quantizer, layout)")
         if not isinstance(buffer, Tensor):
             raise TypeError(f"buffer: got {brief(buffer)}; accepted is a torch.uint8 tensor, as quantize made it")
-        if buffer.dtype is not torch.uint8 or buffer.shape != spec.shape or not buffer.is_contiguous():
+        if not spec.accepts(buffer):
             raise ValueError(
                 f"buffer: got a {buffer.dtype} tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()}; "
                 f"accepted is a contiguous torch.uint8 tensor of shape ({spec.nbytes},), as quantize made it. If "

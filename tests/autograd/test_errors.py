@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import SaveMode, region
@@ -151,3 +151,16 @@ def test_graphs_are_kept_and_refuse_a_second_derivative(function, mode):
     assert torch.equal(first, second)
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(out, x, create_graph=True)
+
+
+@pytest.mark.parametrize("function", [lambda x: F.layer_norm(x, (64,)), torch.square, torch.exp])
+@pytest.mark.parametrize("unpack", [Tensor.float, lambda x: x.repeat_interleave(2)[::2]])
+def test_hooks_that_give_packed_bytes_back_in_another_form(function, unpack):
+    x = torch.randn(80, 64, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: unpack(x) if not x.is_floating_point() else x
+    )
+    with hooks, region(settings()):
+        out = function(x * 1.0).sum()
+    with pytest.raises(ValueError, match="saved-tensor hooks around the region must give tensors back as they were"):
+        out.backward()

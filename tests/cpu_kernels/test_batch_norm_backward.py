@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from brevact.autograd.ops.norm_formulas import packed_batch_norm_backward
 from brevact.cpu_kernels import batch_norm as kernels
-from brevact.quantizers import Layout, Rounding, UniformQuantizer, kernel_ops
+from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, kernel_ops
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 from tests.cpu_kernels.test_batch_norm import Seen
 
@@ -24,13 +25,15 @@ MASK = [True] * 3
 
 
 class Given:
-    def __init__(self, shape: tuple[int, ...], *, has_weight: bool = True, bad: float | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], *, has_weight: bool = True, bad: float | None = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         x, channels = torch.randn(shape), shape[1]
         if bad is not None:
             x[1, 2, 3, 3] = bad
         self.mean, self.invstd = torch.zeros(channels), torch.rand(channels) + 0.5
-        quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST)
+        quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST, **options)
         plan = plan_of_channels(quantizer, Layout.of(x))
         assert plan is not None
         self.packing: NormalizedPlan = plan
@@ -194,6 +197,12 @@ def test_many_terms_are_added_as_exactly_as_few(shape: tuple[int, ...]):
 
 def test_gradients_of_another_type_are_left_to_aten():
     assert _double().by_kernel(MASK) is NotImplemented
+
+
+@pytest.mark.parametrize("options", [{"bucket_size": 5000}, *({"granularity": each} for each in Granularity)], ids=str)
+def test_groups_of_any_size(options: dict[str, Any]):
+    given = Given((16, 12, 8, 8), **options)
+    given.check(given.by_any(MASK))
 
 
 def test_gradients_in_a_batch_are_left_to_aten():
