@@ -228,20 +228,29 @@ def test_uses_and_bits(function, op, expected):
     assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
 
 
-def test_attention_with_dropout_computes_its_probabilities_again():
-    """Masks of a seed are those of the plain graph, so that errors are the codes'."""
+def _attend(x: Tensor) -> Tensor:
+    q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
 
-    def attend(x: Tensor) -> Tensor:
-        q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
 
-    sample = Sample((X,), {})
-    call, plain = (Call(Variant("", attend), sample, each) for each in (StochBackward2bit, None))
+def _errors_of_attention(x: Tensor) -> tuple[Tensor, float, Call]:
+    """Errors of gradients, their norm, and the call; masks of a seed are the plain graph's, so that codes err alone."""
+    call, plain = (Call(Variant("", _attend), Sample((x,), {}), each) for each in (StochBackward2bit, None))
     errors = torch.stack([call(seed).grads[0] - plain(seed).grads[0] for seed in range(DRAWS)])
-    standard, norm = float(errors.std(0).norm()) / DRAWS**0.5, float(plain(0).grads[0].norm())
+    return errors, float(plain(0).grads[0].norm()), call
+
+
+def test_attention_with_dropout_computes_its_probabilities_again():
+    errors, norm, call = _errors_of_attention(X)
+    standard = float(errors.std(0).norm()) / DRAWS**0.5
     assert float(errors.mean(0).norm()) <= 5 * standard + 0.02 * norm
     assert {row.bits for row in call.rows if row.use == "scores" and row.bits} == {8}
     assert max(math.prod(row.shape) for row in call.rows if row.bits > 1) < 2 * 64 * 64
+
+
+def test_probabilities_computed_again_from_wide_scores_sum_to_one():
+    errors, norm, _ = _errors_of_attention((30 * X).detach().requires_grad_())
+    assert float(errors.flatten(1).norm(dim=1).max()) < 2 * norm
 
 
 @pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
