@@ -791,6 +791,8 @@ class Packing:
         for each in same:
             for user in each.users:
                 packet = packet_of(user)
+                if packet not in (aten.sub, aten.mul) or _shape(user) != _shape(each):
+                    continue
                 if packet is aten.sub and user.args[0] is each and _is_broadcast(user.args[1], user):
                     for scaled in user.users:
                         if (invstd := _deviation(scaled, user)) is not None:

@@ -253,6 +253,18 @@ def test_probabilities_computed_again_from_wide_scores_sum_to_one():
     assert float(errors.flatten(1).norm(dim=1).max()) < 2 * norm
 
 
+def test_a_tensor_that_several_norms_broadcast_is_packed_as_it_is():
+    """A mixture of Gaussians: no row of the result has the statistics of the tensor alone."""
+    mean, scale = torch.randn(2, 4, 1, generator=torch.Generator().manual_seed(0))
+
+    def standardize(x: Tensor) -> Tensor:
+        return ((x.view(1, -1) - mean) * scale.square().add(1).rsqrt()).sin()
+
+    call = Call(Variant("", standardize), Sample((X,), {}), StochBackward2bit)
+    call()
+    assert {row.nbytes for row in call.rows if row.bits} == {X.numel() // 2 + 6}
+
+
 @pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
 def test_exponential_units_are_read_from_their_results(unit):
     weight = torch.randn(16, 16, requires_grad=True)
