@@ -6,6 +6,7 @@ within five standard errors; smooth functions of packed tensors bias it by at mo
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -269,6 +270,19 @@ def test_a_tensor_that_several_norms_broadcast_is_packed_as_it_is():
 def test_exponential_units_are_read_from_their_results(unit):
     weight = torch.randn(16, 16, requires_grad=True)
     assert packed_rows(lambda x: unit(x) @ weight, X) == {"aten.where": 2, "aten.le": 1}
+
+
+def test_comparisons_that_differ_stay_apart():
+    """Integers above 2**24 are rounded where they become floats; results of a graph share no memory."""
+    large = torch.tensor([2**24 + 1, 2**24]).repeat(8)
+
+    def compare(x: Tensor) -> tuple[Tensor, ...]:
+        masks = large > 2**24, large > float(2**24), large * 1.0 > 2**24, x > 0, x * 1 > 0
+        return (functools.reduce(lambda y, mask: torch.where(mask, y.sin(), y), masks, x), *masks)
+
+    call = Call(Variant("", compare), Sample((X,), {}), StochBackward2bit)
+    assert all(map(torch.equal, call().outputs, Call(Variant("", compare), Sample((X,), {}), None)().outputs))
+    assert len({mask.data_ptr() for mask in call.call([X])[1:]}) == 5
 
 
 def test_lookups_in_weights_are_computed_again():
