@@ -221,7 +221,12 @@ def is_of_attention(node: Any) -> bool:
 
 
 def is_score(node: Any) -> bool:
-    """Whether a node is the products of query and key that such a softmax reads."""
+    """Whether a node is the products of query and key that such a softmax reads, or their maxima or its sums.
+
+    By maxima and sums of other scores, rounded ones would exceed a probability of 1 without a bound.
+    """
+    if is_of_attention(node):
+        return packet_of(node) in (aten.amax, aten.sum)
     found = [node] if packet_of(node) is aten.bmm else []
     for each in found:  # which grows
         found += [user for user in each.users if packet_of(user) in AFFINE and user not in found]

@@ -122,6 +122,9 @@ class Dependence:
         values = [(place, each, value) for place, each, value in values if value.all or value.is_gradient]
         if not values or packet in table.SIZES or not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return _NOTHING
+        is_of_attention = table.is_of_attention(node)
+        if is_of_attention and packet is table.aten.amax:  # on which the softmax does not depend
+            return _NOTHING
         is_gradient = any(value.is_gradient for *_, value in values)
         if is_gradient:
             for _, arg, value in values:
@@ -131,7 +134,8 @@ class Dependence:
             return found
         result = _NOTHING
         is_product = packet not in table.ADDITIVE
-        uses = table.BY_PLACE.get(packet)
+        is_quotient = is_of_attention and packet is table.aten.div
+        uses = {0: Use.LINEAR, 1: Use.SCORES} if is_quotient else table.BY_PLACE.get(packet)
         for place, arg, value in values:
             use = Use.LINEAR if value.is_gradient else _use(node, arg, packet, uses, place)
             linear, smooth, mixed = value.linear, value.smooth, value.mixed

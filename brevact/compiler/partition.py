@@ -325,10 +325,12 @@ class Packing:
         for node in list[Any](self.graph.nodes):
             if node.op != "call_function":
                 continue
-            if packet_of(node) is aten.mul and node.args[1] == 1 and isinstance(node.args[1], int | float):
-                node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: packet_of(user) in COMPARISONS)
-            if (mask := self.same_mask(node, comparisons)) is not None:
-                node.replace_all_uses_with(mask)
+            if packet_of(node) is aten.mul and isinstance(node.args[1], int | float) and node.args[1] == 1:
+                if node.meta["val"].dtype is node.args[0].meta["val"].dtype:
+                    same = node.args[0]
+                    node.replace_all_uses_with(same, delete_user_cb=lambda user: packet_of(user) in COMPARISONS)
+            if (mask := self.same_mask(node, comparisons)) is not None:  # results stay tensors of their own
+                node.replace_all_uses_with(mask, delete_user_cb=lambda user: user is not self.output)
                 if node in self.saved:
                     del self.saved[node]
                     self.saved[mask] = None
@@ -336,8 +338,10 @@ class Packing:
     def same_mask(self, node: fx.Node, comparisons: dict[Any, fx.Node]) -> fx.Node | None:
         """Return an equal comparison, also that of x with 0 for one of a leaky function of x that it made."""
         packet = packet_of(node)
-        if packet in COMPARISONS and (found := comparisons.setdefault((packet, *node.args), node)) is not node:
-            return found
+        if packet in COMPARISONS:  # integers become floats where they are compared with one
+            found = comparisons.setdefault((packet, *node.args, *map(type, node.args)), node)
+            if found is not node:
+                return found
         value: Any = node.args[0] if node.args else None
         while isinstance(value, fx.Node) and packet_of(value) in table.SAME | {aten.view}:
             value = value.args[0]
@@ -791,6 +795,8 @@ class Packing:
         for each in same:
             for user in each.users:
                 packet = packet_of(user)
+                if packet not in (aten.sub, aten.mul) or _shape(user) != _shape(each):
+                    continue
                 if packet is aten.sub and user.args[0] is each and _is_broadcast(user.args[1], user):
                     for scaled in user.users:
                         if (invstd := _deviation(scaled, user)) is not None:

@@ -6,6 +6,7 @@ within five standard errors; smooth functions of packed tensors bias it by at mo
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -228,26 +229,60 @@ def test_uses_and_bits(function, op, expected):
     assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
 
 
-def test_attention_with_dropout_computes_its_probabilities_again():
-    """Masks of a seed are those of the plain graph, so that errors are the codes'."""
+def _attend(x: Tensor) -> Tensor:
+    q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
 
-    def attend(x: Tensor) -> Tensor:
-        q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
 
-    sample = Sample((X,), {})
-    call, plain = (Call(Variant("", attend), sample, each) for each in (StochBackward2bit, None))
+def _errors_of_attention(x: Tensor) -> tuple[Tensor, float, Call]:
+    """Errors of gradients, their norm, and the call; masks of a seed are the plain graph's, so that codes err alone."""
+    call, plain = (Call(Variant("", _attend), Sample((x,), {}), each) for each in (StochBackward2bit, None))
     errors = torch.stack([call(seed).grads[0] - plain(seed).grads[0] for seed in range(DRAWS)])
-    standard, norm = float(errors.std(0).norm()) / DRAWS**0.5, float(plain(0).grads[0].norm())
+    return errors, float(plain(0).grads[0].norm()), call
+
+
+def test_attention_with_dropout_computes_its_probabilities_again():
+    errors, norm, call = _errors_of_attention(X)
+    standard = float(errors.std(0).norm()) / DRAWS**0.5
     assert float(errors.mean(0).norm()) <= 5 * standard + 0.02 * norm
     assert {row.bits for row in call.rows if row.use == "scores" and row.bits} == {8}
     assert max(math.prod(row.shape) for row in call.rows if row.bits > 1) < 2 * 64 * 64
+
+
+def test_probabilities_computed_again_from_wide_scores_sum_to_one():
+    errors, norm, _ = _errors_of_attention((30 * X).detach().requires_grad_())
+    assert float(errors.flatten(1).norm(dim=1).max()) < 2 * norm
+
+
+def test_a_tensor_that_several_norms_broadcast_is_packed_as_it_is():
+    """A mixture of Gaussians: no row of the result has the statistics of the tensor alone."""
+    mean, scale = torch.randn(2, 4, 1, generator=torch.Generator().manual_seed(0))
+
+    def standardize(x: Tensor) -> Tensor:
+        return ((x.view(1, -1) - mean) * scale.square().add(1).rsqrt()).sin()
+
+    call = Call(Variant("", standardize), Sample((X,), {}), StochBackward2bit)
+    call()
+    assert {row.nbytes for row in call.rows if row.bits} == {X.numel() // 2 + 6}
 
 
 @pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
 def test_exponential_units_are_read_from_their_results(unit):
     weight = torch.randn(16, 16, requires_grad=True)
     assert packed_rows(lambda x: unit(x) @ weight, X) == {"aten.where": 2, "aten.le": 1}
+
+
+def test_comparisons_that_differ_stay_apart():
+    """Integers above 2**24 are rounded where they become floats; results of a graph share no memory."""
+    large = torch.tensor([2**24 + 1, 2**24]).repeat(8)
+
+    def compare(x: Tensor) -> tuple[Tensor, ...]:
+        masks = large > 2**24, large > float(2**24), large * 1.0 > 2**24, x > 0, x * 1 > 0
+        return (functools.reduce(lambda y, mask: torch.where(mask, y.sin(), y), masks, x), *masks)
+
+    call = Call(Variant("", compare), Sample((X,), {}), StochBackward2bit)
+    assert all(map(torch.equal, call().outputs, Call(Variant("", compare), Sample((X,), {}), None)().outputs))
+    assert len({mask.data_ptr() for mask in call.call([X])[1:]}) == 5
 
 
 def test_lookups_in_weights_are_computed_again():
