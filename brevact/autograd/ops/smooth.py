@@ -249,7 +249,7 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 #: Functions for which torch saves only the input or only the output.
-_RUNNERS = {
+_RUNNERS: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.mish, F.gelu), run_torch),
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
 }
