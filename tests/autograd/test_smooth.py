@@ -54,16 +54,19 @@ def test_bounded_functions_of_small_parts_of_what_is_packed_store_nothing(functi
     assert kept[1] <= kept[0] + norm.bias.nbytes
 
 
-@pytest.mark.parametrize("spread", [1.0, 3.5, 11.7, 30.0])
+@pytest.mark.parametrize(
+    "spread, rows, casts",
+    [*((each, 64, False) for each in (1.0, 3.5, 11.7, 30.0)), (11.7, 64, True), (11.7, 2304, False)],
+)
 @pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, Tensor.sigmoid_])
-def test_saturated_functions_are_biased_by_less_than_2_percent(function, spread):
-    x = torch.randn(64, 128) * spread
+def test_saturated_functions_are_biased_by_less_than_2_percent(function, spread, rows, casts):
+    x = torch.randn(rows, 128) * spread
     chosen = BackwardSettings(brevact.quantizer(DitherBackward4bit))
 
     def gradients(seed: int, chosen: BackwardSettings | None = chosen) -> Outcome:
         leaf = x.clone().requires_grad_()
         torch.manual_seed(seed)
-        with region(chosen):
+        with region(chosen), torch.autocast("cpu", enabled=casts):
             out = function(leaf * 1)
         out.sum().backward()
         return Outcome([], [leaf.grad], 1.0)

@@ -169,13 +169,16 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
             return NotImplemented if out is None else out
         jumps = isinstance(derivative, _SoftplusSlope) and derivative.threshold < 8
         value = value_of(func, rest, kwargs) if is_gentle and not jumps else None
-        if value is not None and not inplace and input.numel() <= max(MOST_HELD, region.settings.min_numel):
+        is_divided = derivative in _DIVIDED  # and cast by no autocast
+        is_few = input.numel() <= max(MOST_HELD, region.settings.min_numel)
+        if value is not None and not inplace and (is_few or is_divided):
             run = _RUNNERS.get(func)
-            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
+            runs_torch = not input.is_inference() if is_divided else region.torch_runner(input) is not None
+            out = run(region, value, input) if run is not None and runs_torch else None
             if out is not None:
                 return out
         # A Function cannot give up its saved tensor for a logarithm of its output.
-        by_output = None if derivative in _DIVIDED and not inplace else _BY_OUTPUT.get(derivative)
+        by_output = None if is_divided and not inplace else _BY_OUTPUT.get(derivative)
         curve = _Curve((Slope(derivative),), value, by_output)
         return _apply(region, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
 
@@ -246,9 +249,9 @@ _BY_OUTPUT: dict[Derivative, Derivative] = {
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 #: Functions for which torch saves only the input or only the output.
-_RUNNERS = {
+_RUNNERS: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.mish, F.gelu), run_torch),
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), run_torch_by_output),
+    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
 }
 #: The same for double backward.
 _TWICE: dict[Callable[..., Any], Callable] = {
