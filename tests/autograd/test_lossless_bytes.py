@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import LosslessBackward
+from brevact.autograd import BackwardSettings, region
+from brevact.quantizers import LosslessQuantizer
 
 MAP, ROWS, SEQUENCE = (4, 3, 32, 32), (128, 64), (8, 32, 64)
 
@@ -152,6 +155,20 @@ def test_gradients_are_those_of_torch_where_masks_are_given_up(shape):
     for _ in range(2):
         found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("chosen", [LosslessBackward, BackwardSettings(LosslessQuantizer())])
+def test_a_factor_times_itself_adds_its_gradients_in_the_order_of_torch(chosen):
+    x, weights = torch.randn(2, 128, 64, requires_grad=True), torch.randn(128, 64)
+
+    def gradient(context) -> Tensor:
+        with context:
+            factor = x[0] * x[1]
+            out = factor * factor + factor * x[1]
+        return torch.autograd.grad(out, x, weights)[0]
+
+    with_region = region(chosen) if isinstance(chosen, BackwardSettings) else brevact.backward_quant(chosen)
+    assert torch.equal(gradient(with_region), gradient(nullcontext()))
 
 
 def test_an_output_that_a_layer_keeps_may_not_change_before_backward():

@@ -458,7 +458,8 @@ def _multiply_elements(region: Keeper, func: Callable, input: Tensor, other: Any
         return NotImplemented
     if region.are_weights(input, other):
         return NotImplemented
-    if input is other and not inplace:
+    is_exact = region.settings.is_exact or region.settings.is_lossless  # as torch, which adds two gradients, one by one
+    if input is other and not (inplace or is_exact):
         square = keep_square(region, lambda x: func(x, x), input)
         if square is not NotImplemented:
             return square
