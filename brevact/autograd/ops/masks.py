@@ -114,15 +114,11 @@ class _Bounded(NamedTuple):
     high: float | None
     slope: float = 1.0
     shift: float = 0.0
-    #: Whether the mask is set where the input is NaN.
-    passes_nan: bool = False
 
     def __call__(self, x: Tensor, mask: Tensor, is_high: Tensor | None = None) -> Tensor:
         x = x if self.slope == 1.0 and self.shift == 0.0 else x * self.slope + self.shift
         low, high = (x.new_tensor(self.high if bound is None else bound) for bound in (self.low, self.high))
-        return _where(
-            mask if self.passes_nan else mask | x.isnan(), x, low if is_high is None else _where(is_high, high, low)
-        )
+        return _where(mask | x.isnan(), x, low if is_high is None else _where(is_high, high, low))
 
 
 #: Integers of as many bits.
@@ -158,7 +154,7 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
 
     mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
     stands = _between(min_val, max_val), math.inf
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val, passes_nan=True), stands=stands, saved_first=False)
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -175,7 +171,7 @@ def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fa
     threshold, value = as_number(threshold), as_number(value)
 
     mask = _passed_by(aten.threshold_backward, threshold)
-    return _Pieces(mask, inplace, value=_Bounded(value, None, passes_nan=True), stands=(math.inf, -math.inf))
+    return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
