@@ -126,9 +126,24 @@ BY_PLACE: dict[Any, dict[int, Use]] = {
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention": {0: Q, 1: Q, 2: L},
         "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward "
-        "_scaled_dot_product_cudnn_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 4: L},
-        "_scaled_dot_product_efficient_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 5: L},
+        "_scaled_dot_product_cudnn_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 4: L, 5: Q},
+        "_scaled_dot_product_efficient_attention_backward": {0: L, 1: Q, 2: Q, 3: L, 5: L, 6: Q},
     }.items()
+    for packet in _packets(aten, names)
+}
+#: The place of attention's output in its backward pass, where it stands beside query, key and value.
+OUTPUT = {
+    packet: 5 if "efficient" in str(packet) else 4
+    for packet in BY_PLACE
+    if str(packet).startswith("aten._scaled_dot_product") and str(packet).endswith("_backward")
+}
+#: The place of the probability of dropout.
+_DROPOUT = {
+    packet: place
+    for names, place in (
+        ("_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu", 3),
+        ("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention", 5),
+    )
     for packet in _packets(aten, names)
 }
 #: Functions of 1 + exp(x) that are smooth in x.
@@ -163,9 +178,9 @@ PLACES = {
 
 def independent_of(node: Any, result: Any) -> tuple[int, ...]:
     """Places of arguments on which a result of several does not depend."""
-    if packet_of(node) is not aten.convolution_backward:
-        return ()
-    return ((1,), (2,), (1, 2))[result]
+    if packet_of(node) in _DROPOUT:  # sums of exponentials of scores
+        return (2,) if result else ()
+    return ((1,), (2,), (1, 2))[result] if packet_of(node) is aten.convolution_backward else ()
 
 
 def cost_of(node: Any) -> int:
@@ -218,6 +233,15 @@ def is_softmax(node: Any) -> bool:
 def is_of_attention(node: Any) -> bool:
     """Whether a node is of the softmax in torch's attention where that is no op of its own, as with dropout."""
     return str(node.meta.get("original_aten")) == "aten._safe_softmax.default"
+
+
+def is_attention(node: Any) -> bool:
+    """Whether a node is torch's fused attention, which draws no dropout, or one of its results."""
+    node = node.args[0] if node.target is operator.getitem else node
+    place = _DROPOUT.get(packet_of(node))
+    if place is None:
+        return False
+    return (node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0.0)) == 0
 
 
 def is_score(node: Any) -> bool:

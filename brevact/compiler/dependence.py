@@ -148,7 +148,7 @@ class Dependence:
                 linear, smooth = 0, linear | smooth
             elif use is Use.NONE:
                 linear = smooth = mixed = 0
-            if is_product:
+            if is_product and place != table.OUTPUT.get(packet):  # dP - rowsum(dO O) is linear in V, as its terms are
                 both = result.all & (linear | smooth)
                 nearly = result.linear & linear & (result.averaged ^ averaged)
                 self._mark(nearly, Use.AVERAGED, node, arg, result.mixed | mixed)

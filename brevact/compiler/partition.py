@@ -150,10 +150,14 @@ def planned(
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
-    """What backward computes again: layers whose settings say so, attention's scores, and Inductor's random numbers."""
+    """What backward computes again: layers whose settings say so, attention, and Inductor's random numbers.
+
+    By the logarithms of sums of other scores, attention's probabilities would exceed 1 without a bound.
+    """
     found = []
     for node in graph.nodes:
-        cost, is_free = table.cost_of(node), table.is_score(node) or packet_of(node) is prims.inductor_random
+        cost, is_attention = table.cost_of(node), table.is_attention(node) or table.is_score(node)
+        is_free = is_attention or packet_of(node) is prims.inductor_random
         if (cost or is_free) and (settings := settings_of([node])) is not None:
             if not settings.is_exact if is_free else cost <= settings.recompute:
                 found.append(node)
@@ -216,7 +220,7 @@ class Packing:
         value = node.meta.get("val")
         return (
             (node.op == "call_function" or node in self.inputs)
-            and not (table.is_steep(node) or table.is_decomposition(node))
+            and not (table.is_steep(node) or table.is_decomposition(node) or table.is_attention(node))
             and isinstance(value, Tensor)
             and value.dtype in ACTIVATION_DTYPES
             and node in self.activations

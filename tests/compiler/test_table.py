@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact import DitherBackward4bit, LosslessBackward, StochBackward2bit
+from brevact import DitherBackward4bit, LosslessBackward, StochBackward2bit, StochBackward8bit
 from brevact.compiler import partition
 from tests.autograd.database_laws import Outcome, are_same, bias_of, error_of, finite_pairs
 from tests.autograd.op_database import (
@@ -229,14 +230,16 @@ def test_uses_and_bits(function, op, expected):
     assert {(row.use, row.bits) for row in call.rows if row.op == op and row.bits} == expected
 
 
-def _attend(x: Tensor) -> Tensor:
+def _attend(x: Tensor, dropout_p: float = 0.2) -> Tensor:
     q, k, v = x.repeat(16, 3).view(1, 2, 64, 48).chunk(3, -1)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
 
 
-def _errors_of_attention(x: Tensor) -> tuple[Tensor, float, Call]:
+def _errors_of_attention(
+    x: Tensor, function: Callable[[Tensor], Tensor] = _attend, policy: Any = StochBackward2bit
+) -> tuple[Tensor, float, Call]:
     """Errors of gradients, their norm, and the call; masks of a seed are the plain graph's, so that codes err alone."""
-    call, plain = (Call(Variant("", _attend), Sample((x,), {}), each) for each in (StochBackward2bit, None))
+    call, plain = (Call(Variant("", function), Sample((x,), {}), each) for each in (policy, None))
     errors = torch.stack([call(seed).grads[0] - plain(seed).grads[0] for seed in range(DRAWS)])
     return errors, float(plain(0).grads[0].norm()), call
 
@@ -249,8 +252,10 @@ def test_attention_with_dropout_computes_its_probabilities_again():
     assert max(math.prod(row.shape) for row in call.rows if row.bits > 1) < 2 * 64 * 64
 
 
-def test_probabilities_computed_again_from_wide_scores_sum_to_one():
-    errors, norm, _ = _errors_of_attention((30 * X).detach().requires_grad_())
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_probabilities_computed_again_from_wide_scores_sum_to_one(dropout_p):
+    attend = functools.partial(_attend, dropout_p=dropout_p)
+    errors, norm, _ = _errors_of_attention((30 * X).detach().requires_grad_(), attend, StochBackward8bit)
     assert float(errors.flatten(1).norm(dim=1).max()) < 2 * norm
 
 
