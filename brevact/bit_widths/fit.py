@@ -376,10 +376,20 @@ class _Fit:
             )
             for chain in self._groups.chains
         )
-        sizes = memory.saved_bytes, self._groups.plain_bytes
-        predicted = sum(each.noise for each in groups) + self._known.rest
-        measured = FitReport(self._budget.text, *sizes, predicted, *noise, *bias, self._passes)
-        report = replace(measured, groups=groups, peak=peak, plain_peak=self._plain_peak)
+        report = FitReport(
+            budget=self._budget.text,
+            saved_bytes=memory.saved_bytes,
+            plain_bytes=self._groups.plain_bytes,
+            predicted=sum(each.noise for each in groups) + self._known.rest,
+            noise=noise.value,
+            noise_error=noise.error,
+            bias=bias.value,
+            bias_error=bias.error,
+            passes=self._passes,
+            groups=groups,
+            peak=peak,
+            plain_peak=self._plain_peak,
+        )
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
             *(self._budget.text, report.saved_bytes, report.plain_bytes, report.noise, report.predicted),

@@ -437,10 +437,21 @@ def gradient_report(
             layer, tail = (chain.source, kinds[chain.source]), tails.get(chain.source, math.nan)
             rows.append(LayerNoise(*layer, chain.readers, chain.bit_widths, chain.saved_bytes, *noise, *bias, tail))
     notes = [memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})]
-    sizes = memory.saved_bytes, memory.plain_bytes
-    of_unit = exact.unit.value, exact.is_relative
-    counts = len(batches), draws, passes
-    return GradientReport(tuple(rows), *whole.noise, *whole.bias, *sizes, *of_unit, *counts, tuple(filter(None, notes)))
+    return GradientReport(
+        rows=tuple(rows),
+        noise=whole.noise.value,
+        noise_error=whole.noise.error,
+        bias=whole.bias.value,
+        bias_error=whole.bias.error,
+        saved_bytes=memory.saved_bytes,
+        plain_bytes=memory.plain_bytes,
+        unit=exact.unit.value,
+        is_relative=exact.is_relative,
+        batches=len(batches),
+        draws=draws,
+        passes=passes,
+        notes=tuple(filter(None, notes)),
+    )
 
 
 def _of_chains(
