@@ -298,8 +298,7 @@ def derive(
         if is_deep and adds and len(tensors) > MOST_TENSORS:
             return
         is_new = is_new and found.decoder.stride is not None
-        known = found.bind(tensors)
-        known_values.register(out, *known, scope=region.hooks.scope, is_dirty=is_dirty, is_new=is_new)
+        region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:

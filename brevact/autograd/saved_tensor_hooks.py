@@ -42,7 +42,7 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weight_recompute import remember
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
+from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
@@ -293,14 +293,8 @@ class SavedTensorHooks:
         return self._run_marked(pack, function, input)
 
     def _run_marked(self, packer: Callable[[Tensor], _Packed], function: Callable[..., Tensor], *args: Any) -> Tensor:
-        self._packer = packer
-        try:
-            out = function(*args)
-        finally:
-            self._packer = None
-        node: Any = out.grad_fn
-        if node is not None:
-            node.metadata[WEIGHT_NUMEL] = 0
+        out: Tensor = self._run(packer, function, *args)
+        ModelState.mark_activation(out)
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -170,8 +170,7 @@ _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    kind = type(x)
-    if kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter)):
+    if type(x) is not Tensor and is_parameter(x):
         return True
     try:
         node: Any = x.grad_fn
