@@ -131,20 +131,21 @@ BY_PLACE: dict[Any, dict[int, Use]] = {
     }.items()
     for packet in _packets(aten, names)
 }
-#: The place of attention's output in its backward pass, where it stands beside query, key and value.
-OUTPUT = {
-    packet: 5 if "efficient" in str(packet) else 4
-    for packet in BY_PLACE
-    if str(packet).startswith("aten._scaled_dot_product") and str(packet).endswith("_backward")
+#: Fused attention: the place of the probability of dropout, and that of the output in the backward pass.
+_ATTENTION = {
+    **{"flash_attention": (3, 4), "flash_attention_for_cpu": (3, 4)},
+    **{"efficient_attention": (5, 5), "cudnn_attention": (5, 4)},
 }
-#: The place of the probability of dropout.
 _DROPOUT = {
-    packet: place
-    for names, place in (
-        ("_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu", 3),
-        ("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention", 5),
-    )
-    for packet in _packets(aten, names)
+    packet: dropout
+    for name, (dropout, _) in _ATTENTION.items()
+    for packet in _packets(aten, f"_scaled_dot_product_{name}")
+}
+#: By backward pass, which has it beside query, key and value.
+OUTPUT = {
+    packet: output
+    for name, (_, output) in _ATTENTION.items()
+    for packet in _packets(aten, f"_scaled_dot_product_{name}_backward")
 }
 #: Functions of 1 + exp(x) that are smooth in x.
 OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))

@@ -156,11 +156,12 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
     """
     found = []
     for node in graph.nodes:
-        cost, is_attention = table.cost_of(node), table.is_attention(node) or table.is_score(node)
-        is_free = is_attention or packet_of(node) is prims.inductor_random
-        if (cost or is_free) and (settings := settings_of([node])) is not None:
-            if not settings.is_exact if is_free else cost <= settings.recompute:
-                found.append(node)
+        cost = table.cost_of(node)
+        is_wanted = table.is_attention(node) or table.is_score(node) or packet_of(node) is prims.inductor_random
+        if not (cost or is_wanted) or (settings := settings_of([node])) is None:
+            continue
+        if (is_wanted and not settings.is_exact) or 0 < cost <= settings.recompute:
+            found.append(node)
     return found
 
 
