@@ -22,6 +22,7 @@ import brevact
 from benchmarks.models import MODELS
 from benchmarks.step import Step
 from brevact.policy.text import budget_of
+from brevact.quantizers.checks import check_int
 from brevact.reports.gradient_noise import ExactGradients, exact_gradients, in_units, noise_of_batches, squared_norm
 from brevact.reports.step import StepLoss, device_of, peak_of
 
@@ -78,6 +79,7 @@ def _is_compiled(policy: str) -> bool:
 
 
 def _checkpoint_blocks(model: nn.Module, every: int) -> None:
+    check_int("policy 'checkpoint:N': N", every, 1)
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         blocks = [each for each in model.modules() if type(each).__mro__[1].__name__ == "GradientCheckpointingLayer"]
