@@ -21,7 +21,7 @@ def test_dropout_in_torch_draws_torchs_numbers(name, suffix, p, train):
     assert_as_torch(lambda x: drop(drop(x, p, train), p, train), x, bit_width=1 if p < 1 else 32)
 
 
-@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout])
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout1d])
 def test_lossless_dropout_gives_what_is_not_a_number_where_torch_does(drop):
     """For infinite and NaN gradients, of dropped elements, too; and the signs of zeros."""
     x, grad = torch.randn(64, 32, 2, requires_grad=True), torch.randn(64, 32, 2)

@@ -10,9 +10,8 @@ PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -s
 packed if the weight trains, unbiased since it is linear in r. The absolute value saves the sign in two bits: exact;
 for complex numbers their directions, packed.
 
-Dropout of elements, a bit per random number: the gradient is g times the factor of kept elements, and 0 elsewhere.
-Random numbers are those that torch draws. Dropouts of channels and alpha dropout are torch's own, which saves their
-noise.
+Dropout of elements and of channels, a bit per random number: the gradient is g times the factor of kept elements, and
+0 elsewhere. Random numbers are those that torch draws. Alpha dropout is torch's own, which saves its noise.
 """
 
 from __future__ import annotations
@@ -345,20 +344,23 @@ def _noise_of_kept(p: float, dtype: torch.dtype) -> float:
         return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
-def _drop(region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
+def _drop(region: Keeper, input: Tensor, p: float, inplace: bool, of_channels: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
         source = region.find_kept(input)
-        if input.device.type != "cpu":
+        if input.device.type != "cpu" and not of_channels:
             out, mask = torch.native_dropout(input, p, True)
             out, factor = input.copy_(out) if inplace else out, 1.0 / (1.0 - p)
         else:
-            noise, factor = torch.empty_like(input), _noise_of_kept(p, input.dtype)
+            sizes = (*input.shape[:2], *(1 for _ in input.shape[2:]))
+            noise = input.new_empty(sizes) if of_channels else torch.empty_like(input)
+            factor = _noise_of_kept(p, input.dtype)
             mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
             noise.div_(1 - p)
             out = input.mul_(noise) if inplace else input * noise
         kept = keep_mask(mask)
         save(ctx, kept)
-        ctx.gradients = times_mask(factor, mask.stride(), is_exact=region.settings.is_exact)
+        stride = None if of_channels else mask.stride()
+        ctx.gradients = times_mask(factor, stride, is_exact=region.settings.is_exact)
         derive(region, out, ByMask(factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
@@ -405,9 +407,23 @@ def _dropout(
     return _drop(region, input, p, inplace)
 
 
-_DROPPED = Stored("dropout of elements", MASKS, EXACT)
+def _channel_dropout(
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: Any = True, inplace: bool = False
+) -> Any:
+    name = func.__name__
+    is_batch = input.dim() >= 2 and name.rstrip("_") in ("feature_dropout", f"dropout{input.dim() - 2}d")
+    if not (is_batch and region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0):
+        return NotImplemented
+    if region.settings.double_backward or not input.numel():
+        return NotImplemented
+    return _drop(region, input, p, inplace or name.endswith("_"), of_channels=True)
+
+
+_DROPPED = Stored("dropout of elements and of channels", MASKS, EXACT)
 DROPOUTS = (
     Op((F.dropout,), _dropout, _DROPPED, twice=True),
+    Op((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout, _DROPPED),
+    Op((torch.feature_dropout, torch.feature_dropout_), _channel_dropout, _DROPPED),
     Op((torch.dropout, torch.dropout_), _dropout, _DROPPED),
     Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
 )
