@@ -17,7 +17,6 @@ Dropout of elements and of channels, a bit per random number: the gradient is g 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -57,8 +56,8 @@ class _Pieces(NamedTuple):
     outside: float = 0.0
     #: Recomputes the function from its input, which if derived may be beyond a corner, and the mask; None: of no use.
     value: TensorFunction | ByMask | None = ByMask()
-    #: Values inside and outside the mask that torch's own backward can read in place of the tensor that it saves.
-    stands: tuple[float, float] = (1.0, 0.0)
+    #: Whether torch's own backward reads only where the tensor that it saves is positive.
+    reads_signs: bool = False
     #: The operand of torch's backward kernel besides the gradient, and whether it is the first one.
     reads: Literal["input", "output", "mask"] = "input"
     saved_first: bool = True
@@ -92,14 +91,12 @@ def _by_torch(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces,
 
     In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
     """
-    runner, inside = region.torch_runner(input), pieces.stands[0]
+    runner = region.torch_runner(input) if pieces.reads_signs else None
     if runner is None or input.numel() < region.settings.min_numel or (pieces.inplace and pieces.reads != "output"):
         return NotImplemented
-    if math.isfinite(inside) and abs(inside) > torch.finfo(input.dtype).max:
-        return NotImplemented
     mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
-    out = runner.run_torch_function(call, input, kept=stand_in(mask, input.dtype, *pieces.stands))
-    if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
+    out = runner.run_torch_function(call, input, kept=stand_in(mask, input.dtype))
+    if source is not None and pieces.value is not None:
         derive(region, out, pieces.value, ((input, source), (input, mask)))
     return out
 
@@ -134,14 +131,6 @@ def _where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
     return (x.view(integers) ^ low).bitwise_and(mask.to(integers).neg_()).bitwise_xor_(low).view(x.dtype)
 
 
-def _between(low: float, high: float) -> float:
-    if math.isfinite(low) and math.isfinite(high):
-        return (low + high) / 2
-    if math.isfinite(low):
-        return low + max(1.0, abs(low))
-    return high - max(1.0, abs(high)) if math.isfinite(high) else 0.0
-
-
 def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
 
@@ -150,25 +139,23 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     min_val, max_val = as_number(min_val), as_number(max_val)
 
     mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
-    stands = _between(min_val, max_val), math.inf
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), saved_first=False)
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
     value = _Bounded(0.0, 1.0, slope=_SIXTH, shift=0.5)
-    mask, stands = (lambda x: (x > -3) & (x < 3)), (0.0, math.inf)
-    return _Pieces(mask, inplace, inside=_SIXTH, value=value, stands=stands, saved_first=False)
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=_SIXTH, value=value, saved_first=False)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
+    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope), reads_signs=True)
 
 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     threshold, value = as_number(threshold), as_number(value)
 
     mask = _passed_by(aten.threshold_backward, threshold)
-    return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
+    return _Pieces(mask, inplace, value=_Bounded(value, None))
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
@@ -181,9 +168,7 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
             return below(x, max) if min is None else above(x, min)
         return above(x, min) & below(x, max)
 
-    low, high = -math.inf if min is None else as_number(min), math.inf if max is None else as_number(max)
-    middle = high if high == math.inf else low if low == -math.inf else (low + high) / 2
-    return _Pieces(mask, value=_Bounded(min, max), stands=(middle, math.nan), reads="mask")
+    return _Pieces(mask, value=_Bounded(min, max), reads="mask")
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
@@ -212,21 +197,23 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
 #: Pieces of functions, from their parameters.
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     # pack_mask reads a floating-point tensor as ~(x <= 0)
-    lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output"): everywhere("relu"),
+    lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output", reads_signs=True): everywhere("relu"),
     _hardtanh: (F.hardtanh, F.hardtanh_),
     lambda input, inplace=False: _hardtanh(input, 0.0, 6.0, inplace): (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu, F.leaky_relu_),
     _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),  # type: ignore[attr-defined]
-    lambda input, lambd=0.5: _Pieces(
-        _passed_by(aten.softshrink_backward, lambd), value=None, stands=(math.inf, 0.0), saved_first=False
-    ): (F.softshrink,),
-    lambda input, lambd=0.5: _Pieces(
-        _passed_by(aten.hardshrink_backward, lambd), stands=(math.inf, 0.0), saved_first=False
-    ): (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
+    lambda input, lambd=0.5: _Pieces(_passed_by(aten.softshrink_backward, lambd), value=None, saved_first=False): (
+        F.softshrink,
+    ),
+    lambda input, lambd=0.5: _Pieces(_passed_by(aten.hardshrink_backward, lambd), saved_first=False): (
+        F.hardshrink,
+        torch.hardshrink,
+        Tensor.hardshrink,
+    ),
     _clamp: everywhere("clamp", "clip"),
     lambda input, nan=0.0, posinf=None, neginf=None: _Pieces(
-        torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", saved_first=False
+        torch.isfinite, value=None, reads="mask", saved_first=False
     ): everywhere("nan_to_num"),
     lambda input, min: _clamp(input, min=min): everywhere("clamp_min"),
     lambda input, max: _clamp(input, max=max): everywhere("clamp_max"),
