@@ -23,7 +23,7 @@ from torch import Tensor
 
 from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call
-from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
+from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
@@ -34,7 +34,6 @@ from brevact.quantizers import Layout
 
 #: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
 MOST_MOVED = 4
-_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same function
 #: Minimum result elements per element of an unpacked factor, which then takes half a bit per result element.
 ELEMENTS_OF_SMALL = 64
@@ -394,7 +393,7 @@ def track_derived(
             return  # a copy on another device starts a new chain
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
-    if func.__name__ in _DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
+    if func.__name__ in DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
         return
     is_elementwise = kind in (Kind.SUM, Kind.BILINEAR)
     if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
