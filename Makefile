@@ -13,9 +13,9 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.docs-ready
-TRAINERS_READY := $(VENV)/.trainers-ready
 RUN := $(VENV)/bin/python
+# Python compiles the modules that it imports; pip would compile all that it installs.
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 WORKERS ?= 2
 # Tests start many processes, which would compile every module again where the environment forbids .pyc files.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,39 +39,34 @@ test: $(READY)
 test-exhaustive: $(READY)
 	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
 
-test-trainers: $(TRAINERS_READY)
+test-trainers: $(VENV)/.trainers-ready
 	$(MAKE) test-exhaustive
 
-test-all: $(TRAINERS_READY)
+test-all: $(VENV)/.trainers-ready
 	$(MAKE) test
 	$(MAKE) test-exhaustive
 
-test-versions: $(READY)
+test-versions: $(VENV)/.dev-ready
 	$(RUN) -m nox
 
-lint: $(READY)
+lint: $(VENV)/.dev-ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-docs: $(DOCS_READY)
+docs: $(VENV)/.docs-ready
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --clean
 
-$(DOCS_READY): $(READY)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $(DOCS_READY)
+$(VENV)/.%-ready: $(READY)
+	$(INSTALL) -e '.[$*]'
+	touch $@
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "brevact needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
 		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm torchvision
+	$(INSTALL) -e '.[test,models]'
 	@$(RUN) -c 'import torchvision' 2>/dev/null || echo "torchvision does not fit this torch, so that programs with models of" \
 		"transformers fail: $(RUN) -m pip uninstall torchvision, or install one that fits; recipes and tests work with both"
 	touch $(READY)
-
-$(TRAINERS_READY): $(READY)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainers]'
-	touch $(TRAINERS_READY)

@@ -268,11 +268,18 @@ def test_warnings_of_the_step_are_shown(device):
     assert [str(each.message) for each in found] == ["mine"] * 4  # three calls, and the capture
 
 
-def test_kinds_beyond_the_number_of_graphs_run_as_they_are(device):
+@pytest.mark.parametrize(
+    "most, sizes, options, words",
+    [
+        (9, (8, 12, 16, 20), {"graphs": 2, "warm_up": 2}, r"more than graphs=2 ways, which differ in shapes[^;]*$"),
+        (1, (8, 12, 8, 12), {}, r"too little memory for another graph: CUDA out of memory"),
+    ],
+)
+def test_kinds_beyond_the_graphs_and_the_memory_run_as_they_are(device, most, sizes, options, words):
     plain, ours = Training("zero backward update"), Training("zero backward update")
-    step = brevact.captured(ours.step, graphs=2, warm_up=2)
-    with pytest.warns(RuntimeWarning, match=r"more than graphs=2 ways, which differ in shapes[^;]*$") as found:
-        for size in (8, 12, 16, 20):
+    step, device.most_graphs = brevact.captured(ours.step, **options), most
+    with pytest.warns(RuntimeWarning, match=words) as found:
+        for size in sizes:
             for batch in batches(5, size):
                 step(*batch), plain.step(*batch)
                 assert_equal(ours.values(), plain.values())
@@ -286,17 +293,6 @@ def test_a_rate_that_the_optimizer_reads_as_a_number_is_named(device):
         for call, batch in enumerate(batches(4)):
             training.optimizer.param_groups[0]["lr"] = 0.1 / (call + 1)
             step(*batch)
-
-
-def test_too_little_memory_for_a_second_graph(device):
-    plain, ours = Training("zero backward update"), Training("zero backward update")
-    step, device.most_graphs = brevact.captured(ours.step), 1
-    with pytest.warns(RuntimeWarning, match=r"too little memory for another graph: CUDA out of memory") as found:
-        for size in (8, 12, 8, 12):
-            for batch in batches(5, size):
-                step(*batch), plain.step(*batch)
-                assert_equal(ours.values(), plain.values())
-    assert device.graphs == 2 and len(found) == 1
 
 
 def weights_after(wrap: Callable[[Any], Any], model: nn.Module, loss: Callable[..., Tensor], calls: int = 12) -> Any:
