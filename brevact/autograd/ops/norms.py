@@ -321,17 +321,15 @@ _STORED = Stored(
     "bias Var/N of one packed copy, negligible for maps",
 )
 _OF_STATISTICS = "input weight bias running_mean running_var {} momentum eps cudnn_enabled"
-_OF_MODULES = "input running_mean{0} running_var{0} weight=None bias=None {1} momentum=0.1 eps=1e-5"
 _OF_LAYERS = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True"
 _OF_GROUPS = "input num_groups weight=None bias=None eps=1e-5 cudnn_enabled=True"
 _PARAMETERS: dict[Callable, Parameters] = {
-    F.batch_norm: Parameters(_OF_MODULES.format("", "training=False")),
     torch.batch_norm: Parameters(_OF_STATISTICS.format("training")),
-    F.instance_norm: Parameters(_OF_MODULES.format("=None", "use_input_stats=True")),
     torch.instance_norm: Parameters(_OF_STATISTICS.format("use_input_stats")),
-    **dict.fromkeys((F.layer_norm, torch.layer_norm), Parameters(_OF_LAYERS)),
-    **dict.fromkeys((F.group_norm, torch.group_norm), Parameters(_OF_GROUPS)),
-    **dict.fromkeys((F.rms_norm, torch.rms_norm), Parameters("input normalized_shape weight=None eps=None")),
+    torch.layer_norm: Parameters(_OF_LAYERS),
+    torch.group_norm: Parameters(_OF_GROUPS),
+    torch.rms_norm: Parameters("input normalized_shape weight=None eps=None"),
+    **{func: Parameters(func) for func in (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.rms_norm)},
 }
 OPS = (
     *(
