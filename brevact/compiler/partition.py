@@ -543,12 +543,24 @@ class Packing:
         return found if is_small and all(map(self.may_round, found)) else []
 
     def save_statistics(self) -> None:
-        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
+        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again.
+
+        Where a norm alone reads a tensor, in another order, the moved copy is saved: its rows are what the norm scales.
+        """
         found: dict[fx.Node, None] = {}
         for each in self.dependence.saved:
-            if each.use is not Use.EXACT and self.packs(each):
-                statistics = self.statistics(each.node, self.settings_of(each.readers))
-                found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
+            if each.use is Use.EXACT or not self.packs(each):
+                continue
+            node, settings = each.node, self.settings_of(each.readers)
+            while (statistics := self.statistics(node, settings)) is None:
+                reader, *others = readers_of(node, self.read)
+                if others or packet_of(reader) not in table.MOVES or nbytes_of(reader) != nbytes_of(node):
+                    break
+                node = reader
+            if statistics is not None and node is not each.node:
+                del self.saved[each.node]
+                found[node] = None
+            found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
         if found:
             self.saved.update(found)
             self.analyse()
