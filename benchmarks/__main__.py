@@ -1,4 +1,4 @@
-"""One bench: bytes, peak, time and noise of training steps of models under policies, a row of a CSV for each.
+"""One bench: bytes, peak, times and noise of training steps of models under policies, a row of a CSV for each.
 
     python -m benchmarks "GPT-2 small" --policies plain checkpoint compile DEFAULT --measure bytes,peak,time
     python -m benchmarks qat --policies plain LosslessBackward DEFAULT --csv docs/bench.csv
@@ -14,6 +14,7 @@ bytes: distinct storages that autograd keeps for backward, without weights and b
 peak: the most bytes that PyTorch allocates in a step, and the growth of a fresh process over four steps.
 time: of a step as a multiple of the plain one, median and quartiles of pairs that take turns; one thread a process,
     whose processor time is counted.
+compile: time to compile a step as a multiple of plain `torch.compile`'s; processor time, without caches.
 noise: relative error of the gradient; its variance and squared bias in units of the variance between batches.
 """
 
@@ -33,9 +34,10 @@ from benchmarks.measure import CHECKPOINT, COMPILED, PLAIN, Row
 from benchmarks.models import GROUPS, MODELS, models_of
 from benchmarks.records import append_rows, commit, print_table, read_rows
 
-MEASURES = ("bytes", "peak", "time", "noise")
+MEASURES = ("bytes", "peak", "time", "compile", "noise")
 FIGURES = (
     *("kept_mib", "kept_less", "peak_mib", "growth_mib", "step_ms", "step", "step_low", "step_high"),
+    "compile",
     *("error", "noise", "noise_se", "bias", "bias_se"),
 )
 ROWS = Path(__file__).parents[1] / "docs" / "bench.csv"
@@ -53,7 +55,7 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
     (_LARGE, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (_COMPARED, (COMPILED, *_AGAIN, "fit:30x"), "bytes,time,noise"),
-    ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
+    ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,compile,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),

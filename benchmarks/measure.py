@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import statistics
 import time
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -189,6 +192,26 @@ def time_ratios(plain: Step, step: Step, rounds: int, replay: Callable[[], None]
     return {"step_ms": f"{1e3 * statistics.median(found):.1f}", "step": middle, "step_low": low, "step_high": high}
 
 
+def compile_ratio(plain: Step, step: Step) -> Row:
+    """Time to compile a step as a multiple of the plain compiled one's: the first run less the second, without caches.
+
+    Processor time of this process and of the C++ compiler's. A process' first compilation, which imports, is left out.
+    """
+    seconds = []
+    for each in (plain, plain, step):
+        torch.compiler.reset()
+        with fresh_cache(), inductor_config.patch(compile_threads=1):
+            first, second = _all_processor_seconds(each), _all_processor_seconds(each)
+        seconds.append(first - second)
+    return {"compile": f"{seconds[2] / seconds[1]:.2f}"}
+
+
+def _all_processor_seconds(step: Step) -> float:
+    start = os.times()
+    run(step)
+    return sum(os.times()[:4]) - sum(start[:4])
+
+
 def _seconds(step: Callable[[], None], on_gpu: bool) -> float:
     clock = time.perf_counter if on_gpu else time.process_time
     if on_gpu:
@@ -238,6 +261,8 @@ def measure_model(
             if "time" in measures:
                 way = way or with_policy(_copy(name, origin), words)
                 row |= {"step": "1.000"} if policy == PLAIN else time_ratios(way, step, rounds)
+            if "compile" in measures and _is_compiled(policy):
+                row |= compile_ratio(with_policy(_copy(name, origin), words), step)
             if data and policy not in (PLAIN, CHECKPOINT) and (not _is_compiled(policy) or "+" in policy):
                 if words not in exact:
                     way = way or with_policy(_copy(name, origin), words)

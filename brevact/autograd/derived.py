@@ -8,16 +8,12 @@ and weights. An op that saves a derived tensor saves its sources.
 Linear functions of stochastically rounded values are unbiased at any width. Nonlinear ones are not,
 E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from sources with enough bits
 (``derive_min_bits``). A residual sum reads two packed tensors; a sum of more is stored once, and starts a new chain.
-
-Dense results of pointwise functions of expanded tensors are saved by their distinct elements, bit-exactly.
-``Normal(mean, 0.5)`` divides by ``2 * scale**2``, as large as the mean, with all elements equal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NamedTuple
@@ -25,21 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import bound_call, is_plain
-from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
+from brevact.autograd import known_values
+from brevact.autograd.call_arguments import bound_call
+from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, one_object_each, with_strides
-from brevact.autograd.storages import find_record
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
 
 #: Maximum packed tensors in a concatenation or another :attr:`Kind.MOVE`.
 MOST_MOVED = 4
-_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same function
 #: Minimum result elements per element of an unpacked factor, which then takes half a bit per result element.
 ELEMENTS_OF_SMALL = 64
@@ -399,7 +393,7 @@ def track_derived(
             return  # a copy on another device starts a new chain
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
-    if func.__name__ in _DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
+    if func.__name__ in DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
         return
     is_elementwise = kind in (Kind.SUM, Kind.BILINEAR)
     if is_elementwise and "memory_format" in kwargs:  # meaningless for parts that are decoded separately
@@ -413,54 +407,3 @@ def track_derived(
         is_average=kind is Kind.AVERAGE,
         are_found=True,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Distinct(Decoder):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    lasts = allows_double_backward = True
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return with_strides(tensors[0].expand(self.shape), self.stride)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.EXACT, self.shape.numel() * tensors[0].itemsize
-
-
-_distinct_decoder = one_object_each(_Distinct)
-
-
-def keep_distinct(x: Tensor) -> Saved | None:
-    record = find_record(x)
-    if record is None or record.known is None or type(record.known[6]) is not _Distinct:
-        return None
-    known = known_values.find(x)
-    return known if known is not None and type(known[1]) is _Distinct else None
-
-
-def track_distinct(region: Keeper, tensors: list[Tensor], result: Tensor, is_tracked: bool) -> None:
-    """Record a pointwise function of numbers and tensors, if all are expanded along a dimension."""
-    for x in tensors:
-        if x.is_nested or x.layout is not torch.strided:
-            return
-        if x.shape == result.shape and 0 not in x.stride() and not (is_tracked and keep_distinct(x)):
-            return  # the common case
-    dims = {dim for dim, size in enumerate(result.shape) if size > 1}
-    for x in tensors:
-        dims &= _dims_of_same(x, result.dim())
-    if dims and 0 not in result.stride():
-        part = result.detach()
-        for dim in dims:
-            part = part.narrow(dim, 0, 1)
-        region.register(result, ((part.clone(),), _distinct_decoder(result.shape, result.stride())))
-
-
-def _dims_of_same(x: Tensor, count: int) -> set[int]:
-    """Return those of a result's ``count`` dimensions along which ``x``, which broadcasts to it, is constant."""
-    if not is_plain(x):
-        return set()
-    known = keep_distinct(x)
-    sizes = x.shape if known is None else known[0][0].shape
-    own = zip(range(count - x.dim(), count), sizes, x.stride(), strict=True)
-    return {*range(count - x.dim()), *(dim for dim, size, stride in own if size == 1 or not stride)}

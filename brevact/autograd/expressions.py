@@ -148,6 +148,12 @@ class Derived(Decoder):
             return False
         return sum(not self.sources[number][0].quality.is_exact for number in self.expression.reads) > 1
 
+    @property
+    def scales(self) -> bool:
+        """Whether it is a rounded factor times another one, or over a divisor."""
+        function = self.expression.function
+        return function is torch.mul or getattr(function, "__name__", None) in DIVISIONS
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
 
@@ -298,6 +304,8 @@ def _is_output(source: Saved) -> bool:
     return isinstance(source[1], OutputDecoder)
 
 
+#: Names of functions that divide.
+DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _SUMS = torch.add, Tensor.add, Tensor.__add__
 
 

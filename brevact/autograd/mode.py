@@ -25,15 +25,7 @@ from brevact.autograd.call_arguments import (
     names_of_operands,
     tensors_of_call,
 )
-from brevact.autograd.derived import (
-    MOST_DECODED,
-    Kind,
-    keep_distinct,
-    operands_of,
-    track_derived,
-    track_distinct,
-    track_moved,
-)
+from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
@@ -158,30 +150,27 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
     )
     if stays and row.is_backward and settings.double_backward:
         return hooks.run_backward(func, args, kwargs)
-    stays = stays and not settings.is_exact
-    is_tracked = stays and any_tracked(tensors) > 0
-    keeps_distinct = is_tracked and row.is_pointwise and any(keep_distinct(x) is not None for x in tensors)
-    if stays and not keeps_distinct:
+    if stays and not settings.is_exact:
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        if is_tracked and is_of_torch(func) and not settings.double_backward:
+        if any_tracked(tensors) and is_of_torch(func) and not settings.double_backward:
             result = hooks.run_exactly(func, args, kwargs)
         else:
             result = hooks.run_aside(func, args, kwargs)
-    elif row.is_pointwise and not keeps_distinct and hooks.pass_on(tensors):
+    elif row.is_pointwise and hooks.pass_on(tensors):
         result = hooks.run_aside(func, args, kwargs)
     else:
         hooks.cast_shapes = _NO_SHAPES
         if is_any_autocast_enabled():  # it may save anonymous copies of weights without gradient
             hooks.cast_shapes = frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))
-        hooks.reads_sizes, hooks.keeps_distinct = row.reads_sizes, keeps_distinct
+        hooks.reads_sizes = row.reads_sizes
         hooks.places = 0 if row.places is None else row.places(tensors)
         try:
             result = func(*args, **kwargs)
         finally:
-            hooks.cast_shapes, hooks.reads_sizes, hooks.keeps_distinct, hooks.places = None, False, False, 0
+            hooks.cast_shapes, hooks.reads_sizes, hooks.places = None, False, 0
     region.mark(result, is_weight=False)
     if type(result) is Tensor:
         if result.dtype in INTEGERS:
@@ -234,8 +223,6 @@ def _track(
     if type(result) is not Tensor:
         return
     is_tracked = any_tracked(tensors)
-    if row.is_pointwise and result.numel() >= region.settings.min_numel:
-        track_distinct(region, tensors, result, is_tracked > 0)
     if not (row.overwrites or is_tracked):
         return
     if row.is_pointwise and is_tracked == 2:

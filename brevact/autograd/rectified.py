@@ -27,18 +27,15 @@ from brevact.autograd.storages import find_record, is_tracked, note_held, record
 
 @dataclass(frozen=True, slots=True)
 class _Signs(Decoder):
-    """Decodes a mask to ``inside`` where it is set and ``outside`` elsewhere, in the replaced tensor's dtype."""
+    """Decodes a mask to ``inside`` where it is set and 0 elsewhere, in the replaced tensor's dtype."""
 
     mask: Decoder
     dtype: torch.dtype
     inside: float = 1.0
-    outside: float = 0.0
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        mask = self.mask.decode(tensors)
-        if self.inside == 1.0 and self.outside == 0.0:
-            return mask.to(self.dtype)
-        return torch.full_like(mask, self.outside, dtype=self.dtype).masked_fill_(mask, self.inside)
+        signs = self.mask.decode(tensors).to(self.dtype)
+        return signs if self.inside == 1.0 else signs.mul_(self.inside)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.mask.described(tensors)
@@ -47,10 +44,10 @@ class _Signs(Decoder):
 _signs = one_object_each(_Signs)
 
 
-def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0, outside: float = 0.0) -> Saved:
-    """Return the saved form of a tensor that is ``inside`` where a mask is set and ``outside`` elsewhere."""
+def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0) -> Saved:
+    """Return the saved form of a tensor that is ``inside`` where a mask is set and 0 elsewhere."""
     tensors, decoder = mask
-    return tensors, _signs(decoder, dtype, inside, outside)
+    return tensors, _signs(decoder, dtype, inside)
 
 
 _INVERSES: dict[str, Callable[..., Tensor]] = {

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.derived import derive, derive_output, keep_distinct
+from brevact.autograd.derived import derive, derive_output
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.norm_decoders import Centred, NormInput
@@ -155,8 +155,6 @@ class SavedTensorHooks:
         # Shapes of the frozen weights of the torch function that the region's mode runs, if its saved tensors may be
         # packed; None otherwise: then other code saves the tensors that the hooks see.
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
-        # Whether the function's saved tensors take their distinct forms, and those without one stay unpacked.
-        self.keeps_distinct = False
         # Whether the function's gradient reads only the sizes of floating-point tensors.
         self.reads_sizes = False
         # Number of places, if the integers that the function saves are places; 0 if they may be others.
@@ -376,7 +374,7 @@ class SavedTensorHooks:
                 with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
             return self._pack_for_other_code(x, frame)
-        if not (self.keeps_distinct or self.reads_sizes or self.places) and self.pass_on((x,)):
+        if not (self.reads_sizes or self.places) and self.pass_on((x,)):
             return x if x.grad_fn is None else x.detach(), x._version
         kept = self._keep(x, self._region, sys._getframe(1))
         stored = self._hand_on(kept)
@@ -457,9 +455,6 @@ class SavedTensorHooks:
     def _keep(self, x: Tensor, region: Keeper, saver: FrameType, unknown: str = "") -> Saved:
         """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
-        if self.keeps_distinct:
-            known = keep_distinct(x)
-            return keep_as_it_is(x, storage_report.NOT_NOISE) if known is None else reported(known)
         if settings is None or not region.packs:
             why = storage_report.NO_QUANTIZER
         elif not is_plain(x):

@@ -90,7 +90,7 @@ PRODUCTS = (
 #: Sums over elements.
 SUMS = frozenset(_packets(aten, "sum mean"))
 #: Smooth functions of all arguments, without a steep place.
-SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc sin cos atan asinh var var_mean"))
+SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc atan asinh var var_mean"))
 #: Smooth functions whose slopes follow from their results, which have a bound.
 SATURATING = frozenset((aten.tanh, aten.sigmoid))
 #: Ops between a layer's output and functions of it.

@@ -32,8 +32,6 @@ def reductions() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
             name = f"{reduce} {'with' if own else 'without'} self"
             found[f"scatter {name}"] = lambda x, s, o=options: x.scatter_reduce(0, WIDE, s, **o)
             found[f"scatter_ {name}"] = lambda x, s, o=options: x.scatter_reduce_(0, WIDE, s, **o)
-            if reduce != "sum":
-                found[f"index {name}"] = lambda x, s, o=options: x.index_reduce(0, INDEX, s, **o)
     return found
 
 
@@ -53,7 +51,6 @@ def run(function: Callable[[Tensor, Tensor], Tensor], trains: tuple[bool, bool],
 
 @pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.filterwarnings("ignore:index_reduce")
 def test_gradients_are_torchs_to_the_last_bit(name, trains):
     expected_out, expected = run(REDUCTIONS[name], trains, None)
     for chosen in (settings(bit_width=1), BackwardSettings(brevact.quantizer(LosslessBackward), min_numel=0)):
@@ -64,7 +61,6 @@ def test_gradients_are_torchs_to_the_last_bit(name, trains):
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.filterwarnings("ignore:index_reduce")
 def test_what_is_kept(name):
     x, source = torch.zeros(SIZE, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True) * 1
     with watch_saved() as saved, region(settings()):

@@ -69,7 +69,7 @@ def test_ops_that_compare_what_they_save_are_exact(function):
     assert_exact(function, torch.randn(MAP))
 
 
-@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.fmax, torch.fmin, torch.max, torch.min])
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.max, torch.min])
 def test_ties_and_nan_are_shared_as_torch_shares_them(function):
     nan, inf = float("nan"), float("inf")
     a, b = torch.tensor([nan, 1.0, 2.0, nan, 3.0, inf, inf]), torch.tensor([1.0, nan, 2.0, nan, 1.0, inf, -inf])
@@ -87,7 +87,7 @@ def test_clamp_gives_torchs_gradient_at_its_bounds(bounds):  # which differs bet
 
 
 @pytest.mark.parametrize("shapes", [((5, 4), (4,)), ((5, 1), (1, 4)), ((), (3,))])
-@pytest.mark.parametrize("function", [torch.maximum, torch.fmin])
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum])
 def test_extremes_of_two_tensors_broadcast(function, shapes):
     a, b = (torch.randn(shape) for shape in shapes)
     assert_exact(function, a, b)

@@ -83,15 +83,27 @@ def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
     torch.testing.assert_close(grad, decoded(slope, chosen) * weights, rtol=0, atol=0)
 
 
-def test_squares_of_products_are_unbiased():
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda x, s, weight: x * torch.exp(s / 4),
+        lambda x, s, weight: x / torch.exp(weight),
+        lambda x, s, weight: torch.div(x, weight + 2),
+        lambda x, s, weight: x * torch.exp(weight),
+        lambda x, s, weight: weight.exp().mul(x),
+    ],
+)
+def test_squares_of_products_are_unbiased(scaled):
     """A Gaussian's log-likelihood: factors are multiplied by their product, whose errors must not be theirs."""
     x = torch.randn(2, 128, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight = nn.Parameter(torch.zeros(32))
 
     def gradient(chosen) -> Tensor:
         with region(chosen):
-            z = (x[0] - 1) * torch.exp(x[1] / 4)
+            z = scaled(x[0] - 1, x[1], weight)
             loss = (z * z / 2).sum()
-        return torch.autograd.grad(loss, x)[0].flatten().double()
+        found = torch.autograd.grad(loss, (x, weight), materialize_grads=True)
+        return torch.cat([found[0][1].flatten(), found[1]]).double()
 
     want = gradient(None)
     torch.manual_seed(0)

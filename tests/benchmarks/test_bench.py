@@ -56,11 +56,12 @@ def test_time_and_noise():
     assert float(none["noise"]) == float(none["error"]) == 0
 
 
-def test_bytes_and_noise_of_compiled_steps(monkeypatch):
+def test_measures_of_compiled_steps(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setitem(MODELS, "perceptron", Model((), perceptron))
     policies = ["compile:1", "compile+StochBackward2bit", "compile:0.2+StochBackward2bit"]
-    rows, errors = measure_model("perceptron", policies, ["bytes", "noise"], 2, 2)
+    rows, errors = measure_model("perceptron", policies, ["bytes", "compile", "noise"], 2, 2)
+    assert all(float(row["compile"]) > 0 for row in rows.values())
     plain, packed, again = (float(rows[policy]["kept_mib"]) for policy in policies)
     assert not errors and plain > packed > again
     noise = [float(rows[policy]["noise"]) for policy in policies[1:]]
@@ -83,7 +84,7 @@ def test_main_appends_rows_of_fresh_processes(tmp_path: Path):
     "options, message",
     [
         (["BART"], "'BART' is not a model or a group; near are BERT"),
-        (["qat", "--measure", "speed"], "got speed; accepted are bytes, peak, time, noise"),
+        (["qat", "--measure", "speed"], "got speed; accepted are bytes, peak, time, compile, noise"),
         (["qat", "--rounds", "1"], "--rounds 1: use at least 2"),
     ],
 )

@@ -29,7 +29,6 @@ MOVES = {
     "max_pool": lambda a, b: F.max_pool2d(a, 3, 2, 1),
     "max_pool_of_channels_last": lambda a, b: F.max_pool2d(a.contiguous(memory_format=torch.channels_last), 2),
     "max_pool1d": lambda a, b: F.max_pool1d(a.flatten(2), 2).unsqueeze(-1),
-    "adaptive_max_pool": lambda a, b: F.adaptive_max_pool2d(b, 3),
     "pool_and_cat": lambda a, b: torch.cat([F.max_pool2d(a, 2), F.max_pool2d(b, 2)], 1),
 }
 

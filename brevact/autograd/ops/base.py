@@ -375,12 +375,6 @@ def clamp_passes_bounds() -> bool:
     return _gradient(lambda x: x.clamp(0.0, 1.0), 0.0) == 1.0
 
 
-@functools.cache
-def fmax_shares_ties() -> bool:
-    """Return whether equal elements share the gradient of ``fmax`` and ``fmin``: in torch 2.15, not in 2.13."""
-    return _gradient(torch.fmax, 1.0, 1.0) == 0.5
-
-
 def _gradient(function: Callable[..., Tensor], *values: float) -> float:
     with disable_modes(), torch.inference_mode(False), outside_regions(torch.device("cpu")):
         numbers = [torch.tensor(value, device="cpu", dtype=torch.float32).requires_grad_() for value in values]

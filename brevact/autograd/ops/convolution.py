@@ -122,15 +122,6 @@ def _sample_by_sample(
     return grad_input, *totals
 
 
-def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Split ``padding="same"`` as torch does: the odd element is padded on the right of the input."""
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    if any(t % 2 for t in total):
-        right = [amount for t in reversed(total) for amount in (0, t % 2)]
-        input = torch.nn.functional.pad(input, right)
-    return input, tuple(t // 2 for t in total)
-
-
 def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
     return (
         region.packs_layer(input, weight, bias)
@@ -181,12 +172,12 @@ def _convolution(
         return NotImplemented
     if isinstance(padding, str):
         steps, gaps = as_tuples(dims, stride, dilation)
-        if padding == "same" and all(s == 1 for s in steps):
-            input, padding = _same_padding(input, weight, gaps)
-        elif padding == "valid":
-            padding = 0
-        else:
+        total = [gap * (size - 1) for gap, size in zip(gaps, weight.shape[2:], strict=True)]
+        if padding not in ("same", "valid") or (padding == "same" and any(step != 1 for step in steps)):
             return NotImplemented  # torch raises the error
+        if padding == "same" and any(each % 2 for each in total):
+            return NotImplemented  # torch pads the input on one side, and hooks pack it
+        padding = [each // 2 for each in total] if padding == "same" else 0
     steps, pads, dilation = as_tuples(dims, stride, padding, dilation)
     geometry = steps, pads, dilation, False, [0] * dims, groups
     return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)

@@ -4,13 +4,11 @@ Gradients by the elements do not depend on them: torch saves a gather's or a ref
 its sizes alone. A sampling grid is saved exactly: packed points would lie between other elements. dL/dgrid is linear in
 the packed input: unbiased.
 
-Ops that reduce rows and elements into others: indices are saved, and for extremes which were chosen.
+``scatter_reduce`` saves indices, and for extremes which were chosen. With an index i_e for each element e of the source
+x, the result y and its gradient g:
 
-With an index i_e for each element e of the source x, the result y and its gradient g:
-
-    scatter_reduce, index_reduce
-        sum, mean                     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 for a sum
-        amax, amin                    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
+    sum, mean     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 for a sum
+    amax, amin    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
 
 Elements are only compared, yet torch saves source, target and result. Masks of one bit per element hold the same
 information; the gradient is torch's to the last bit.
@@ -19,7 +17,7 @@ information; the gradient is torch's to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,23 +78,6 @@ _LOOKUPS = ("gather", "take_along_dim", "index_add", "index_copy")
 _STORED_MASK = Stored("masked_select", MASKS, EXACT)
 
 
-class _Places(NamedTuple):
-    """Destinations of elements along a dimension: one index per element, or per row."""
-
-    dim: int
-    is_by_row: bool
-    inplace: bool
-
-    def take(self, x: Tensor, index: Tensor) -> Tensor:
-        return x.index_select(self.dim, index) if self.is_by_row else x.gather(self.dim, index)
-
-    def add(self, x: Tensor, index: Tensor, source: Tensor) -> Tensor:
-        return (x.index_add if self.is_by_row else x.scatter_add)(self.dim, index, source)
-
-    def clear(self, x: Tensor, index: Tensor) -> Tensor:
-        return (x.index_fill if self.is_by_row else x.scatter)(self.dim, index, 0)
-
-
 _EXTREMES = frozenset(("amax", "amin"))
 
 
@@ -111,63 +92,56 @@ def _can_store(region: Keeper, input: Any, dim: Any, index: Any, source: Any) ->
     return same and source.numel() > 0 and largest >= region.settings.min_numel and input.device == source.device
 
 
-def _reducing(is_by_row: bool) -> Callable:
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Any,
-        dim: Any,
-        index: Any,
-        src: Any = None,
-        reduce: Any = None,
-        *,
-        include_self: Any = True,
-        **kwargs: Any,
-    ) -> Any:
-        if is_by_row and src is None:
-            src = kwargs.pop("source", None)
-        if kwargs or reduce not in ("sum", "mean", *_EXTREMES) or not _can_store(region, input, dim, index, src):
-            return NotImplemented  # products are singular
-        if index.dim() != 1 if is_by_row else index.shape != src.shape:
-            return NotImplemented
-        places = _Places(dim, is_by_row, is_inplace(func, (), {}))
+def _scatter_reduce(
+    region: Keeper,
+    func: Callable,
+    input: Any,
+    dim: Any,
+    index: Any,
+    src: Any = None,
+    reduce: Any = None,
+    *,
+    include_self: Any = True,
+    **kwargs: Any,
+) -> Any:
+    if kwargs or reduce not in ("sum", "mean", *_EXTREMES) or not _can_store(region, input, dim, index, src):
+        return NotImplemented  # products are singular
+    if index.shape != src.shape:
+        return NotImplemented
+    inplace, shape = is_inplace(func, (), {}), src.shape
 
-        shape = src.shape
+    def run(ctx: Any, x: Tensor, i: Tensor, source: Tensor) -> Tensor:
+        before = x.clone() if inplace and reduce in _EXTREMES else x
+        out: Tensor = func(x, dim, i, source, reduce, include_self=include_self)
+        masks: tuple[Saved, ...] = ()
+        if reduce in _EXTREMES:
+            masks = keep_mask(before == out), keep_mask(source == out.gather(dim, i))
+        if inplace:
+            ctx.mark_dirty(x)
+        save(ctx, *masks, keep_places(i, region.settings, x.shape))
+        return out
 
-        def run(ctx: Any, x: Tensor, i: Tensor, source: Tensor) -> Tensor:
-            before = x.clone() if places.inplace and reduce in _EXTREMES else x
-            out: Tensor = func(x, dim, i, source, reduce, include_self=include_self)
-            masks: tuple[Saved, ...] = ()
-            if reduce in _EXTREMES:
-                masks = keep_mask(before == out), keep_mask(source == places.take(out, i))
-            if places.inplace:
-                ctx.mark_dirty(x)
-            save(ctx, *masks, keep_places(i, region.settings, x.shape))
-            return out
+    def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
+        *masks, i = (each.decode() for each in kept)
+        grad_input, of_source = grad, None
+        if masks:
+            of_input, of_source = (mask.to(grad.dtype) for mask in masks)
+            grad = grad / of_input.scatter_add(dim, i, of_source)
+            grad_input = of_input * grad
+        elif reduce == "mean":
+            counts = torch.ones_like(grad) if include_self else torch.zeros_like(grad)
+            counts = counts.scatter_add(dim, i, grad.new_ones(()).expand(shape))
+            grad = grad_input = grad / counts.masked_fill_(counts == 0, 1)
+        grad_source = grad.gather(dim, i)
+        if of_source is not None:
+            grad_source = of_source * grad_source
+        return grad_input if include_self else grad_input.scatter(dim, i, 0), None, grad_source
 
-        def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
-            *masks, i = (each.decode() for each in kept)
-            grad_input, of_source = grad, None
-            if masks:
-                of_input, of_source = (mask.to(grad.dtype) for mask in masks)
-                grad = grad / places.add(of_input, i, of_source)
-                grad_input = of_input * grad
-            elif reduce == "mean":
-                counts = torch.ones_like(grad) if include_self else torch.zeros_like(grad)
-                counts = places.add(counts, i, grad.new_ones(()).expand(shape))
-                grad = grad_input = grad / counts.masked_fill_(counts == 0, 1)
-            grad_source = places.take(grad, i)
-            if of_source is not None:
-                grad_source = of_source * grad_source
-            return grad_input if include_self else places.clear(grad_input, i), None, grad_source
-
-        return region.apply(Formula, run, gradients, input, index, src)
-
-    return handle
+    return region.apply(Formula, run, gradients, input, index, src)
 
 
 _REDUCED = Stored(
-    "`scatter_reduce`, `index_reduce` (sum, mean, amax, amin)",
+    "`scatter_reduce` (sum, mean, amax, amin)",
     "the indices; of extremes, masks of 1 bit per element",
     EXACT,
 )
@@ -194,11 +168,5 @@ OPS = (
         places=places_in_first,
     ),
     Op(everywhere("constant_pad_nd", "put", "masked_fill", "masked_scatter"), saves=Saves.PLACES),
-    *(
-        Op((getattr(torch, name), getattr(Tensor, name), getattr(Tensor, name + "_")), handler, _REDUCED)
-        for name, handler in (
-            ("scatter_reduce", _reducing(False)),
-            ("index_reduce", _reducing(True)),
-        )
-    ),
+    Op((torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_), _scatter_reduce, _REDUCED),
 )

@@ -4,23 +4,19 @@ Piecewise linear functions: the gradient is g where the mask is set and slope * 
 gradient on, as in PyTorch's own backward kernels. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN,
 arXiv:2104.14129, section 4.
 
-Rectifiers that need more than one mask and one number: PReLU, randomized ReLU, the absolute value.
+Rectifiers that need more than one mask and one number: PReLU, the absolute value.
 
 PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) saved
-packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training saves its slopes packed:
-unbiased, too; on a channels_last CPU tensor torch saves them in another order than it used them, and its gradient is
-wrong there. The absolute value saves the sign in two bits: exact; for complex numbers their directions, packed.
+packed if the weight trains, unbiased since it is linear in r. The absolute value saves the sign in two bits: exact;
+for complex numbers their directions, packed.
 
 Dropout of elements and of channels, a bit per random number: the gradient is g times the factor of kept elements, and
-0 elsewhere. Random numbers are those that torch draws. Alpha dropout replaces dropped elements by SELU's limit and
-scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2), which keeps mean and variance. Source: Klambauer et al.,
-arXiv:1706.02515, section "New dropout technique".
+0 elsewhere. Random numbers are those that torch draws. Alpha dropout is torch's own, which saves its noise.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -60,8 +56,8 @@ class _Pieces(NamedTuple):
     outside: float = 0.0
     #: Recomputes the function from its input, which if derived may be beyond a corner, and the mask; None: of no use.
     value: TensorFunction | ByMask | None = ByMask()
-    #: Values inside and outside the mask that torch's own backward can read in place of the tensor that it saves.
-    stands: tuple[float, float] = (1.0, 0.0)
+    #: Whether torch's own backward reads only where the tensor that it saves is positive.
+    reads_signs: bool = False
     #: The operand of torch's backward kernel besides the gradient, and whether it is the first one.
     reads: Literal["input", "output", "mask"] = "input"
     saved_first: bool = True
@@ -95,14 +91,12 @@ def _by_torch(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces,
 
     In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
     """
-    runner, inside = region.torch_runner(input), pieces.stands[0]
+    runner = region.torch_runner(input) if pieces.reads_signs else None
     if runner is None or input.numel() < region.settings.min_numel or (pieces.inplace and pieces.reads != "output"):
         return NotImplemented
-    if math.isfinite(inside) and abs(inside) > torch.finfo(input.dtype).max:
-        return NotImplemented
     mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
-    out = runner.run_torch_function(call, input, kept=stand_in(mask, input.dtype, *pieces.stands))
-    if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
+    out = runner.run_torch_function(call, input, kept=stand_in(mask, input.dtype))
+    if source is not None and pieces.value is not None:
         derive(region, out, pieces.value, ((input, source), (input, mask)))
     return out
 
@@ -137,14 +131,6 @@ def _where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
     return (x.view(integers) ^ low).bitwise_and(mask.to(integers).neg_()).bitwise_xor_(low).view(x.dtype)
 
 
-def _between(low: float, high: float) -> float:
-    if math.isfinite(low) and math.isfinite(high):
-        return (low + high) / 2
-    if math.isfinite(low):
-        return low + max(1.0, abs(low))
-    return high - max(1.0, abs(high)) if math.isfinite(high) else 0.0
-
-
 def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
 
@@ -153,25 +139,23 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     min_val, max_val = as_number(min_val), as_number(max_val)
 
     mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
-    stands = _between(min_val, max_val), math.inf
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, saved_first=False)
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), saved_first=False)
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
     value = _Bounded(0.0, 1.0, slope=_SIXTH, shift=0.5)
-    mask, stands = (lambda x: (x > -3) & (x < 3)), (0.0, math.inf)
-    return _Pieces(mask, inplace, inside=_SIXTH, value=value, stands=stands, saved_first=False)
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=_SIXTH, value=value, saved_first=False)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
+    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope), reads_signs=True)
 
 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     threshold, value = as_number(threshold), as_number(value)
 
     mask = _passed_by(aten.threshold_backward, threshold)
-    return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
+    return _Pieces(mask, inplace, value=_Bounded(value, None))
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
@@ -184,9 +168,7 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
             return below(x, max) if min is None else above(x, min)
         return above(x, min) & below(x, max)
 
-    low, high = -math.inf if min is None else as_number(min), math.inf if max is None else as_number(max)
-    middle = high if high == math.inf else low if low == -math.inf else (low + high) / 2
-    return _Pieces(mask, value=_Bounded(min, max), stands=(middle, math.nan), reads="mask")
+    return _Pieces(mask, value=_Bounded(min, max), reads="mask")
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
@@ -215,21 +197,23 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
 #: Pieces of functions, from their parameters.
 _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     # pack_mask reads a floating-point tensor as ~(x <= 0)
-    lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output"): everywhere("relu"),
+    lambda input, inplace=False: _Pieces(lambda x: x, inplace, reads="output", reads_signs=True): everywhere("relu"),
     _hardtanh: (F.hardtanh, F.hardtanh_),
     lambda input, inplace=False: _hardtanh(input, 0.0, 6.0, inplace): (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu, F.leaky_relu_),
     _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),  # type: ignore[attr-defined]
-    lambda input, lambd=0.5: _Pieces(
-        _passed_by(aten.softshrink_backward, lambd), value=None, stands=(math.inf, 0.0), saved_first=False
-    ): (F.softshrink,),
-    lambda input, lambd=0.5: _Pieces(
-        _passed_by(aten.hardshrink_backward, lambd), stands=(math.inf, 0.0), saved_first=False
-    ): (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
+    lambda input, lambd=0.5: _Pieces(_passed_by(aten.softshrink_backward, lambd), value=None, saved_first=False): (
+        F.softshrink,
+    ),
+    lambda input, lambd=0.5: _Pieces(_passed_by(aten.hardshrink_backward, lambd), saved_first=False): (
+        F.hardshrink,
+        torch.hardshrink,
+        Tensor.hardshrink,
+    ),
     _clamp: everywhere("clamp", "clip"),
     lambda input, nan=0.0, posinf=None, neginf=None: _Pieces(
-        torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", saved_first=False
+        torch.isfinite, value=None, reads="mask", saved_first=False
     ): everywhere("nan_to_num"),
     lambda input, min: _clamp(input, min=min): everywhere("clamp_min"),
     lambda input, max: _clamp(input, max=max): everywhere("clamp_max"),
@@ -294,33 +278,6 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     return region.apply(Formula, run, gradients, input, weight)
 
 
-def _rrelu(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> Any:
-    inplace = inplace or func is torch.rrelu_
-    if not training:
-        of_mean = _handler(lambda input, lower, upper: _leaky_relu(input, (lower + upper) / 2))
-        return of_mean(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
-    if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
-        return NotImplemented
-
-    def run(ctx: Any, x: Tensor) -> Tensor:
-        slopes = torch.empty_like(x, memory_format=torch.contiguous_format)  # torch writes them in this order
-        out: Tensor = (aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise)(x, slopes, lower, upper, True)
-        if inplace:
-            ctx.mark_dirty(x)
-        save(ctx, region.keep(slopes, share=False))
-        return out
-
-    return region.apply(Formula, run, _times, input)
-
-
 def _times(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
     return (kept.multiply(grad),)
 
@@ -363,61 +320,38 @@ OPS = (
         _prelu,
         Stored("PReLU", "a mask; the negative elements, packed, where the weight trains", UNBIASED),
     ),
-    Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
     Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),
     Op(everywhere("abs", "absolute"), stored=Stored("abs of complex numbers", "their directions, packed", UNBIASED)),
 )
 
 
-_ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as in torch
-
-
 @functools.lru_cache(maxsize=256)
-def _noise_of_kept(p: float, dtype: torch.dtype, alpha: bool = False) -> float:
+def _noise_of_kept(p: float, dtype: torch.dtype) -> float:
     with no_dispatch_modes():  # a selective checkpoint counts ops
-        one = torch.ones((), dtype=dtype)
-        return float(one.mul_(_alpha_factor(p)) if alpha else one.div_(1 - p))
+        return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
-def _alpha_factor(p: float) -> float:
-    return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-
-
-class _Noise(NamedTuple):
-    of_channels: bool = False
-    alpha: bool = False
-
-
-_OF_ELEMENTS = _Noise()
-
-
-def _drop(region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+def _drop(region: Keeper, input: Tensor, p: float, inplace: bool, of_channels: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
-        source, shift = region.find_kept(input), None
-        factor = _alpha_factor(p) if kind.alpha else 1.0 / (1.0 - p)
-        if kind == _OF_ELEMENTS and input.device.type != "cpu":
+        source = region.find_kept(input)
+        if input.device.type != "cpu" and not of_channels:
             out, mask = torch.native_dropout(input, p, True)
-            out = input.copy_(out) if inplace else out
+            out, factor = input.copy_(out) if inplace else out, 1.0 / (1.0 - p)
         else:
             sizes = (*input.shape[:2], *(1 for _ in input.shape[2:]))
-            noise = input.new_empty(sizes) if kind.of_channels else torch.empty_like(input)
+            noise = input.new_empty(sizes) if of_channels else torch.empty_like(input)
+            factor = _noise_of_kept(p, input.dtype)
             mask = noise.bernoulli_(1 - p).bool()  # a comparison takes nine times as long
-            if kind.alpha:
-                shift = noise.add(-1).mul_(_ALPHA * factor).add_(_ALPHA * factor * p)
-                noise.mul_(factor)
-            else:
-                noise.div_(1 - p)
-            factor = _noise_of_kept(p, input.dtype, kind.alpha)
+            noise.div_(1 - p)
             out = input.mul_(noise) if inplace else input * noise
         kept = keep_mask(mask)
         save(ctx, kept)
-        stride = None if kind.of_channels else mask.stride()
+        stride = None if of_channels else mask.stride()
         ctx.gradients = times_mask(factor, stride, is_exact=region.settings.is_exact)
-        if shift is None:
-            derive(region, out, ByMask(factor), ((input, source), (mask, kept)), is_dirty=inplace)
+        derive(region, out, ByMask(factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
-        return out if shift is None else out.add_(shift)
+        return out
 
     return region.apply(Formula, run, None, input)
 
@@ -441,51 +375,42 @@ def _drop_by_torch(region: Keeper, func: Callable, input: Tensor, p: float, inpl
     return out
 
 
-def _dropping(kind: _Noise, dims: int = 0, unbatched: int | None = None) -> Callable:
-    """Make the handler of a dropout: of maps of ``dims`` dimensions, or of ``unbatched`` without a batch; 0: of any."""
-
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        p: float = 0.5,
-        training: Any = ...,  # not given; None is torch's error
-        inplace: bool = False,
-        *,
-        train: Any = ...,
-    ) -> Any:
-        training = train if training is ... else training
-        training = not kind.alpha if training is ... else training
-        inplace = inplace or func.__name__.endswith("_")
-        if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel()):
-            return NotImplemented  # nothing is dropped, or all is
-        if (kind.of_channels and input.dim() < 2) or (dims and input.dim() not in (dims, unbatched)):
-            return NotImplemented  # torch warns
-        if region.settings.double_backward:
-            return _drop_by_torch(region, func, input, p, inplace)
-        if not dims or input.dim() == dims:
-            return _drop(region, input, p, kind, inplace)
-        if inplace:
-            return NotImplemented  # torch changes the input's own shape, and back
-        return _drop(region, input.unsqueeze(0), p, kind, False).squeeze(0)
-
-    return handle
+def _dropout(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    p: float = 0.5,
+    training: Any = True,
+    inplace: bool = False,
+    *,
+    train: Any = ...,
+) -> Any:
+    training = training if train is ... else train
+    inplace = inplace or func.__name__.endswith("_")
+    if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel()):
+        return NotImplemented  # nothing is dropped, or all is
+    if region.settings.double_backward:
+        return _drop_by_torch(region, func, input, p, inplace)
+    return _drop(region, input, p, inplace)
 
 
-_MAPS = _Noise(of_channels=True)
-#: Kinds of noise, and dimensions of maps with and without a batch, by functions.
-_KINDS: dict[tuple[Callable, ...], tuple] = {
-    (torch.dropout, torch.dropout_): (_OF_ELEMENTS,),
-    (F.dropout1d,): (_MAPS, 3, 2),
-    (F.dropout2d,): (_MAPS, 4),
-    (F.dropout3d,): (_MAPS, 5, 4),
-    (F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_): (_Noise(alpha=True),),
-    (F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_): (_Noise(True, True),),
-    (torch.feature_dropout, torch.feature_dropout_): (_MAPS,),
-}
-_DROPPED = Stored("dropout of every kind", MASKS, EXACT)
+def _channel_dropout(
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: Any = True, inplace: bool = False
+) -> Any:
+    name = func.__name__
+    is_batch = input.dim() >= 2 and name.rstrip("_") in ("feature_dropout", f"dropout{input.dim() - 2}d")
+    if not (is_batch and region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0):
+        return NotImplemented
+    if region.settings.double_backward or not input.numel():
+        return NotImplemented
+    return _drop(region, input, p, inplace or name.endswith("_"), of_channels=True)
+
+
+_DROPPED = Stored("dropout of elements and of channels", MASKS, EXACT)
 DROPOUTS = (
-    Op((F.dropout,), _dropping(_OF_ELEMENTS), _DROPPED, twice=True),
-    *(Op(functions, _dropping(*kind), _DROPPED) for functions, kind in _KINDS.items()),
+    Op((F.dropout,), _dropout, _DROPPED, twice=True),
+    Op((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout, _DROPPED),
+    Op((torch.feature_dropout, torch.feature_dropout_), _channel_dropout, _DROPPED),
+    Op((torch.dropout, torch.dropout_), _dropout, _DROPPED),
     Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
 )

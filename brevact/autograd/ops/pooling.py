@@ -7,6 +7,7 @@ Source: DIVISION, arXiv:2208.04187, section 3.4.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,19 +29,12 @@ from brevact.quantizers import pack_codes, unpack_codes
 aten = torch.ops.aten
 
 
-class _Starts(NamedTuple):
-    """First input element of window i along a dimension: i * numerator // denominator - padding."""
-
-    numerator: int
-    denominator: int
-    padding: int
-
-
 class _Windows(NamedTuple):
     input: tuple[int, ...]
-    starts: tuple[_Starts, ...]
-    dilation: tuple[int, ...]
     extent: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
 
     @property
     def bit_width(self) -> int:
@@ -51,8 +45,7 @@ class _Windows(NamedTuple):
         rank, stride = len(self.input), 1
         first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in reversed(range(rank)):
-            numerator, denominator, padding = self.starts[dim]
-            start = torch.arange(like.shape[dim - rank], device=like.device) * numerator // denominator - padding
+            start = torch.arange(like.shape[dim - rank], device=like.device) * self.stride[dim] - self.padding[dim]
             first = first + (start * stride).view([-1 if axis == dim else 1 for axis in range(rank)])
             stride *= self.input[dim]
         return first
@@ -115,7 +108,10 @@ def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     input, kernel_size, stride, padding, dilation, ceil_mode, return_indices = given.values()
     dims, returns_index = _MAX_POOLS[func]
-    sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
+    if not (region.packs_layer_input(input) and input.requires_grad and input.numel()):
+        return NotImplemented
+    is_map = input.dim() in (dims + 1, dims + 2)
+    sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if is_map else None
     if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
         return NotImplemented  # torch raises the error
     flat = (1,) if dims == 1 else ()
@@ -123,21 +119,12 @@ def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     padding = (0,) * len(flat) + sizes[2]
     geometry = (kernel, stride, padding, dilation, ceil_mode)
     pool, pool_backward = _ATEN_MAX[len(kernel)]
-    starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
-    windows = _Windows(flat + tuple(input.shape[-dims:]), starts, dilation, kernel)
-    calls = lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i)
-    return _maxima(region, *calls, windows, input, dims, return_indices if returns_index is None else returns_index)
-
-
-def _maxima(
-    region: Keeper, pool: Callable, pool_backward: Callable, windows: _Windows, input: Tensor, dims: int, index: bool
-) -> Any:
-    """Run a max-pooling, which may return the ``index``; a 1-d one runs as 2-d over maps of height one."""
-    input = input.unsqueeze(-2) if dims == 1 else input
+    windows = _Windows(flat + tuple(input.shape[-dims:]), kernel, stride, padding, dilation)
+    input = input.unsqueeze(-2) if dims == 1 else input  # a 1-d pooling runs as 2-d over maps of height one
     input_like = input.shape, input.stride(), input.dtype
 
     def run(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        out, index = pool(x)
+        out, index = pool(x, *geometry)
         track_pooled_codes(x, index, out, len(windows.input))
         codes = pack_codes(windows.position(index), windows.bit_width)
         source = region.find_known(x)
@@ -150,41 +137,11 @@ def _maxima(
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, _: None, codes: Tensor) -> tuple[Any, ...]:
         index = _Positions(windows, grad.shape).decode((codes,))
-        return (pool_backward(grad, blank(input_like, grad), index),)
+        return (pool_backward(grad, blank(input_like, grad), *geometry, index),)
 
     found = region.apply(Formula, run, gradients, input)
     found = tuple([x.squeeze(-2) for x in found]) if dims == 1 else found
-    return found if index else found[0]
-
-
-def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
-    """Windows [floor(i n / m), ceil((i + 1) n / m)) of adaptive pooling from n to m elements."""
-    starts = tuple(_Starts(n, m, 0) for n, m in zip(input, output, strict=True))
-    extent = tuple(max(-(-(i + 1) * n // m) - i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
-    return _Windows(tuple(input), starts, (1,) * len(starts), extent)
-
-
-def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
-    sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
-    sizes = sizes * dims if len(sizes) == 1 else sizes
-    if len(sizes) != dims:
-        return ()
-    return tuple(n if size is None else size for size, n in zip(sizes, input.shape[-dims:], strict=True))
-
-
-def _adaptive_max_pool(
-    region: Keeper, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False
-) -> Any:
-    dims, returns_index = _ADAPTIVE_MAX_POOLS[func]
-    size = _adaptive_size(output_size, input, dims) if _can_pool(region, input, dims) else ()
-    if not size or min(size) <= 0:
-        return NotImplemented
-    flat = (1,) if dims == 1 else ()
-    size = flat + size
-    windows = _adaptive_windows(flat + tuple(input.shape[-dims:]), size)
-    pool, pool_backward = _ATEN_ADAPTIVE_MAX[len(size)]
-    returns_index = return_indices if returns_index is None else returns_index
-    return _maxima(region, lambda x: pool(x, size), pool_backward, windows, input, dims, returns_index)
+    return found if (return_indices if returns_index is None else returns_index) else found[0]
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
@@ -200,15 +157,6 @@ def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: A
     return sizes if all(2 * p <= k for k, p in zip(sizes[0], sizes[2], strict=True)) else None
 
 
-def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
-    return (
-        region.packs_layer_input(input)
-        and input.requires_grad
-        and input.dim() in (dims + 1, dims + 2)
-        and input.numel() > 0
-    )
-
-
 _DIMS = (1, 2, 3)
 #: Functions with the dimensions that they pool, and whether they return indices; None: the caller chooses.
 _MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
@@ -216,24 +164,29 @@ _MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
     **{getattr(torch, f"max_pool{dims}d"): (dims, False) for dims in _DIMS},
     **{getattr(F, f"max_pool{dims}d_with_indices"): (dims, True) for dims in _DIMS},
 }
-_ADAPTIVE_MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
-    **{getattr(F, f"adaptive_max_pool{dims}d"): (dims, None) for dims in _DIMS},
-    **{getattr(F, f"adaptive_max_pool{dims}d_with_indices"): (dims, True) for dims in _DIMS},
-}
-#: ATen's functions for the last two and three dimensions, and their gradients.
+#: ATen's functions of two and three dimensions, and their gradients.
 _ATEN_MAX = {
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
-_ATEN_ADAPTIVE_MAX = {
-    2: (aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
-    3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
-}
 
-_MAXIMUM = Stored("max-pooling, adaptive too", "position in the window, ceil(log2(window)) bits", EXACT)
+
+def _places_in_maps(dims: int, tensors: Sequence[Tensor]) -> int:
+    return math.prod(tensors[0].shape[-dims:])
+
+
+_MAXIMUM = Stored("max-pooling", "position in the window, ceil(log2(window)) bits", EXACT)
 OPS = (
     Op(tuple(_MAX_POOLS), _max_pool, _MAXIMUM),
-    Op(tuple(_ADAPTIVE_MAX_POOLS), _adaptive_max_pool, _MAXIMUM),
+    *(
+        Op(
+            everywhere(f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"),
+            stored=Stored("adaptive max-pooling", "the indices, in the smallest integers that hold them", EXACT),
+            saves=Saves.SIZES,
+            places=functools.partial(_places_in_maps, dims),
+        )
+        for dims in _DIMS
+    ),
     Op(
         everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in _DIMS)),
         stored=Stored("average pooling", NOTHING, EXACT),
@@ -247,7 +200,7 @@ OPS = (
     ),
     Op(
         everywhere(
-            *(f"{kind}_pool{dims}d" for kind in ("max", "adaptive_max") for dims in _DIMS),
+            *(f"max_pool{dims}d" for dims in _DIMS),
             *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
         ),
         saves=Saves.SIZES,

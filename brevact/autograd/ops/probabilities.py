@@ -10,12 +10,9 @@ leaves a bias, with independent errors e = p^ - p of mean 0:
     E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
 
 The bias has one sign at all voxels of a segmentation, and the gradient of the last layer's bias adds it up. So softmax
-over classes saves unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes:
-
-- for two or three classes the products of two probabilities, in no more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j) is
-  linear in them;
-- for more classes p^, rounded stochastically, so that errors are independent, e^2 at 1 bit per element, whose product
-  with g is added, and the most probable class k: g - g_k takes the place of g, since dL/dx is the same for both.
+over classes saves unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes: p^,
+rounded stochastically, so that errors are independent, e^2 at 1 bit per element, whose product with g is added, and the
+most probable class k: g - g_k takes the place of g, since dL/dx is the same for both.
 
 Attention (the last of three or more dimensions, more than 32 keys) shares one packed copy of p with the product that
 reads p next. Its gradient is of p^ / sum(p^), and of the order of Var(p^) is its bias.
@@ -62,25 +59,6 @@ def _of_whole(grad: Tensor, dim: int, kept: Any) -> Tensor:
 
 _WHOLE = _Rule(lambda region, out, dim: (region.keep(out),), _of_whole)
 
-#: Numbers of classes with no more products of two than probabilities.
-_FEW = (2, 3)
-
-
-def _saves_products(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
-    p = out.detach().unbind(dim)
-    products = [p[0] * p[1]] if len(p) == 2 else [a * b for a, b in zip(p, (*p[1:], p[0]), strict=True)]
-    return (region.keep(torch.stack(products, dim), share=False),)
-
-
-def _of_products(grad: Tensor, dim: int, kept: Any) -> Tensor:
-    products, g = kept.decode().unbind(dim), grad.unbind(dim)
-    flows = [p * (a - b) for p, a, b in zip(products, g, (*g[1:], g[0]), strict=False)]
-    of_inputs = (flows[0], -flows[0]) if len(g) == 2 else [flows[i] - flows[i - 1] for i in range(len(g))]
-    return torch.stack(tuple(of_inputs), dim).contiguous()
-
-
-_OF_FEW = _Rule(_saves_products, _of_products)
-
 #: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
 
@@ -125,8 +103,6 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Ru
     if not -len(shape) <= dim < len(shape):
         return _WHOLE
     classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
-    if classes in _FEW:
-        return _OF_FEW
     attends = is_last and len(shape) > 2 and classes > _MOST_CLASSES_OF_SCORES
     packs_at_random = settings.quantizer.is_stochastic and not settings.is_lossless
     return _WHOLE if classes < 2 or attends or not packs_at_random else _OF_CLASSES
@@ -186,9 +162,8 @@ def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim:
 
 _STORED = Stored(
     "softmax",
-    "with two or three classes products of two probabilities, packed; with more the output, packed, squares of its "
-    "errors at 1 bit, and the most probable class; in attention over more than 32 keys the output, packed, shared with "
-    "its readers",
+    "the output, packed, squares of its errors at 1 bit, and the most probable class; in attention over more than 32 "
+    "keys the output, packed, shared with its readers",
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored("log-softmax, log-sum-exp", "the probabilities, packed", UNBIASED)

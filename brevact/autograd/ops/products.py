@@ -4,12 +4,7 @@ With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the
 dimensions; complex factors are conjugated. A factor is saved only if the other one needs a gradient. Unbiased: each
 gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 
-In grouped products (mixtures of experts) rows o[e-1] to o[e] of A meet the matrix B_e of expert e: C_s = A_s B_e. With
-the gradient g of C and the decoded A^: dL/dA_s = g_s B_e^T, exact, and dL/dB_e = sum over the rows of e of A^_s^T g_s,
-linear in A^, hence unbiased. Both are grouped products again, in the memory order of torch's own backward.
-
-Torch leaves rows after the last offset uninitialized. They are 0 here: an arbitrary number in the bucket of the last
-rows would set their scale.
+Grouped products (mixtures of experts) are torch's own; hooks pack their factors.
 
 Elementwise products (squeeze-and-excitation, gates, affine scales): each factor is saved packed if it is needed.
 
@@ -186,12 +181,6 @@ def _remember(region: Keeper, a: Tensor, b: Tensor, bias: Tensor | None, out: Te
         remember_output(region, _with_weight, a, b, bias, out, cost=b.shape[0])
 
 
-def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
-    if not _can_pack(region, other, input):
-        return NotImplemented
-    return _apply(region, lambda a, b, _: func(b, a), _Matmul.of(other, input), other, input)
-
-
 def _multiply_add(
     region: Keeper,
     func: Callable,
@@ -252,51 +241,21 @@ _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
 STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
-def _are_columns(x: Tensor) -> bool:
-    return x.stride(-2) == 1 and x.stride(-1) == max(1, x.shape[-2])
+def _grouped(region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, **kwargs: Any) -> Any:
+    """Run torch's product of groups of rows with a matrix each, and set rows after the last group to 0.
 
-
-def _without_rest(out: Tensor, offs: Tensor) -> Tensor:
-    if is_on_host(out):
-        if (end := int(offs[-1])) < len(out):
+    Torch leaves these uninitialized: an arbitrary number in the bucket of the last rows would set their scale.
+    """
+    if not (region.packs_layer(input, mat2) and input.dim() == 2 and isinstance(offs, Tensor) and offs.numel()):
+        return NotImplemented
+    out = region.hooks.run_torch(functools.partial(func, offs=offs, **kwargs), input, mat2)
+    with torch.no_grad():
+        if not is_on_host(out):
+            rows = torch.arange(len(out), device=out.device)
+            out.masked_fill_((rows >= offs[-1]).unsqueeze(1), 0)
+        elif (end := int(offs[-1])) < len(out):
             out[end:].zero_()
-        return out
-    rows = torch.arange(len(out), device=out.device)
-    return out.masked_fill_((rows >= offs[-1]).unsqueeze(1), 0)
-
-
-def _grouped(
-    region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Any:
-    """Handle groups of rows, each with a matrix; torch runs the other forms of grouped products."""
-    if not region.packs_layer(input, mat2):
-        return NotImplemented
-    if input.dim() != 2 or mat2.dim() != 3 or not isinstance(offs, Tensor) or not offs.numel():
-        return NotImplemented
-    if bias is not None or out_dtype not in (None, input.dtype) or input.numel() < region.settings.min_numel:
-        return NotImplemented
-    columns_of_a, columns_of_b = _are_columns(input), _are_columns(mat2)
-
-    def run(ctx: Any, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        needs_a, needs_b = ctx.needs_input_grad[3:5]
-        kept = keep_operand(region, a) if needs_b else None, keep_operand(region, b) if needs_a else None
-        save(ctx, *kept, exact=(offs,))
-        return _without_rest(func(a, b, offs=offs), offs)
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept_a: Any, kept_b: Any, offs: Tensor) -> tuple[Any, ...]:
-        grad_a = grad_b = None
-        if kept_b is not None:
-            b = kept_b.decode()
-            grad_a = grouped_mm(b, grad.mT, offs=offs).mT if columns_of_a else grouped_mm(grad, b.mT, offs=offs)
-        if kept_a is not None:
-            a = kept_a.decode()
-            grad_b = grouped_mm(grad.mT, a, offs=offs).mT if columns_of_b else grouped_mm(a.mT, grad, offs=offs)
-        return grad_a, grad_b, None
-
-    return region.apply(Formula, run, gradients, input, mat2, offs)
-
-
-_FUNCTIONS = *everywhere("grouped_mm"), grouped_mm
+    return out
 
 
 OPS = (
@@ -306,7 +265,6 @@ OPS = (
         STORED,
         is_bit_exact=False,
     ),
-    Op((Tensor.__rmatmul__,), _multiply_reversed, STORED, is_bit_exact=False),
     Op(
         tuple(getattr(home, name) for home in (torch, Tensor) for name in _ADDED),
         _multiply_add,
@@ -320,8 +278,12 @@ OPS = (
         saves=Saves.FACTORS,
     ),
     Op(everywhere("multi_dot"), saves=Saves.FACTORS),
-    Op(_FUNCTIONS, _grouped, STORED._replace(op="grouped matrix products (mixtures of experts)")),
-    Op(_FUNCTIONS, saves=Saves.FACTORS),
+    Op(
+        (*everywhere("grouped_mm"), grouped_mm),
+        _grouped,
+        STORED._replace(op="grouped matrix products (mixtures of experts)"),
+        saves=Saves.FACTORS,
+    ),
 )
 
 

@@ -319,8 +319,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
-    known = region.find_known(input)
-    is_product = known is not None and isinstance(known[1], Derived) and known[1].multiplies
+    is_product = _is_product(region, input)
     if input.is_leaf or not (is_product or are_rows(input.shape, (-1,))):
         return NotImplemented
     if not is_product and _may_be_held(region, input):
@@ -330,11 +329,20 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
             return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
 
     def run(ctx: Any, x: Tensor) -> Tensor:
-        # Of a product of packed factors, which read their square, the errors must not be theirs.
+        # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors.
         save(ctx, region.keep(x, share=False) if is_product else keep_by_rows(region, x, (-1,)))
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
+
+
+def _is_product(region: Keeper, x: Tensor) -> bool:
+    """Return whether a tensor derives from a packed factor that the gradient of another factor, or divisor, reads."""
+    known = region.find_known(x)
+    if known is None or not isinstance(known[1], Derived):
+        return False
+    node = x.grad_fn if known[1].scales else None
+    return known[1].multiplies or (node is not None and sum(fn is not None for fn, _ in node.next_functions) > 1)
 
 
 def _may_be_held(region: Keeper, x: Tensor) -> bool:

@@ -3,7 +3,6 @@
 With n = |x| along some dimensions and u = x / n (0 where n is 0, as in torch):
 
     norm                 dL/dx = g u
-    pairwise_distance    n = |a - b + eps|:  dL/da = g u,  dL/db = -g u
     std                  dL/dx = g z / (N - c),  z = (x - mean) / std  (0 where std is 0),  c the correction
     var                  dL/dx = 2 g z std / (N - c)
     cosine_similarity    s = sum(u v):  dL/dx = g (v - s u) / |x|,  dL/dy = g (u - s v) / |y|
@@ -62,25 +61,6 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
     return (x / norm).masked_fill_(norm == 0, 0)
 
 
-def _apply_norm(
-    region: Keeper, call: Callable[..., Tensor], group: _Group, eps: float, first: Tensor, second: Tensor | None
-) -> Tensor:
-    sizes, of_first, of_second = group.sizes, first.shape, None if second is None else second.shape
-
-    def run(ctx: Any, a: Tensor, b: Tensor | None) -> Tensor:
-        out = call(a) if b is None else call(a, b)
-        difference = a if b is None else a - b + eps
-        save(ctx, region.keep(_over(difference, out.reshape(sizes)), share=False))
-        ctx.is_deviation = True
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, unit: Any) -> tuple[Any, ...]:
-        along = unit.decode() * grad.reshape(sizes)
-        return along.sum_to_size(of_first) if needs[0] else None, -along.sum_to_size(of_second) if needs[1] else None
-
-    return region.apply(Formula, run, gradients, first, second)
-
-
 def _packs(region: Keeper, x: Any) -> bool:
     return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
 
@@ -90,7 +70,6 @@ _ORDERS: dict[Callable, tuple[str, Any]] = {
     **dict.fromkeys((torch.norm, Tensor.norm), ("p", "fro")),
     torch.linalg.vector_norm: ("ord", 2),
     torch.linalg.norm: ("ord", None),
-    torch.linalg.matrix_norm: ("ord", "fro"),
 }
 
 
@@ -101,48 +80,24 @@ def _norm(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: A
     }
     if len(args) > 3 or not given.keys() <= {name, "dim", "keepdim"} or not _packs(region, input):
         return NotImplemented
-    order, dim = given.get(name, default), given.get("dim", (-2, -1) if func is torch.linalg.matrix_norm else None)
-    is_of_two = isinstance(dim, tuple | list) and len(dim) == 2
+    order, dim = given.get(name, default), given.get("dim")
     is_of_vectors = order in ("fro", 2)
     if func is torch.linalg.vector_norm:
         is_of_vectors = order == 2
-    elif func is torch.linalg.matrix_norm:
-        is_of_vectors = order == "fro" and is_of_two
-    elif func is torch.linalg.norm:  # with another order of a matrix, or wrong dimensions
-        of_whole = order == "fro" and (input.dim() == 2 if dim is None else is_of_two)
-        is_of_vectors = order is None or of_whole or (order == 2 and isinstance(dim, int))
+    elif func is torch.linalg.norm:  # others are of matrices, or with wrong dimensions
+        is_of_vectors = order is None or (order == 2 and isinstance(dim, int))
     group = _group(input, dim) if is_of_vectors else None
-    return (
-        NotImplemented
-        if group is None
-        else _apply_norm(region, lambda x: func(x, *args, **kwargs), group, 0.0, input, None)
-    )
-
-
-def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
-    if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
+    if group is None:
         return NotImplemented
-    if a.dtype != b.dtype or region.are_weights(a, b) or 0 in (a.dim(), b.dim()):
-        return NotImplemented
-    try:
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-    except RuntimeError:
-        return NotImplemented  # torch raises the error
-    like = a.new_empty(()).expand(shape)
-    group = _group(like, dim) if like.numel() >= max(1, region.settings.min_numel) else None
-    return NotImplemented if group is None else _apply_norm(region, call, group, eps, a, b)
+    sizes = group.sizes
 
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = func(x, *args, **kwargs)
+        save(ctx, region.keep(_over(x, out.reshape(sizes)), share=False))
+        ctx.is_deviation = True
+        return out
 
-def _pairwise_distance(
-    region: Keeper, func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Any:
-    if p != 2:
-        return NotImplemented
-    return _distance(region, lambda a, b: func(a, b, p, eps, keepdim), x1, x2, -1, eps)
-
-
-def _dist(region: Keeper, func: Callable, input: Tensor, other: Tensor, p: float = 2) -> Any:
-    return _distance(region, lambda a, b: func(a, b, p), input, other, None, 0.0) if p == 2 else NotImplemented
+    return region.apply(Formula, run, lambda needs, grad, unit: (unit.decode() * grad.reshape(sizes),), input)
 
 
 def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +200,7 @@ def _normalize(
 
 _VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
-    "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
+    "2-norms, standard deviation, variance, `cosine_similarity` of 16 elements or more",
     "the normalized input, packed; the norms unpacked",
     UNBIASED,
 )
@@ -256,8 +211,6 @@ _NORMALIZED = Stored(
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
     **{(func,): functools.partial(_norm) for func in _ORDERS},  # rules name them apart
-    (torch.pairwise_distance, F.pairwise_distance): _pairwise_distance,
-    (torch.dist, Tensor.dist): _dist,
     (torch.std, Tensor.std, torch.std_mean, *_VARIANCES): _deviation,
     (torch.cosine_similarity, F.cosine_similarity): _cosine_similarity,
 }
