@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,15 @@ def taking_turns(*axes: Sequence[object]) -> list:
             marks=() if places in chosen else pytest.mark.exhaustive,
         )
         for places in sorted(rest)
+    ]
+
+
+def some_of(values: Iterable[Any], quick: int | Collection[Any]) -> list:
+    """Values for `pytest.mark.parametrize`: `make test` takes each so-many-th, or those that are in `quick`."""
+    return [
+        pytest.param(value, marks=() if is_quick else pytest.mark.exhaustive)
+        for place, value in enumerate(values)
+        for is_quick in [place % quick == 0 if isinstance(quick, int) else value in quick]
     ]
 
 

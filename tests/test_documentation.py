@@ -65,11 +65,10 @@ def _with_parts(page: Path) -> str:
     return re.sub(r'^--8<-- "(\S+\.md)(?::(\w+))?"$', part, page.read_text("utf-8"), flags=re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_pages_lead_to_files(page):
+def test_links_of_pages_lead_to_files():
     """The site's own check (``make docs``) sees places on pages, too."""
-    links = re.findall(r"\]\(([^)#\s]+)", _with_parts(page))
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#\s]+)", _with_parts(page))]
+    assert [each for each in links if "://" not in each[1] and not (each[0].parent / each[1]).exists()] == []
 
 
 def test_every_page_is_in_the_navigation():
@@ -109,14 +108,11 @@ for function in (brevact.distributed.quantized_hook, brevact.distributed.quantiz
     PUBLIC[f"distributed.{function.__name__}"] = function
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names_have_a_docstring_and_an_example(name):
+def test_public_names_have_a_docstring_and_an_example():
     """The examples run with the suite (``--doctest-modules``); tests/injectors/test_leaves.py checks leaves."""
-    found = PUBLIC[name]
-    documentation = inspect.getdoc(found) or ""
-    assert ">>>" in documentation or name in LEAVES, name
-    if inspect.isfunction(found):
-        missing = [
-            parameter for parameter in inspect.signature(found).parameters if f"{parameter}: " not in documentation
-        ]
-        assert not missing and "Returns:" in documentation and "Raises:" in documentation
+    for name, found in PUBLIC.items():
+        documentation = inspect.getdoc(found) or ""
+        assert ">>>" in documentation or name in LEAVES, name
+        if inspect.isfunction(found):
+            missing = [each for each in inspect.signature(found).parameters if f"{each}: " not in documentation]
+            assert not missing and "Returns:" in documentation and "Raises:" in documentation, name

@@ -16,24 +16,6 @@ FOUND = figures.figures()
 _MEASURED = re.compile(r"\b(MiB|ms|seconds|times less|step|speed|noise|error|accuracy|loss)\b")
 
 
-@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
-def test_figures_of_a_page_are_those_of_the_rows(page: Path):
-    """`python -m scripts.figures` writes them."""
-    text = page.read_text("utf-8")
-    assert figures.with_figures(text, FOUND) == text
-    # A comment at the start of a line ends the paragraph on the site; a table's mark has a line of its own.
-    assert re.findall(r"^ *<!--figure:[^>\n]*-->(?!\n)", text, re.M) == []
-
-
-@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
-def test_tables_of_measured_figures_are_filled_from_rows(page: Path):
-    text = re.sub(r"<!--figure:.*?<!--end-->", "", page.read_text("utf-8"), flags=re.S)
-    for head, body in re.findall(r"^(\|.*\|)\n\|[-| :]+\|\n((?:\|.*\|\n)+)", text, re.M):
-        cells = [cell.strip() for line in body.splitlines() for cell in line.strip("|").split("|")]
-        typed = [cell for cell in cells if re.fullmatch(r"[-+]?\d[\d,]*\.\d+( .*)?", cell)]
-        assert not (typed and _MEASURED.search(head)), f"{head}\n{typed}: fill the table from rows"
-
-
 #: Numbers that are defined, not measured: settings, sizes, bounds that other tests hold.
 DEFINED = {"95 %", "96 MiB", "2 MiB", "24 times", "80 GiB", "0.01", "0.1", "-0.0"}
 _UNITS = r"times|%|[KMG]iB|GB|ms|ns|[µu]s|(?:nano|micro|milli)?seconds|minutes|hours|points|pairs"
@@ -42,9 +24,8 @@ _TYPED = re.compile(
 )
 
 
-def _prose(page: Path) -> str:
-    """The text of a page without code, links, marked figures and tables."""
-    text = page.read_text("utf-8")
+def _prose(text: str) -> str:
+    """A page without code, links, marked figures and tables."""
     for left_out in (
         r"^```.*?^```",
         r"<!--figure:.*?<!--end-->",
@@ -58,15 +39,20 @@ def _prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
-def test_sentences_have_figures_of_rows_alone(page: Path):
-    """A measured figure is a mark that `scripts.figures` fills; a number that is defined joins `DEFINED`."""
-    assert [found[0] for found in _TYPED.finditer(_prose(page)) if found[0] not in DEFINED] == []
-
-
-@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
-def test_intervals_are_of_six_pairs_or_more(page: Path):
-    for name, interval in re.findall(r"<!--figure:(\w+\.[^>]*)\.\w+-->[^<]*\[([^<]*)\]", page.read_text("utf-8")):
+def test_figures_of_a_page_are_those_of_the_rows(page: Path):
+    """`python -m scripts.figures` writes them; one that is defined, not measured, joins `DEFINED`."""
+    text = page.read_text("utf-8")
+    assert figures.with_figures(text, FOUND) == text
+    # A comment at the start of a line ends the paragraph on the site; a table's mark has a line of its own.
+    assert re.findall(r"^ *<!--figure:[^>\n]*-->(?!\n)", text, re.M) == []
+    for name, interval in re.findall(r"<!--figure:(\w+\.[^>]*)\.\w+-->[^<]*\[([^<]*)\]", text):
         assert int(FOUND[f"{name}.pairs"]) >= LEAST_PAIRS, interval
+    assert [found[0] for found in _TYPED.finditer(_prose(text)) if found[0] not in DEFINED] == []
+    text = re.sub(r"<!--figure:.*?<!--end-->", "", text, flags=re.S)
+    for head, body in re.findall(r"^(\|.*\|)\n\|[-| :]+\|\n((?:\|.*\|\n)+)", text, re.M):
+        cells = [cell.strip() for line in body.splitlines() for cell in line.strip("|").split("|")]
+        typed = [cell for cell in cells if re.fullmatch(r"[-+]?\d[\d,]*\.\d+( .*)?", cell)]
+        assert not (typed and _MEASURED.search(head)), f"{head}\n{typed}: fill the table from rows"
 
 
 @pytest.mark.parametrize("name", figures.tables())

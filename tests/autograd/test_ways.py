@@ -143,11 +143,6 @@ def test_the_way_changes_no_gradient_of_an_op(op, quantizer, way):
     check(ROWS[op].make, ROWS[op].shape, quantizer, way)
 
 
-@pytest.mark.parametrize("op", ROWS)
-def test_keywords_change_no_gradient_of_an_op(op):
-    check(ROWS[op].make, ROWS[op].shape, "StochBackward2bit", "keywords")
-
-
 def _block(activation: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), activation()),

@@ -19,6 +19,7 @@ from brevact.cpu_kernels import kernels
 from brevact.cpu_kernels.kernels import Kernel, prepare
 from brevact.cpu_kernels.packing import pack_mask_blocks
 from tests.cpu_kernels import example_kernels
+from tests.crosses import some_of
 
 forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
 
@@ -59,9 +60,9 @@ def test_kernel_is_compiled_once_and_again_where_its_file_is_damaged(folder: Pat
     assert (folder / kernel.file).read_bytes() == content
 
 
-@pytest.mark.parametrize("folder_of", [lambda folder: None, lambda folder: folder / "gone"], ids=["none", "gone"])
-def test_kernel_runs_where_no_folder_is_writable(folder: Path, folder_of, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "writable_folder", lambda: folder_of(folder))
+@pytest.mark.parametrize("name", some_of(["gone", None], quick=2))
+def test_kernel_runs_where_no_folder_is_writable(folder: Path, name: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "writable_folder", lambda: name and folder / name)
     assert _counts(_as_in_another_process(example_kernels.count))
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(subprocess, "run", None)

@@ -33,7 +33,7 @@ ARGUMENTS = {
 NAMES = [name for name in bnn.__all__ if "Quant" not in name]
 #: Layers whose gradient reads no rounded value: masks and indices are kept without loss, means need nothing.
 EXACT = {name for name in NAMES if "Pool" in name} | {"ReLU", "ReLU6", "LeakyReLU", "Hardsigmoid", "Dropout"}
-float_layers = pytest.mark.parametrize("name", NAMES)
+BITS = {}, {"act_bit_width": 32}
 
 
 def build(module, name, **kwargs):
@@ -53,44 +53,28 @@ def step(layer, x, seed=1):
     return y, torch.autograd.grad(loss, [x, *layer.parameters()])
 
 
-@float_layers
-def test_forward_and_state_are_those_of_the_torch_layer(name):
-    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_torchs_but_for_what_it_stores(name, saved_bytes):
+    """Forward and state; a fourth of the bytes at most; gradients, where nothing is rounded, and exact masks."""
+    plain, packed, exact = build(nn, name), *(build(bnn, name, act_quant=StochBackward2bit, **bits) for bits in BITS)
     assert isinstance(packed, getattr(nn, name))
     assert packed.state_dict().keys() == plain.state_dict().keys()
-    packed.load_state_dict(plain.state_dict())
+    for layer in (packed, exact):
+        layer.load_state_dict(plain.state_dict())
     plain.load_state_dict(packed.state_dict())
     x = activation(name)
-    for _ in range(2):
-        assert torch.equal(step(packed, x)[0], step(plain, x)[0])
-    assert torch.equal(packed.eval()(x), plain.eval()(x))
-    assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), plain.buffers(), strict=True))
-
-
-@float_layers
-def test_layer_stores_less(name, saved_bytes):
-    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
-    x = activation(name)
+    for turn in range(2):
+        (out, expected), (found, grads) = step(plain, x), step(packed, x)
+        assert torch.equal(found, out)
+        assert name not in EXACT or torch.equal(grads[0], expected[0])
+        if turn == 0:
+            for a, b in zip(step(exact, x)[1], expected, strict=True):  # up to float32 rounding in another order
+                assert torch.linalg.vector_norm(a - b) <= 100 * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(b)
     plain_bytes, packed_bytes = (saved_bytes(lambda layer=layer: layer(x * 1.0))[1] for layer in (plain, packed))
     # x * 1.0 itself stores nothing of x's size; a pool or mean may store the input for its shape alone.
     assert packed_bytes <= plain_bytes / 4
-
-
-@float_layers
-def test_gradients_without_rounding_are_those_of_the_torch_layer(name):
-    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit, act_bit_width=32)
-    x = activation(name)
-    (_, expected), (_, result) = step(plain, x), step(packed, x)
-    for a, b in zip(result, expected, strict=True):  # up to float32 rounding in another order
-        assert torch.linalg.vector_norm(a - b) <= 100 * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(b)
-
-
-@pytest.mark.parametrize("name", sorted(EXACT))
-def test_gradients_at_two_bits_are_exact_where_masks_and_indices_are_stored(name):
-    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
-    x = activation(name)
-    (_, expected), (_, result) = step(plain, x), step(packed, x)
-    assert torch.equal(result[0], expected[0])
+    assert torch.equal(packed.eval()(x), plain.eval()(x))
+    assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), plain.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["BatchNorm2d", "SiLU", "ReLU", "MaxPool2d"])

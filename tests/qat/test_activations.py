@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import brevitas.nn as qnn
@@ -8,6 +9,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
+from tests.crosses import some_of
 from tests.qat.cases import CHANNELS, COLLECTED, MINIFLOATS, OTHERS, activation, activation_layer, gradients
 
 ALL = [*COLLECTED, *OTHERS]
@@ -28,18 +30,17 @@ def equal(a, b):
     return (a is None and b is None) or torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
 
 
-@pytest.mark.parametrize("collected", [True, False])
-@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("name", [*ALL, *MINIFLOATS])
-def test_lossless_gradients_are_those_of_brevitas(name, relu, collected):
-    plain, packed = (net(name, relu=relu, collected=collected) for _ in range(2))
-    brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
+def test_lossless_gradients_are_those_of_brevitas(name):
     x = activation(9)
-    out, grad, grads = gradients(plain, x)
-    packed_out, packed_grad, packed_grads = gradients(packed, x)
-    assert torch.equal(packed_out, out)
-    assert torch.equal(packed_grad, grad)
-    assert all(equal(packed_grads[key], grads[key]) for key in grads)
+    for case in itertools.product([False, True], repeat=2):
+        plain, packed = (net(name, **dict(zip(("relu", "collected"), case, strict=True))) for _ in range(2))
+        brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
+        out, grad, grads = gradients(plain, x)
+        packed_out, packed_grad, packed_grads = gradients(packed, x)
+        assert torch.equal(packed_out, out), case
+        assert torch.equal(packed_grad, grad), case
+        assert all(equal(packed_grads[key], grads[key]) for key in grads), case
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -68,10 +69,7 @@ def test_minifloats_have_exact_gradients_with_a_lossy_quantizer(name):
     assert x.nbytes <= brevact.memory_report(packed, x).saved_bytes < 1.1 * x.nbytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if place % 2 else ()) for place, name in enumerate(LEARNED)],
-)
+@pytest.mark.parametrize("name", some_of(LEARNED, quick=2))
 def test_scale_gradient_is_unbiased(name):
     model = net(name)
     x = activation(9)

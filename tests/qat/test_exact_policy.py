@@ -1,6 +1,4 @@
-"""Under `LosslessBackward` every op has torch's own gradient, to the last bit."""
-
-import copy
+"""Under `LosslessBackward` gradients are torch's to the last bit; tests/autograd/test_strides.py has all ops."""
 
 import brevitas.nn as qnn
 import pytest
@@ -11,25 +9,6 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from tests.autograd import ops
-
-
-@pytest.mark.parametrize("op", ops.ALL, ids=lambda op: op.name)
-def test_lossless_gradients_are_those_of_torch(op):
-    torch.manual_seed(0)
-    plain = op.make()
-    packed = copy.deepcopy(plain)
-    x = torch.randn(op.shape)
-    expected, found = gradients(plain, x, None), gradients(packed, x, LosslessBackward)
-    assert all(same(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def test_lossless_gradient_does_not_depend_on_strides_behind_a_mean():
-    """SiLU computes dense and expanded gradients by instructions that differ in the last bit."""
-    model = nn.Sequential(nn.SiLU(), nn.AdaptiveAvgPool2d(1))
-    x = torch.randn(32, 256, 4, 4, generator=torch.Generator().manual_seed(0))
-    expected, found = gradients(model, x, None), gradients(model, x, LosslessBackward)
-    assert torch.equal(expected[0], found[0])
 
 
 def strided_gradients(function, *inputs, settings):
@@ -44,6 +23,14 @@ def strided_gradients(function, *inputs, settings):
     sizes = (out.shape[1], out.shape[0], *out.shape[2:])
     grad = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     return torch.autograd.grad(out, variables, grad)
+
+
+def test_lossless_gradient_does_not_depend_on_strides_behind_a_mean():
+    """SiLU computes dense and expanded gradients by instructions that differ in the last bit."""
+    model = nn.Sequential(nn.SiLU(), nn.AdaptiveAvgPool2d(1))
+    x = torch.randn(32, 256, 4, 4, generator=torch.Generator().manual_seed(0))
+    expected, found = (strided_gradients(model, x, settings=each) for each in (None, LosslessBackward))
+    assert torch.equal(*expected, *found)
 
 
 STRIDED = {
@@ -72,22 +59,3 @@ def test_ops_keep_the_codes_of_what_they_read(reader):
         model(x)
     brevact.quantize_backward(model, LosslessBackward, residual_bit_width=2)
     assert 6 <= 8 * brevact.memory_report(model, x).saved_bytes / x.numel() < 6.5
-
-
-def gradients(function, x, policy):
-    torch.manual_seed(1)
-    x = x.clone().requires_grad_()
-    inner = x * 1
-    if policy is None:
-        out = function(inner)
-    else:
-        with brevact.backward_quant(policy, min_numel=0):
-            out = function(inner)
-    out = out[0] if isinstance(out, tuple) else out
-    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-    return torch.autograd.grad(out, (x, *parameters), weight, allow_unused=True)
-
-
-def same(a, b):
-    return (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())

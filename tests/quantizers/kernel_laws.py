@@ -96,6 +96,14 @@ class Backend:
         assert_same_values(target, values)
 
 
+def few_interpreted(cases: list, most: int) -> list:
+    """The cases; of the quick ones so many in `make test` where kernels are interpreted, which takes seconds."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return cases
+    quick = [case for case in cases if not case.marks][:most]
+    return [case if case in quick else pytest.param(*case.values, marks=pytest.mark.exhaustive) for case in cases]
+
+
 @pytest.mark.parametrize("bit_width, rounding, dtype", taking_turns(BIT_WIDTHS, list(Rounding), DTYPES), ids=str)
 def test_quantize_bytes_for_every_bit_width(backend, bit_width, rounding, dtype):
     torch.manual_seed(bit_width)
@@ -126,11 +134,7 @@ def test_quantize_bytes_beside_zeros(backend, bit_width, rounding, dtype):
 
 @pytest.mark.parametrize(
     "bit_width, rounding, dtype",
-    [
-        *taking_turns((2, 3, 4, 5, 6), [Rounding.DITHERED, Rounding.STOCHASTIC], DTYPES),
-        (4, Rounding.DITHERED, torch.float32),
-        (5, Rounding.DITHERED, torch.bfloat16),
-    ],
+    few_interpreted(taking_turns((4, 2, 3, 5, 6), [Rounding.DITHERED, Rounding.STOCHASTIC], DTYPES), most=3),
     ids=str,
 )
 def test_quantize_bytes_of_many_buckets(backend, bit_width, rounding, dtype):
@@ -156,17 +160,11 @@ def test_quantize_bytes_of_parts_of_steps_that_lie_apart(backend):
     backend.check_quantizer(UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED), x, multiply=False)
 
 
-#: The quick ones, and a tenth of the others: each takes the interpreter two seconds, and two are interpreted quickly.
+#: The quick ones, and a tenth of the others.
 SOME_UNEVEN_CASES = [case for turn, case in enumerate(UNEVEN_CASES) if not case.marks or turn % 10 == 0]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    quick = [case for case in SOME_UNEVEN_CASES if not case.marks][::4]
-    SOME_UNEVEN_CASES = [
-        case if case in quick else pytest.param(*case.values, marks=pytest.mark.exhaustive)
-        for case in SOME_UNEVEN_CASES
-    ]
 
 
-@pytest.mark.parametrize("bit_width, bucket_size, rounding, dtype", SOME_UNEVEN_CASES, ids=str)
+@pytest.mark.parametrize("bit_width, bucket_size, rounding, dtype", few_interpreted(SOME_UNEVEN_CASES, most=1), ids=str)
 def test_quantize_bytes_of_uneven_buckets(backend, bit_width, bucket_size, rounding, dtype):
     quantizer = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size, rounding=rounding)
     backend.check_quantizer(quantizer, uneven_values(bucket_size, dtype), multiply=rounding is Rounding.NEAREST)
@@ -298,7 +296,9 @@ def _check_normalized(backend: Backend, quantizer, x: Tensor, mean: Tensor | Non
 
 
 @pytest.mark.parametrize(
-    "name, chosen", taking_turns([name for name in ORDERS if not name.startswith("no order")], FORMATS), ids=str
+    "name, chosen",
+    few_interpreted(taking_turns([name for name in ORDERS if not name.startswith("no order")], FORMATS), most=5),
+    ids=str,
 )
 def test_normalized_bytes_and_values_are_those_of_the_reference(backend, name, chosen):
     dtype, bucket_size, rounding = chosen

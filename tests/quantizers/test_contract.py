@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, draw_seed
-from tests.crosses import taking_turns
+from tests.crosses import some_of, taking_turns
 from tests.quantizers.subjects import DTYPES, SUBJECTS, TENSORS, Subject, groups_of
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS.keys())
@@ -35,6 +35,7 @@ subject_in_turns = pytest.mark.parametrize(
 )
 
 
+UNBIASED = [name for name, subject in SUBJECTS.items() if subject.is_unbiased]
 #: Of each format one, and some ways to divide a tensor.
 OF_EACH_KIND = (
     *("uniform-stochastic-2", "uniform-stochastic-12", "uniform-channel", "uniform-bucket-7", "uniform-bucket-None"),
@@ -48,28 +49,6 @@ def _same(packed: PackedActivation, other: PackedActivation) -> bool:
 
 
 @every_subject
-def test_dequantize_restores_shape_strides_and_dtype(subject: Subject):
-    torch.manual_seed(0)
-    for name, make in TENSORS.items():
-        x = make()
-        before = x.detach().clone()
-        y = subject.quantizer.quantize(x, seed=1).dequantize()
-        assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device), name
-        assert not y.requires_grad, name
-        assert torch.equal(x, before), name
-
-
-@subject_in_turns
-def test_dequantize_error_is_within_a_step(subject: Subject, tensors: list[tuple]):
-    torch.manual_seed(0)
-    for name, make, dtype in tensors:
-        x = make().detach().to(dtype)
-        packed = subject.quantizer.quantize(x, seed=2)
-        error = (packed.dequantize().double() - x.double()).abs()
-        assert (error <= subject.tolerance(x, packed)).all(), (name, dtype)
-
-
-@every_subject
 def test_dequantize_overlapping_windows_gives_a_dense_tensor(subject: Subject):
     x = torch.arange(30.0).unfold(0, 5, 2)
     packed = subject.quantizer.quantize(x, seed=1)
@@ -79,9 +58,17 @@ def test_dequantize_overlapping_windows_gives_a_dense_tensor(subject: Subject):
 
 
 @every_subject
-def test_nbytes_is_what_the_storages_hold(subject: Subject):
+def test_tensors_of_every_layout_come_back_from_their_bytes(subject: Subject):
+    """In shape, strides and type, also into given memory; the bytes are those of the parts."""
+    torch.manual_seed(0)
     for name, make in TENSORS.items():
-        packed = subject.quantizer.quantize(make(), seed=3)
+        x = make()
+        before = x.detach().clone()
+        packed = subject.quantizer.quantize(x, seed=3)
+        y = packed.dequantize()
+        assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device), name
+        assert not y.requires_grad, name
+        assert torch.equal(x, before), name
         parts = packed.quantizer.parts(packed.layout)
         assert tuple((t.dtype, t.numel()) for t in packed.tensors) == tuple((p.dtype, p.numel) for p in parts), name
         needed = sum(part.numel * part.dtype.itemsize for part in parts)
@@ -93,70 +80,27 @@ def test_nbytes_is_what_the_storages_hold(subject: Subject):
         for part, values in zip(packed.spec.split(rebuilt), packed.tensors, strict=True):
             part.copy_(values)
         assert torch.equal(rebuilt, packed.buffer), name  # zeros between parts
-    column = torch.randn(96, 1)
-    expanded, plain = (subject.quantizer.quantize(x, seed=0) for x in (column.expand(96, 50), column[:, 0]))
-    assert expanded.nbytes == plain.nbytes
-
-
-@every_subject
-def test_quantize_repeats_with_the_seed(subject: Subject):
-    x = torch.randn(4, 600)
-    first = subject.quantizer.quantize(x, seed=12345)
-    assert _same(first, subject.quantizer.quantize(x, seed=12345))
-    assert _same(first, subject.quantizer.quantize(x, seed=torch.tensor(12345)))
-    assert _same(first, subject.quantizer.quantize(x, seed=12345 + 2**64))
-    noisy = subject.is_stochastic and subject.is_noisy
-    assert torch.equal(first.buffer, subject.quantizer.quantize(x, seed=12346).buffer) != noisy
-
-
-@every_subject
-def test_quantize_draws_its_seed_from_torchs_generator(subject: Subject):
-    x = torch.randn(4, 600)
-    torch.manual_seed(7)
-    first, second = subject.quantizer.quantize(x), subject.quantizer.quantize(x)
-    after = torch.rand(())
-    torch.manual_seed(7)
-    assert _same(first, subject.quantizer.quantize(x)) and _same(second, subject.quantizer.quantize(x))
-    if subject.is_stochastic:
-        torch.manual_seed(7)
-        assert _same(first, subject.quantizer.quantize(x, seed=draw_seed()))
-    else:
-        torch.manual_seed(7)
-        assert torch.equal(after, torch.rand(()))
-
-
-@every_subject
-def test_packed_activation_is_immune_to_edits_of_the_input(subject: Subject):
-    x = torch.randn(5, 300)
-    packed = subject.quantizer.quantize(x, seed=1)
-    before = packed.dequantize()
-    x.mul_(1000).add_(3)
-    subject.quantizer.quantize(x, seed=1)
-    assert torch.equal(packed.dequantize(), before)
-
-
-@every_subject
-def test_dequantize_out_reuses_the_buffer(subject: Subject):
-    for name, make in TENSORS.items():
-        x = make().detach()
-        packed = subject.quantizer.quantize(x, seed=5)
-        expected = packed.dequantize()
-        same = torch.full_like(x, float("nan"))
+        same = torch.full_like(x.detach(), float("nan"))
         contiguous = torch.full(x.shape, float("nan"))
         gaps = torch.full((*x.shape, 2), float("nan"))[..., 0]
         for out in (same, contiguous, gaps):
             version = out._version
             assert packed.dequantize(out=out) is out
-            assert torch.equal(out, expected), name
+            assert torch.equal(out, y), name
             assert out._version > version, name
+    column = torch.randn(96, 1)
+    expanded, plain = (subject.quantizer.quantize(x, seed=0) for x in (column.expand(96, 50), column[:, 0]))
+    assert expanded.nbytes == plain.nbytes
 
 
 @subject_in_turns
-def test_dequantize_multiply_equals_the_two_steps(subject: Subject, tensors: list[tuple]):
+def test_values_are_within_a_step_and_products_those_of_two_steps(subject: Subject, tensors: list[tuple]):
     torch.manual_seed(0)
     for place, (name, make, dtype) in enumerate(tensors):
         x = make().detach().to(dtype)
         packed = subject.quantizer.quantize(x, seed=5)
+        error = (packed.dequantize().double() - x.double()).abs()
+        assert (error <= subject.tolerance(x, packed)).all(), (name, dtype)
         same = torch.empty_like(x).copy_(torch.randn(x.shape))
         contiguous = torch.randn(x.shape, dtype=dtype)
         gaps = torch.randn((*x.shape, 2), dtype=dtype)[..., 1]
@@ -171,6 +115,28 @@ def test_dequantize_multiply_equals_the_two_steps(subject: Subject, tensors: lis
         assert torch.equal(packed.dequantize_multiply(contiguous, out=contiguous), expected)
 
 
+@every_subject
+def test_quantize_repeats_with_the_seed_which_torchs_generator_draws(subject: Subject):
+    x = torch.randn(4, 600)
+    first = subject.quantizer.quantize(x, seed=12345)
+    assert _same(first, subject.quantizer.quantize(x, seed=12345))
+    assert _same(first, subject.quantizer.quantize(x, seed=torch.tensor(12345)))
+    assert _same(first, subject.quantizer.quantize(x, seed=12345 + 2**64))
+    noisy = subject.is_stochastic and subject.is_noisy
+    assert torch.equal(first.buffer, subject.quantizer.quantize(x, seed=12346).buffer) != noisy
+    torch.manual_seed(7)
+    first, second = subject.quantizer.quantize(x), subject.quantizer.quantize(x)
+    after = torch.rand(())
+    torch.manual_seed(7)
+    assert _same(first, subject.quantizer.quantize(x)) and _same(second, subject.quantizer.quantize(x))
+    if subject.is_stochastic:
+        torch.manual_seed(7)
+        assert _same(first, subject.quantizer.quantize(x, seed=draw_seed()))
+    else:
+        torch.manual_seed(7)
+        assert torch.equal(after, torch.rand(()))
+
+
 @constant_keeping_subject
 def test_dequantize_of_a_constant_is_exact(subject: Subject):
     for constant in (0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0):
@@ -178,6 +144,10 @@ def test_dequantize_of_a_constant_is_exact(subject: Subject):
         for shape in ((1300,), (2, 3, 100)):
             x = torch.full(shape, value)
             assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x), (value, shape)
+    for constant in (0.0, 1.0, -3.0):  # beside what is not finite
+        x, missing = _with_missing(torch.full((2, 3, 300), constant), NOT_FINITE, 9)
+        y = subject.quantizer.quantize(x, seed=1).dequantize()
+        assert (y[~missing] == constant).all() and (y[missing].isnan() | (y == x)[missing]).all()
 
 
 def _with_zeros(subject: Subject) -> dict[str, Tensor]:
@@ -220,18 +190,13 @@ def test_an_exact_zero_decodes_to_exact_zero(subject: Subject):
 
 
 @pytest.mark.parametrize(
-    "subject",
-    [
-        pytest.param(subject, id=name, marks=() if name in OF_EACH_KIND else pytest.mark.exhaustive)
-        for name, subject in SUBJECTS.items()
-        if subject.is_unbiased and subject.two_signs
-    ],
+    "name", some_of([name for name in UNBIASED if SUBJECTS[name].two_signs], quick=OF_EACH_KIND[1::2])
 )
-def test_quantize_is_unbiased_beside_zeros(subject: Subject):
+def test_quantize_is_unbiased_beside_zeros(name: str):
     """At the ends of ranges as well, which the grid exceeds."""
     torch.manual_seed(0)
     x = _with_ends(torch.float32)
-    _assert_unbiased(subject, x.masked_fill(torch.rand(x.shape) < 0.05, 0.0), draws=400)
+    _assert_unbiased(SUBJECTS[name], x.masked_fill(torch.rand(x.shape) < 0.05, 0.0), draws=400)
 
 
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -279,22 +244,21 @@ def test_what_is_not_finite_decodes_to_nan_and_spares_the_rest(subject: Subject,
 
 @every_subject
 def test_what_is_not_finite_leaves_the_range_of_the_others(subject: Subject):
-    """Where nothing but the marked elements differs, the scale is that of the others with a level less."""
+    """Where nothing but the marked elements differs, the scale is that of the others with a level less.
+
+    A tensor of nothing finite decodes to NaN or itself.
+    """
+    for value in NOT_FINITE:
+        x = torch.full((2, 3, 300), value)
+        packed = subject.quantizer.quantize(x, seed=1)
+        for y in (packed.dequantize(), packed.dequantize_multiply(torch.ones_like(x))):
+            assert (y.isnan() | (y == x)).all(), value
     torch.manual_seed(0)
     if subject.largest_error is None and subject.keeps_range:
         x, missing = _with_missing(torch.rand(4, 4, 640), NOT_FINITE, 30)
         step = subject.step(subject.quantizer.quantize(x, seed=1), x)
         plain = subject.step(subject.quantizer.quantize(x.masked_fill(missing, 0.5), seed=1), x)
         assert (step[~missing] <= 2.02 * plain[~missing]).all()  # 2 bits: 3 gaps become 2, and bfloat16 rounds up
-
-
-@every_subject
-def test_a_tensor_of_nothing_finite_decodes_to_nan_or_itself(subject: Subject):
-    for value in NOT_FINITE:
-        x = torch.full((2, 3, 300), value)
-        packed = subject.quantizer.quantize(x, seed=1)
-        for y in (packed.dequantize(), packed.dequantize_multiply(torch.ones_like(x))):
-            assert (y.isnan() | (y == x)).all(), value
 
 
 @pytest.mark.parametrize("subject, signs", taking_turns(list(SUBJECTS), [(-1,), (1,), (-1, 1)]), ids=str)
@@ -316,18 +280,13 @@ def test_the_largest_floats_decode_to_finite_values(subject: str, signs: tuple[i
 
 
 @every_subject
-def test_constants_beside_what_is_not_finite_stay(subject: Subject):
-    if subject.constant_dtype is not None:
-        for constant in (0.0, 1.0, -3.0):
-            x, missing = _with_missing(torch.full((2, 3, 300), constant), NOT_FINITE, 9)
-            y = subject.quantizer.quantize(x, seed=1).dequantize()
-            assert (y[~missing] == constant).all() and (y[missing].isnan() | (y == x)[missing]).all()
-
-
-@every_subject
-def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject):
-    packed = subject.quantizer.quantize(torch.randn(2, 3, 50), seed=1)
+def test_packed_activation_survives_edits_of_the_input_pickle_copy_and_rebuilding(subject: Subject):
+    x = torch.randn(5, 300)
+    packed = subject.quantizer.quantize(x, seed=1)
     y = packed.dequantize()
+    x.mul_(1000).add_(3)
+    subject.quantizer.quantize(x, seed=1)
+    assert torch.equal(packed.dequantize(), y)
     assert torch.equal(pickle.loads(pickle.dumps(packed)).dequantize(), y)
     assert torch.equal(copy.deepcopy(packed).dequantize(), y)
     spec = pickle.loads(pickle.dumps(packed.spec))
@@ -335,30 +294,17 @@ def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject)
     assert torch.equal(PackedActivation(spec, packed.buffer).dequantize(), y)
 
 
-UNBIASED = [name for name, subject in SUBJECTS.items() if subject.is_unbiased]
 UNBIASED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        pytest.param(
-            *(name, UNBIASED_DTYPES[place % 3]),
-            marks=() if name in OF_EACH_KIND or place % 3 == 0 else pytest.mark.exhaustive,
-        )
-        for place, name in enumerate(UNBIASED)
-    ],
-    ids=str,
-)
-def test_quantize_is_unbiased(name: str, dtype: torch.dtype):
+@pytest.mark.parametrize("name", some_of(UNBIASED, quick=OF_EACH_KIND))
+def test_quantize_is_unbiased(name: str):
     """Mean over draws within 5 standard errors; half a unit of the type and 2^-17 steps are the format's own bias."""
+    dtype = UNBIASED_DTYPES[UNBIASED.index(name) % len(UNBIASED_DTYPES)]
     _assert_unbiased(SUBJECTS[name], _with_ends(dtype), draws=400)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if place % 2 else ()) for place, name in enumerate(OF_EACH_KIND)],
-)
+@pytest.mark.parametrize("name", some_of(OF_EACH_KIND, quick=4))
 def test_quantize_is_unbiased_beside_what_is_not_finite(name: str):
     _assert_unbiased(SUBJECTS[name], _with_gaps(), draws=400)
 

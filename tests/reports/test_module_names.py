@@ -14,6 +14,7 @@ from brevact import StochBackward2bit, StochBackward4bit
 from brevact.injectors.proxies import names_of
 from brevact.reports.memory_table import chains_of
 from tests.autograd.measuring import kept_bytes
+from tests.crosses import some_of
 
 
 class Residual(nn.Module):
@@ -110,13 +111,7 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shared_container",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("residual", "unet", "shared_by_two")),
-    ],
-)
+@pytest.mark.parametrize("name", some_of(["shared_container", "residual", "unet", "shared_by_two"], quick=4))
 def test_fit_stores_what_it_reports(name):
     """Each layer that packs has the width of its group, under whichever of its names a rule would match it."""
     model, x = made(name)
