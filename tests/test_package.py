@@ -66,6 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / _run("-c", BUILD.format(kind="wheel"), folder, cwd=source)
 
 
+@pytest.mark.exhaustive
 def test_wheel_from_the_sdist_has_every_file_of_the_package_and_no_other(wheel: Path):
     expected = {
         str(path.relative_to(ROOT))

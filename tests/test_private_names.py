@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,20 +35,17 @@ ATTRIBUTES = set(
 )
 
 
-def _sources() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if PACKAGE / "private_names" not in path.parents:
-            yield path, ast.parse(path.read_text())
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if PACKAGE / "private_names" not in path.parents]
 
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
-def _own_names() -> set[str]:
+def _own_names(trees: Iterable[ast.Module]) -> set[str]:
     """Names that the package itself defines, sets or declares: attributes of its own objects."""
     names = {"_asdict", "_replace", "_fields", "_getframe"}  # documented: of named tuples, and of sys
-    for _, tree in _sources():
+    for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -71,7 +68,7 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 documented = name in DOCUMENTED or (module in DOCUMENTED and not _is_private(alias.name))
                 if name.partition(".")[0] in LIBRARIES and not documented:
                     yield name
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             written = ast.unparse(node)
             of_library = written.partition(".")[0] in ("torch", "F", "nn", "aten", "numba", "brevitas", "qnn", "triton")
             if written == f"bv.{node.attr}":  # `import brevact.private_names.of_brevitas as bv`
@@ -87,8 +84,9 @@ def _touched(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def test_private_names_are_touched_in_one_place():
-    own = _own_names()
-    found = {str(path.relative_to(PACKAGE)): sorted(set(_touched(tree, own))) for path, tree in _sources()}
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    own = _own_names(trees.values())
+    found = {str(path.relative_to(PACKAGE)): sorted(set(_touched(tree, own))) for path, tree in trees.items()}
     assert not {path: names for path, names in found.items() if names}, "look them up in brevact/private_names"
 
 

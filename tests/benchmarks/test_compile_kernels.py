@@ -73,6 +73,7 @@ def test_main_compiles_kernels_of_grids_without_spills_and_narrow_loads():
     assert main([*options, "--jobs", "1", "--operations", *GRID_OPERATIONS]) == 0
 
 
+@pytest.mark.exhaustive
 def test_rows_name_narrow_loads(monkeypatch: pytest.MonkeyPatch):
     from benchmarks import compile_kernels, offline_compiler
 

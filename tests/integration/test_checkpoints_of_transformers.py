@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit
+from tests.crosses import taking_turns
 from tests.trainers.running import VOCABULARY, transformers
 
 LEAF = StochBackward2bit.let(min_numel=0)
@@ -49,10 +50,11 @@ def checkpointing(model: Any, policy: Any, use_reentrant: bool) -> Any:
     return brevact.quantize_backward(model, policy)
 
 
-@pytest.mark.parametrize("policy", [{"model.layers.*": LEAF}, LEAF, brevact.DEFAULT], ids=["layers", "all", "default"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("make", [llama, mixtral])
-def test_layers_are_recomputed_from_what_the_forward_pass_had(make, use_reentrant, policy):
+@pytest.mark.parametrize(
+    "policy, use_reentrant, make",
+    taking_turns([{"model.layers.*": LEAF}, LEAF, brevact.DEFAULT], [False, True], [llama, mixtral]),
+)
+def test_layers_are_recomputed_from_what_the_forward_pass_had(policy, use_reentrant, make):
     """Routers of experts, too, choose the same ones: otherwise sizes differ, which a checkpoint refuses."""
     torch.manual_seed(0)
     model = checkpointing(make(), policy, use_reentrant)

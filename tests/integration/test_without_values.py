@@ -23,6 +23,7 @@ from brevact import (
     WeibullBackward3bit,
 )
 from tests.autograd.measuring import watch_saved
+from tests.crosses import some_of
 
 POLICIES = (
     *(StochBackward2bit, NearestBackward4bit, StochBackward2bit4bitMix, WeibullBackward3bit),
@@ -86,7 +87,7 @@ def test_autocast_of_another_device_leaves_the_meta_device_alone(policy):
         assert out.dtype is torch.float32 and x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["BERT", "ConvNeXt", "ResNet-20"])
+@pytest.mark.parametrize("name", some_of(["ConvNeXt", "BERT", "ResNet-20"], quick=3))
 def test_real_models_on_the_meta_device(name):
     plain = (TRANSFORMERS | CONVOLUTIONAL)[name].build()
     model = quantized(plain, StochBackward2bit)

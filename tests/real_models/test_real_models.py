@@ -20,19 +20,19 @@ from brevact.autograd import region
 from brevact.autograd.rows import row_of
 from brevact.autograd.running import current_region
 from brevact.injectors import backward_settings_from
+from tests.crosses import some_of
 
 pytest.importorskip("timm", reason="needs timm and torchvision")
 ALL = {**IMAGE_MODELS, **TRANSFORMERS, **CONVOLUTIONAL}
 #: Of the kinds that were hard, all in the exhaustive tier: class tokens, shuffles; branches that are added.
 QUICK = ("vit_tiny_patch16_224", "shufflenet_v2_x0_5")
-QUICK_BY_DEFAULT = ("repvgg_a0",)
-HARD = (*QUICK, *QUICK_BY_DEFAULT, "mobilenetv4_conv_small", "convnextv2_atto")
+HARD = (*QUICK, "repvgg_a0", "mobilenetv4_conv_small", "convnextv2_atto")
 
 
 def cases(quick: Sequence[str], turn: int) -> list:
     """Every other model, from one of two turns on, marked `exhaustive`; and the quick ones."""
     chosen = [name for place, name in enumerate(ALL) if place % 2 == turn or name in HARD]
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in chosen]
+    return some_of(chosen, quick)
 
 
 #: Norms that packed rows and channels of other scales together had errors of 96 to 3e8 times the gradient.
@@ -126,7 +126,7 @@ def spied_default() -> brevact.Policy:
     return brevact.Policy(rules)
 
 
-@pytest.mark.parametrize("name", cases(QUICK_BY_DEFAULT, 1))
+@pytest.mark.parametrize("name", cases((), 1))
 def test_real_models_train_by_the_default(name):
     plain = ALL[name].build()
     default, two = quantized(plain, brevact.DEFAULT), quantized(plain, StochBackward2bit)
