@@ -19,7 +19,7 @@ from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.other_code import as_function, is_of_torch
-from brevact.autograd.running import measuring_hooks, nodes_behind
+from brevact.autograd.running import is_distributed, measuring_hooks, nodes_behind
 from brevact.autograd.storage_report import (
     DERIVED,
     EXACT,
@@ -32,6 +32,7 @@ from brevact.autograd.storage_report import (
     recording,
 )
 from brevact.autograd.storages import WeakStorage, bytes_of, parts_of, storage_address
+from brevact.autograd.weights import is_parameter_or_view
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
@@ -285,6 +286,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
         return x
 
     def pack(x: Tensor) -> Tensor:
+        is_gathered = is_distributed() and is_parameter_or_view(x)  # for this pass, from all processes
         x = x if x.grad_fn is None else x.detach()
         if x.layout is not torch.strided and parts_of(x)[0] is not x:
             for part in parts_of(x):
@@ -297,7 +299,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             size = 0 if place in held else x.untyped_storage().nbytes()
             rows[index] = place, replace(rows[index][1], saved_bytes=size)
             held.setdefault(place, (x, rows[index][1].layer))
-        elif place not in weights:
+        elif place not in weights and not is_gathered:
             nonlocal source
             stored = recorder.stored(x)
             layer, size = running[-1], 0 if place in held else _storage_bytes(x)

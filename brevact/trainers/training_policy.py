@@ -36,6 +36,8 @@ from brevact.reports.step import StepLoss
 from brevact.tables import MIB
 from brevact.user_lines import warn
 
+_ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
+
 
 def check_steps(**intervals: Any) -> None:
     for name, steps in intervals.items():
@@ -363,7 +365,14 @@ class TrainingPolicy:
     ) -> None:
         state = self._resumed
         needed = self._needs_batches(state)
-        if self._loss is not None and (needed or self._measures_memory):
+        measures = self._measures_memory
+        if any(hasattr(x, "ds_id") for x in model.parameters()):
+            if needed:
+                raise ValueError(f'{" and ".join(needed)}: {_ZERO_3}; fit in a run without it, and pass "policy.json"')
+            if measures:
+                warn(f"{_ZERO_3}: logs have no bytes (memory=False leaves this warning out)")
+            measures = False
+        if self._loss is not None and (needed or measures):
             self._batches = [prepare(batch) for batch in first_batches(batches, _BATCHES if needed else 1)]
         if needed and not self._batches:
             raise ValueError(

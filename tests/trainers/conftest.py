@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-collect_ignore = ["launched.py", "running.py"]  # they import libraries, for seconds, and have no examples
+collect_ignore = ["launched.py", "running.py", "sharded.py"]  # they import libraries, for seconds, and have no examples
 PACKAGES = ("accelerate", "bitsandbytes", "lightning", "peft", "transformers", "trl")
 
 

@@ -148,6 +148,21 @@ def test_a_state_that_does_not_fit_ends_the_run_and_one_that_is_none_leaves_it()
         policy.step()
 
 
+def test_weights_that_zero_3_gathers_are_not_measured():
+    model = net()
+    next(model.parameters()).ds_id = 0  # as DeepSpeed marks them
+    policy = TrainingPolicy("default")
+    with pytest.warns(UserWarning, match=r"ZeRO-3 no longer gathers .* logs have no bytes"):
+        policy.begin(model, BATCHES, loss)
+    policy.step()
+    assert has_policy(model) and policy.figures() == {}
+    policy.end()
+    for options in ({"policy": "3x"}, {"noise_every": 2}, {"adapt_every": 2}):
+        with pytest.raises(ValueError, match=r"ZeRO-3 no longer gathers .*; fit in a run without it, and pass"):
+            TrainingPolicy(**options).begin(model, BATCHES, loss)
+        assert not has_policy(model)
+
+
 def test_begin_says_that_widths_cannot_keep_so_few_bytes():
     with pytest.raises(ValueError, match=r"adapt_every=2, at the bytes that .* or pass a policy of more bits"):
         TrainingPolicy("StochBackward1bit", adapt_every=2).begin(net(), BATCHES, loss)
