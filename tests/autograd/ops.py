@@ -307,7 +307,7 @@ EXACT = [
     Op("max_pool2d overlapping", lambda: nn.MaxPool2d(3, 1, 1), stored="exact"),
     Op("max_pool3d", lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), VOLUME, "exact"),
     Op("adaptive_max_pool1d", lambda: nn.AdaptiveMaxPool1d(7), LINE, "exact"),
-    Op("adaptive_max_pool2d", lambda: nn.AdaptiveMaxPool2d((5, None)), stored="exact"),
+    Op("adaptive_max_pool2d", lambda: nn.AdaptiveMaxPool2d((None, 1)), stored="exact"),
     Op("adaptive_max_pool3d", lambda: nn.AdaptiveMaxPool3d(3), VOLUME, "exact"),
 ]
 NOTHING = [

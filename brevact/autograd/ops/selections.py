@@ -70,9 +70,9 @@ def _either(is_first: Callable[..., Tensor]) -> Callable:
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
             first, second = (mask.decode() for mask in kept)
-            half = torch.where(first & second, grad / 2, grad)  # torch's own calls, which determine the strides
-            return tuple(
-                half.masked_fill(lost, 0).sum_to_size(shape).to(dtype) if needed else None
+            ties = first & second
+            return tuple(  # by torch's own calls, which determine the strides
+                torch.where(ties, grad / 2, grad).masked_fill_(lost, 0).sum_to_size(shape).to(dtype) if needed else None
                 for lost, (shape, dtype), needed in zip((second & ~first, first & ~second), likes, needs, strict=True)
             )
 
