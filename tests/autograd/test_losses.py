@@ -94,8 +94,26 @@ def test_cross_entropy_stores_codes_and_targets():
     with watch_saved() as saved, region(chosen):
         F.cross_entropy(x * 1, target + 0)
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
-    assert [t.nbytes for t in saved.tensors if t.dtype is torch.int8] == [64] and len(saved.tensors) == 2
-    assert codes[0].numel() == chosen.quantizer.quantize(x).nbytes
+    assert [t.nbytes for t in saved.tensors if t.dtype is torch.int8] == [64] and len(saved.tensors) == 3
+    assert [t.numel() for t in codes] == [chosen.quantizer.quantize(x).nbytes, 64 // 8]
+
+
+@pytest.mark.parametrize("sizes, label_smoothing", [((4096, 10), 0.0), ((4096, 10), 0.1), ((8, 10, 512), 0.0)])
+def test_cross_entropy_of_sure_logits_has_the_noise_of_others(sizes, label_smoothing):
+    """Where probabilities are near 0 and 1, as in a trained network, errors are not those of numbers near 1."""
+    target = torch.randint(0, 10, (sizes[0], *sizes[2:]))
+    logits = torch.randn(sizes) + 4 * F.one_hot(target, 10).movedim(-1, 1)
+
+    def noise(scale: float) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            return F.cross_entropy(x, target, label_smoothing=label_smoothing)
+
+        x = logits * scale
+        _, want = run_loss(loss, x, None)
+        _, got = run_loss(loss, x, settings(bit_width=6))
+        return (got - want).norm() / want.norm()
+
+    assert noise(4.0) < 3 * noise(0.5)
 
 
 ROWS, CLASSES = 4133, 2053  # two chunks

@@ -5,8 +5,10 @@ q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s
 
     L_n = -sum_c q_nc log p_nc,    dL_n/dx_n = p_n sum_c q_nc - q_n
 
-It is linear in p and in t, hence unbiased. The mean is over the weights of the targets (class indices) or over the
-samples (class probabilities). The negative log-likelihood reads log-probabilities; its gradient, -q_n, reads none.
+It is linear in p and in t, hence unbiased. Where the probability of class y is above 1/2, what is left to 1 is saved in
+place of it, with a bit per sample: that is the size of the gradient, and p - 1 would have the error of a number near 1.
+The mean is over the weights of the targets (class indices) or over the samples (class probabilities). The negative
+log-likelihood reads log-probabilities; its gradient, -q_n, reads none.
 
 A language model's logits are the largest tensor of its step. Large (N, C) logits with class indices are computed in
 chunks of rows, forward and backward: log-probabilities, probabilities and products with them never exist as a whole,
@@ -72,19 +74,24 @@ def _cross_entropy(
 
     def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         out = call(input, target, weight)
-        known = _known_logits(region, input)
+        known, sure = _known_logits(region, input), None
         if known is None:
-            kept = region.keep(torch.softmax(input, dim, dtype=out.dtype), share=False)
+            p = torch.softmax(input, dim, dtype=out.dtype)
+            sure = keep_mask(_turn_sure(p, target, options)) if has_index else None
+            kept = region.keep(p, share=False)
         else:
             kept = reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), out.dtype)))
         kept_target = _kept_index(region, input, target, options) if has_index else region.keep_activation(target)
-        save(ctx, kept, kept_target, exact=(weight,))
+        save(ctx, kept, kept_target, sure, exact=(weight,))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, weight: Any) -> tuple[Any, ...]:
+    def gradients(
+        needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any
+    ) -> tuple[Any, ...]:
         if has_index:
             is_new = isinstance(kept.decoder, _Probabilities)
-            found = _of_indices(grad, kept.decode(), target.decode(), weight, options, overwrites=is_new)
+            of_sure = None if sure is None else sure.decode()
+            found = _of_indices(grad, kept.decode(), of_sure, target.decode(), weight, options, overwrites=is_new)
         else:
             found = _of_probabilities(grad, kept.decode(), target.decode(), weight, options)
         return found.to(dtype), None, None
@@ -99,16 +106,18 @@ def _cross_entropy_of_rows(
 
     def run(ctx: Any, input: Tensor, target: Tensor) -> Tensor:
         known = _known_logits(region, input)
-        losses, kept = [], []
+        losses, kept, sure = [], [], []
         for start in range(0, len(input), step):
-            x = input[start : start + step]
-            losses.append(call(x, target[start : start + step], None))
+            x, y = input[start : start + step], target[start : start + step]
+            losses.append(call(x, y, None))
             if known is None:
-                kept.append(region.keep(torch.softmax(x, 1, dtype=losses[-1].dtype), share=False))
+                p = torch.softmax(x, 1, dtype=losses[-1].dtype)
+                sure.append(_turn_sure(p, y, options))
+                kept.append(region.keep(p, share=False))
         loss = torch.cat(losses)
         if known is not None:
             kept.append(reported((known[0], _Probabilities(known[1], 1, tuple(shape), loss.dtype))))
-        save(ctx, *kept, _kept_index(region, input, target, options))
+        save(ctx, *kept, keep_mask(torch.cat(sure)) if sure else None, _kept_index(region, input, target, options))
         ctx.gradients = functools.partial(gradients, loss.dtype, known is not None)
         if options.reduction == "none":
             return loss
@@ -116,10 +125,11 @@ def _cross_entropy_of_rows(
         return F.nll_loss(-loss.unsqueeze(1), is_ignored.long(), reduction=options.reduction, ignore_index=1)
 
     def gradients(of_loss: torch.dtype, is_known: bool, needs: Any, grad: Tensor, *values: Any) -> tuple[Any, ...]:
-        *kept, kept_target = values
+        *kept, sure, kept_target = values
         target = kept_target.decode()
         g, y, w_y = _of_samples(grad, grad.new_empty((), dtype=of_loss), target, None, options)
         hit = (g * w_y).expand(len(target), 1)
+        are_sure = None if sure is None else sure.decode()
         rows = rows_of(kept[0].decoder.logits, kept[0].tensors) if is_known else None
         whole = kept[0].decode() if is_known and rows is None else None
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
@@ -132,7 +142,7 @@ def _cross_entropy_of_rows(
                 found.mul_(factor)
             else:
                 torch.mul(kept[count].decode() if whole is None else whole[of_chunk], factor, out=found)
-            found.scatter_add_(1, y[of_chunk], -factor)
+            _subtract_targets(found, y[of_chunk], None if are_sure is None else are_sure[of_chunk], factor, factor)
             if found is not out:
                 out.copy_(found)
         return grad_input, None
@@ -187,6 +197,26 @@ def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options
     return keep_places(target, region.settings, (*sizes, ignored + 1), lowest=min(0, ignored))
 
 
+def _turn_sure(p: Tensor, target: Tensor, options: _Options) -> Tensor:
+    """Subtract from 1 the targets' probabilities, of p (N, C, d1, ..), above 1/2; return which, (N, 1, d1, ..)."""
+    y = target.long().unsqueeze(options.class_dim)
+    y = y.where(y != options.ignore_index, 0)
+    of_target = p.gather(options.class_dim, y)
+    sure = of_target > 0.5
+    p.scatter_(options.class_dim, y, torch.where(sure, 1 - of_target, of_target))
+    return sure
+
+
+def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor, total: Tensor) -> None:
+    """Subtract the targets' part from p times ``total``, (N, C, d1, ..), in place."""
+    dim = 1 if grad.dim() > 1 else 0
+    if sure is None:
+        grad.scatter_add_(dim, y, -hit)
+    else:
+        of_target = grad.gather(dim, y)
+        grad.scatter_(dim, y, torch.where(sure, (total - hit) - of_target, of_target - hit))
+
+
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
@@ -212,16 +242,23 @@ def _negative_log_likelihood(
 
 
 def _of_indices(
-    grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options, *, overwrites: bool
+    grad: Tensor,
+    p: Tensor,
+    sure: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    options: _Options,
+    *,
+    overwrites: bool,
 ) -> Tensor:
-    """dL/dx for class-index targets (N, d1, ..), from p (N, C, d1, ..), whose memory it may reuse."""
+    """dL/dx for class-index targets (N, d1, ..), from p (N, C, d1, ..), 1 - p for ``sure`` targets, which may go."""
     dim, s = options.class_dim, options.label_smoothing
     w = _stretched(weight, p, options)
     g, y, w_y = _of_samples(grad, p, target, w, options)
     hit = g * w_y * (1 - s) if s else g * w_y
     total = hit if not s else hit + g * (s if w is None else s * w.mean())
     grad_input = p.mul_(total) if overwrites else p * total
-    grad_input.scatter_add_(dim, y, -hit)
+    _subtract_targets(grad_input, y, sure, hit, total)
     if s:
         grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)
     return grad_input
@@ -307,8 +344,8 @@ OPS: tuple[Op, ...] = (
         _handler(_cross_entropy),
         Stored(
             "cross-entropy",
-            "the probabilities, packed; index targets unpacked, those made in the step in the smallest "
-            "integers; others packed",
+            "the probabilities, packed, those of targets above 1/2 by what is left to 1; index targets unpacked, those "
+            "made in the step in the smallest integers; others packed",
             UNBIASED,
         ),
         is_bit_exact=False,

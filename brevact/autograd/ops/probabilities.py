@@ -2,7 +2,8 @@
 
 Log-softmax: dL/dx = g - p sum(g), with p = exp(out) saved; linear in p, hence unbiased. Packing the output itself
 would be biased: the gradient is exponential in it. So is that of log-sum-exp, p g, in its input; p = exp(x - out) is
-saved.
+saved. A probability above 1/2, one per row, is saved by what is left to 1, with its class: an error of a number near 1
+is large beside the gradient of a network that is sure.
 
 Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
@@ -82,12 +83,35 @@ def _of_classes(grad: Tensor, dim: int, kept: Any, squares: Any, most_probable: 
 _OF_CLASSES = _Rule(_saves_errors, _of_classes)
 
 
-def _of_logarithms(grad: Tensor, dim: int, kept: Any) -> Tensor:
+def _keep_probabilities(region: Keeper, p: Tensor, dim: int) -> tuple[Saved, ...]:
+    """Save probabilities, which are overwritten: one above 1/2 by what is left to 1; and its class, or their number."""
+    if p.dim() == 0:
+        return (region.keep(p, share=False),)
+    of_most, most_probable = p.max(dim, keepdim=True)
+    sure = of_most > 0.5
+    p.scatter_(dim, most_probable, torch.where(sure, 1 - of_most, of_most))
+    classes = p.shape[dim]
+    places = keep_places(most_probable.masked_fill(~sure, classes), region.settings, (classes + 1,), 0)
+    return region.keep(p, share=False), places
+
+
+def _probabilities(dim: int, kept: Any, places: Any = None) -> Tensor:
+    p = kept.decode()
+    if places is None:
+        return p
+    most_probable = places.decode()
+    sure = most_probable < p.shape[dim]
+    most_probable = most_probable.where(sure, 0)
+    rest = p.gather(dim, most_probable)
+    return p.scatter(dim, most_probable, torch.where(sure, 1 - rest, rest))
+
+
+def _of_logarithms(grad: Tensor, dim: int, *kept: Any) -> Tensor:
     grad = grad.contiguous()  # as torch's own gradient is
-    return torch.addcmul(grad, kept.decode(), grad.sum(dim, keepdim=True), value=-1).contiguous()
+    return torch.addcmul(grad, _probabilities(dim, *kept), grad.sum(dim, keepdim=True), value=-1).contiguous()
 
 
-_LOGARITHMS = _Rule(lambda region, out, dim: (region.keep(out.exp(), share=False),), _of_logarithms)
+_LOGARITHMS = _Rule(lambda region, out, dim: _keep_probabilities(region, out.exp(), dim), _of_logarithms)
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,12 +174,13 @@ def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim:
     def run(ctx: Any, x: Tensor) -> Tensor:
         out: Tensor = func(x, dim, keepdim)
         of_rows = out if keepdim else functools.reduce(Tensor.unsqueeze, places, out)
-        save(ctx, region.keep((x - of_rows).exp_(), share=False))
+        p = (x - of_rows).exp_()
+        save(ctx, *(_keep_probabilities(region, p, *places) if len(places) == 1 else (region.keep(p, share=False),)))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+    def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
         grad = grad if keepdim else functools.reduce(Tensor.unsqueeze, places, grad)
-        return (kept.decode().mul_(grad).to(dtype),)
+        return (_probabilities(places[0], *kept).mul_(grad).to(dtype),)
 
     return region.apply(Formula, run, gradients, input)
 
@@ -166,7 +191,9 @@ _STORED = Stored(
     "keys the output, packed, shared with its readers",
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
-_OF_LOGARITHMS = Stored("log-softmax, log-sum-exp", "the probabilities, packed", UNBIASED)
+_OF_LOGARITHMS = Stored(
+    "log-softmax, log-sum-exp", "the probabilities, packed, one above 1/2 by what is left to 1, and its class", UNBIASED
+)
 OPS = (
     Op(
         (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
