@@ -14,6 +14,7 @@ An epoch is a run of `Trainer` with brevact's callback, and with the optimizer a
 Kernels, weights and trainers of the field are options:
 
     python -m recipes.finetune --method lora --weights-4bit --packed --trainer sft
+    TRITON_INTERPRET=1 python -m recipes.finetune --trainer dpo --liger --context 16 --sequences 8 --epochs 1
     TRITON_INTERPRET=1 python -m recipes.finetune --liger --context 16 --sequences 8 --test-sequences 2 --epochs 1
 """
 
@@ -179,7 +180,8 @@ class FineTuning(Task):
                 options["dataset_kwargs"] = {"skip_prepare_dataset": True}
                 trainer = trl.SFTTrainer(self.model, trl.SFTConfig(folder, **options), **common)
             else:
-                trainer = _of_pairs(trl)(self.model, self.reference, trl.DPOConfig(folder, **options), **common)
+                made = _of_pairs(trl, own.liger)
+                trainer = made(self.model, self.reference, trl.DPOConfig(folder, **options), **common)
         trainer.remove_callback(transformers.PrinterCallback)
         return trainer
 
@@ -250,14 +252,37 @@ def _pairs(tokens_BT: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": is_end}
 
 
-def _of_pairs(trl: Any) -> Any:
+def _of_pairs(trl: Any, has_loss_of_liger: bool) -> Any:
     class OfPairs(trl.DPOTrainer):
         """Takes batches as they are, which the collator makes."""
 
         def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
             return dataset
 
-    return OfPairs
+    class OfLiger(OfPairs):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            loss = _preference_loss(self.accelerator.unwrap_model(model), self.ref_model, inputs, self.args.beta)
+            return (loss, None) if return_outputs else loss
+
+    return OfLiger if has_loss_of_liger else OfPairs
+
+
+def _preference_loss(model: Any, reference: Any, batch: dict[str, Tensor], beta: float) -> Tensor:
+    """DPO's loss by Liger, which runs the head on a part of the batch at a time, and saves gradients in forward."""
+    losses = library("liger_kernel.chunked_loss")
+    ids = batch["input_ids"]
+    targets = ids.masked_fill(batch["completion_mask"] == 0, -100)[:, 1:]
+
+    def states_and_head(model: Any) -> tuple[Tensor, Tensor]:
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without LoRA's shell
+        found = model.base_model(input_ids=ids, attention_mask=batch["attention_mask"], use_cache=False)
+        return found.last_hidden_state[:, :-1], model.get_output_embeddings().weight
+
+    states, head = states_and_head(model)
+    with torch.no_grad():
+        others = states_and_head(reference)
+    loss = losses.LigerFusedLinearDPOLoss(beta=beta, compiled=torch.cuda.is_available())
+    return loss(head, states, targets, None, *others)[0]
 
 
 @contextmanager

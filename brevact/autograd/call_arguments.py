@@ -194,13 +194,17 @@ def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 class Parameters:
-    """A torch function's parameters and their defaults, from ``"input weight=None"``."""
+    """A torch function's parameters and their defaults, from ``"input weight=None"``, or a Python function's own."""
 
-    def __init__(self, text: str) -> None:
-        pairs = [each.partition("=") for each in text.split()]
-        self._names = tuple([name for name, *_ in pairs])
-        self._required = frozenset(name for name, is_given, _ in pairs if not is_given)
-        self._all = {name: ast.literal_eval(value) if is_given else ... for name, is_given, value in pairs}
+    def __init__(self, source: str | Callable) -> None:
+        if isinstance(source, str):
+            pairs = [each.partition("=") for each in source.split()]
+            self._all = {name: ast.literal_eval(value) if is_given else ... for name, is_given, value in pairs}
+        else:
+            found = inspect.signature(source).parameters.values()
+            self._all = {each.name: ... if each.default is each.empty else each.default for each in found}
+        self._names = tuple(self._all)
+        self._required = frozenset(name for name, default in self._all.items() if default is ...)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return all arguments of a call by name; None if the function refuses them."""
@@ -213,19 +217,6 @@ class Parameters:
             return None
         found = {**self._all, **found}  # in order
         return found if len(found) == len(names) else None
-
-
-_signature = functools.cache(inspect.signature)
-
-
-def arguments_of(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments of a call of a Python function by name, defaults too; None if the function refuses them."""
-    try:
-        found = _signature(func).bind(*args, **kwargs)
-    except TypeError:
-        return None
-    found.apply_defaults()
-    return found.arguments
 
 
 def fills_storage(x: Any) -> bool:

@@ -39,8 +39,6 @@ _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # the same func
 ELEMENTS_OF_SMALL = 64
 #: Maximum calls in an expression: decoding costs no more than a few passes over memory.
 MOST_CALLS = 24
-#: Maximum distinct calls in an expression of weights, whose equal calls run once, and of all calls.
-MOST_EXACT, MOST_SHARED = 16, 512
 #: Maximum decoded elements per result element: for means and maxima of more, a code costs less.
 MOST_DECODED = 4
 #: Maximum packed tensors in a derived sum or product; a sum of more is stored, and starts a new chain.
@@ -209,8 +207,7 @@ def _derive_anew(
     is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions)
     expression = Call(rule.function, expressions, 0 if is_of_one else -1)
     quality = found.quality
-    is_long = expression.calls > (MOST_SHARED if quality.is_exact else MOST_CALLS)
-    if is_long or (quality.is_exact and expression.distinct > MOST_EXACT):
+    if expression.calls > MOST_CALLS:
         return None
     if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)

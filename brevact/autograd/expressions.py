@@ -42,17 +42,6 @@ class Call(NamedTuple):
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
 
     @property
-    def distinct(self) -> int:
-        """Number of calls that differ, or of all calls if a constant has no hash."""
-        try:
-            return len(self._different())
-        except TypeError:
-            return self.calls
-
-    def _different(self) -> set[Call]:
-        return {self}.union(*(operand._different() for operand in self.operands if isinstance(operand, Call)))
-
-    @property
     def adds(self) -> bool:
         return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
@@ -115,8 +104,6 @@ class Derived(Decoder):
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
     adds: bool = field(init=False)
-    #: Whether equal calls on weights run once.
-    shares: bool = field(init=False)
     #: Whether the expression is one function of all decoded sources, each read once, and no sum.
     is_plain: bool = field(init=False)
     how: str = field(init=False)
@@ -136,10 +123,9 @@ class Derived(Decoder):
         rounded = [decoder.layers_without_sum for decoder in decoders if decoder.depth or not decoder.quality.is_exact]
         self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
-        self.shares = self.quality.is_exact and self.expression.calls > self.expression.distinct
         function, operands, _ = self.expression
         is_plain = operands == tuple(range(len(self.sources))) and not isinstance(function, ByMask)
-        self.is_plain = is_plain and not (self.deep or self.shares) and function not in _SUMS
+        self.is_plain = is_plain and not self.deep and function not in _SUMS
 
     @property
     def multiplies(self) -> bool:
@@ -175,7 +161,7 @@ class Derived(Decoder):
                 start += count
             return self.expression.function(*operands)  # type: ignore[operator]
         parts, deep = self.parts(tensors), self.deep
-        reading = _Reading(parts, {}, self.repeated, deep, self.shares)
+        reading = _Reading(parts, {}, self.repeated, deep)
         if not deep:
             return _evaluated(self.expression, reading, is_whole=True)[0]
         latest = max(deep, key=lambda number: place_of(parts[number]))
@@ -204,15 +190,14 @@ class Derived(Decoder):
 class _Reading(NamedTuple):
     """Sources of an expression: their saved forms, and the numbers of those read more than once.
 
-    ``decoded`` holds decoded sources for further reads, and if equal calls are shared (``shares``) their results.
-    ``early`` are recomputed outputs of blocks before the latest, which no reader follows at once.
+    ``decoded`` holds decoded sources for further reads. ``early`` are recomputed outputs of blocks before the latest,
+    which no reader follows at once.
     """
 
     parts: list[Saved]
-    decoded: dict[Call | int, Tensor]
+    decoded: dict[int, Tensor]
     repeated: frozenset[int]
     early: frozenset[int]
-    shares: bool
 
     def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
         if number in self.early:
@@ -246,13 +231,7 @@ def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = Fa
         # Earlier blocks' sums come first, so that no term waits for the others.
         terms = sorted(expression.operands, key=lambda operand: isinstance(operand, int))
         return _sum(*(_evaluated(operand, reading) for operand in terms))
-    if reading.shares and expression in decoded:
-        return decoded[expression], False
-    operands = [_evaluated(operand, reading)[0] for operand in expression.operands]
-    values = expression.function(*operands)
-    if reading.shares:
-        decoded[expression] = values
-    return values, False
+    return expression.function(*[_evaluated(operand, reading)[0] for operand in expression.operands]), False
 
 
 def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tensor, bool]:

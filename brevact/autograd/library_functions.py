@@ -72,6 +72,15 @@ liger_kernel.ops.cross_entropy LigerCrossEntropyFunction G
 liger_kernel.ops.fused_linear_cross_entropy LigerFusedLinearCrossEntropyFunction GGG ----
 liger_kernel.ops.fused_linear_jsd LigerFusedLinearJSDFunction GG
 liger_kernel.ops.fused_linear_kl_div LigerFusedLinearKLDivFunction GG
+liger_kernel.chunked_loss.cpo_loss LigerFusedLinearCPOFunction GGG
+liger_kernel.chunked_loss.dpo_loss LigerFusedLinearDPOFunction GGG
+liger_kernel.chunked_loss.grpo_loss LigerFusedLinearGRPOFunction GGG
+liger_kernel.chunked_loss.kto_loss LigerFusedLinearKTOFunction GGG
+liger_kernel.chunked_loss.orpo_loss LigerFusedLinearORPOFunction GGG
+liger_kernel.chunked_loss.simpo_loss LigerFusedLinearSimPOFunction GGG
+liger_kernel.chunked_loss.jsd_loss LigerFusedLinearJSDFunction GGG
+liger_kernel.chunked_loss.cosine_similarity_loss LigerFusedLinearCosineSimilarityFunction GGG
+liger_kernel.chunked_loss.fused_linear_ppo _ChunkedSelectiveLogProbFunction -----
 liger_kernel.ops.jsd LigerJSDFunction G
 liger_kernel.ops.tvd LigerTVDLossFunction G
 liger_kernel.ops.softmax LigerSoftmaxFunction Q

@@ -14,6 +14,7 @@ that it saves by its watched forward. Scripted code stays exact.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import library_functions
 from brevact.autograd.library_functions import UNKNOWN
-from brevact.autograd.running import when_imported
+from brevact.autograd.running import hooks_aside, when_imported
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
 
@@ -161,20 +162,26 @@ _of_thread = _OfThread()
 def watch_forward(function: type[torch.autograd.Function]) -> None:
     """Wrap a Function's forward to note the tensors that its call will save as soon as the forward has run."""
     name = "forward" if function.setup_context is torch.autograd.Function.setup_context else "setup_context"
-    inner = getattr(function, name)
+    inner = inspect.getattr_static(function, name)
+    kind = classmethod if isinstance(inner, classmethod) else staticmethod  # Liger's losses know their subclass
+    inner = getattr(inner, "__func__", inner)
     if hasattr(inner, "brevact_inner"):
         return
 
     @functools.wraps(inner)
     def told(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        if args and not (kwargs or _is_compiling()):  # called by autograd
-            of = getattr(type(args[0]), "_forward_cls", function)  # a subclass has a backward pass of its own
-            _of_thread.call = _Call(_path_of(of), sys._getframe(1), result, *args)
+        if _is_compiling():
+            return inner(*args, **kwargs)
+        with hooks_aside():  # it may compile `torch.func.grad`, and the gradients are exact
+            result = inner(*args, **kwargs)
+        given = args[1:] if kind is classmethod else args
+        if given and not kwargs:  # called by autograd
+            of = getattr(type(given[0]), "_forward_cls", function)  # a subclass has a backward pass of its own
+            _of_thread.call = _Call(_path_of(of), sys._getframe(1), result, *given)
         return result
 
     told.brevact_inner = inner  # type: ignore[attr-defined]
-    setattr(function, name, staticmethod(told))
+    setattr(function, name, kind(told))
 
 
 def watch_forwards(paths: Iterable[str]) -> None:

@@ -11,39 +11,48 @@ Regions nest: the innermost one decides. ``region(None)`` saves full precision i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import running
-from brevact.autograd.call_arguments import is_activation, operands_beside
+from brevact.autograd import known_values, running, storage_report
+from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
+from brevact.autograd.known_values import share_codes
+from brevact.autograd.layer_recompute import DEEP, serves_norms
 from brevact.autograd.mode import EagerMode
+from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.ops.op import Op
 from brevact.autograd.other_code import is_in_algorithm, watch_forwards
 from brevact.autograd.running import active, is_alive, is_distributed
+from brevact.autograd.saved import AS_IT_IS, Saved, complex_of, distinct_elements, mapped, pairs_of, without_gaps
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
-from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.store import Store
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_weight, node_of
+from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.storages import find_record, find_shared, is_held, share_packed
+from brevact.autograd.store import beside, keep_as_it_is, keep_small, pack, plan_of, report_statistics, reported
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     function_apply_code,
     is_any_autocast_enabled,
     len_dispatch_stack,
+    no_dispatch_modes,
     pop_hooks,
     push_hooks,
     top_hooks,
 )
+from brevact.quantizers import Layout
 
 _is_grad_enabled = torch.is_grad_enabled
 _ANY = Op()
+_STRIDED = torch.strided
 
 
-class Region(Store):
+class Region:
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
     Without settings its ops save full precision. ``owner`` is the module whose forward runs in it, None for a ``with``
@@ -64,7 +73,7 @@ class Region(Store):
         self.has_rules_for_other_code = settings is not None and settings.has_rules_for_other_code
         if settings is not None and settings.quantizer is None:
             settings = None
-        self.settings = settings
+        self.settings: Any = settings  # never None where a handler runs
         self.owner = owner
         self.norms_only = norms_only
         #: The policy of the model that the region belongs to, or of the region around it.
@@ -92,12 +101,14 @@ class Region(Store):
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
             if self.attachment is None:
                 self.attachment = self.parent.attachment
+        #: Most multiplications per element of a layer that is recomputed for any reader.
         self.recompute = 0 if self.outer_settings is None else self.outer_settings.most_recompute
         if self.attachment is not None:
             self.attachment.has_run = True
             self.recompute = max(self.recompute, self.attachment.recompute)
         if function_apply_code is None and self.has_rules_for_other_code:
             watch_forwards(self.by_op)
+        # A selective checkpoint's mode must not count packing: a tensor may be packed in forward, not in recomputation.
         self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)
@@ -138,6 +149,145 @@ class Region(Store):
         found.is_counted, found.is_distributed = self.is_counted, self.is_distributed
         found.attachment, found.recompute = self.attachment, self.recompute
         return found
+
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
+
+        With ``share``, ``x`` is packed once for all ops that save it. For a norm, the normalized values are packed, and
+        its statistics saved beside them. A view of a parameter (learned queries that several samples share) is no
+        activation. Complex numbers are packed as pairs of real ones.
+
+        Returns the registered form of ``x`` (a forward quantizer's codes, or, except for a norm, the tensors that ``x``
+        derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
+        or the settings are exact.
+        """
+        if x.is_complex():
+            return self._keep_pairs(x, share)
+        if x._is_view() and is_parameter(x._base):
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+            return kept if norm is None else norm.unpacked(kept)
+        if self.is_counted:
+            with no_dispatch_modes():
+                return self._keep(x, self.settings, share, norm)
+        return self._keep(x, self.settings, share, norm)
+
+    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        tensors, decoder = self.keep(pairs_of(x), share=share)
+        if decoder is AS_IT_IS:
+            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
+        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
+
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+        with no_dispatch_modes() if self.is_counted else nullcontext():
+            return self._keep(x, self.settings.for_normalized, True, norm)
+
+    def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
+        normalizes = norm is not None and not settings.is_lossless
+        is_small = x.numel() < settings.min_numel
+        if is_small and self.recompute < DEEP:
+            return beside(keep_small(x, settings), norm)
+        record = find_record(x) if share else None
+        if record is not None and (record.known is not None or record.held is not None):
+            of_reader = settings if settings.recompute or not normalizes else None
+            known = record.known and known_values.found_in(record.known, x, of_reader, self.hooks.scope)
+            if is_held(x, record) and not (known is not None and known[1].quality.is_exact):
+                return beside(keep_as_it_is(x), norm)
+            if known is not None and (not normalizes or serves_norms(known[1])):
+                share_codes(known[0])
+                if storage_report.recorders:
+                    storage_report.report_saved(known, "")
+                return known if norm is None else beside(known, norm)
+        if is_small:
+            return beside(keep_small(x, settings), norm)
+        if settings.is_exact:
+            return beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
+        # A checkpoint expects tensors of the same sizes again, so random sizes follow from the number of elements.
+        repeats = settings.draws_size and self.hooks.are_in_checkpoint()
+        key: tuple[Hashable, ...] | None = (settings.key, repeats)
+        if norm is not None and normalizes:
+            of_norm = norm.key
+            key = None if of_norm is None else (settings.key, repeats, of_norm)
+        packs = None if record is None else record.packs
+        found = find_shared(x, key, self.seeds.number) if packs and key is not None else None
+        if found is None:
+            found = self._pack(x, settings, repeats, norm if normalizes else None)
+            if share and key is not None:
+                share_packed(x, key, *found, self.seeds.number if settings.is_random else 0)
+        if storage_report.recorders:
+            on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
+            storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
+            report_statistics(found)
+        return found if norm is None or normalizes else beside(found, norm)
+
+    def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Saved:
+        quantizer = settings.quantizer
+        plan = None
+        if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
+            plan = plan_of(quantizer, x.shape, x.stride(), x.dtype)
+        if plan is not None:
+            spec, decoder = plan
+            buffer = spec.empty(x)
+            spec.quantizer.encode(
+                x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
+            )
+            return (buffer,), decoder
+        if top_hooks(True) == self.hooks.pair:
+            with self.hooks.suspended:  # a quantizer may use autograd, too
+                return self._pack(x, settings, repeats, norm)
+        if settings.draws_size:
+            numel = Layout.of(x).numel
+            quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
+        if settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+            x = x.detach() if norm is not None else without_gaps(x.detach())
+            x = distinct_elements(x).clone().expand(x.shape)  # without gaps, in its own storage
+        elif _is_grad_enabled():
+            x = x.detach()
+        seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
+        return pack(x, quantizer, settings.save_mode, seed, norm)
+
+    def keep_activation(self, x: Tensor) -> Saved:
+        """Save an operand that may be a weight: packed if it is an activation, unpacked otherwise.
+
+        A leaf that requires a gradient, or a view of one, is somebody's variable and stays in memory anyway. A view of
+        another tensor, made in a Function's forward, only looks like a leaf.
+        """
+        base = x._base if x.is_leaf and x._is_view() else None
+        if base is not None and not base.is_leaf:
+            is_whole = x.numel() == base.numel() and Layout.of(x).is_dense and Layout.of(base).is_dense
+            if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or is_weight(base, self.state)):
+                return known_values.view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
+        elif x.is_leaf and x.requires_grad:
+            return keep_as_it_is(x, storage_report.VARIABLE)
+        return self.keep_weight(x) if is_weight(x, self.state) else self.keep(x)
+
+    def keep_weight(self, x: Tensor) -> Saved:
+        known = known_values.find(x)
+        return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
+
+    def find_known(self, x: Tensor) -> Saved | None:
+        """Return the registered saved form of ``x``, if its quality is at least that of the region's own quantizer."""
+        return known_values.find(x, self.settings, self.hooks.scope)
+
+    def find_kept(self, x: Tensor) -> Saved | None:
+        record = find_record(x)
+        if record is None:
+            return None
+        known = record.known and known_values.found_in(record.known, x, self.settings, self.hooks.scope)
+        if known is None and record.packs and self.settings.derives and self.hooks.scope is None:
+            if x.layout is torch.strided and not x.is_nested:  # without a checkpoint it lives until backward
+                key, settings = (self.settings.key, False), self.settings
+                known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.serves(settings))
+        return known
+
+    def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
+        root = self.seeds.number if self.settings.is_random else 0
+        share_packed(x, (self.settings.key, False, norm), vectors, decoder, root)
+
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
+        known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
     def is_weight(self, x: Tensor) -> bool:
         return is_weight(x, self.state)

@@ -19,7 +19,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -49,6 +49,7 @@ class _Active(threading.local):
         self.regions: list[Any] = []  # outermost first
         self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
         self.disabled = 0
+        self.measuring: list[tuple[Callable, Callable]] = []  # saved-tensor hooks of reports
 
 
 active = _Active()
@@ -219,6 +220,34 @@ def check_rounding() -> None:
         raise NotImplementedError(NO_ROUNDED_NORMS)
 
 
+@contextmanager
+def measuring_hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
+    """Enter saved-tensor hooks that measure, and step aside where nothing is saved."""
+    active.measuring.append((pack, unpack))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        active.measuring.pop()
+
+
+@contextmanager
+def hooks_aside() -> Iterator[None]:
+    """Suspend the current region's hooks, if they are the innermost ones, and without gradients those that measure."""
+    region, aside = current_region(), [] if torch.is_grad_enabled() else list(active.measuring)
+    if region is not None and not region.hooks.is_empty:
+        aside.append(region.hooks.pair)
+    popped: list[Any] = []
+    while (top := top_hooks(True)) is not None and top in aside:
+        popped.append(top)
+        pop_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(popped):
+            push_hooks(*pair)
+
+
 def _step_aside() -> None:
     """Make ``disable_saved_tensors_hooks``, which transforms enter, suspend the region's hooks."""
     disable = torch.autograd.graph.disable_saved_tensors_hooks
@@ -226,9 +255,7 @@ def _step_aside() -> None:
     @contextmanager
     @functools.wraps(disable)
     def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-        region = current_region()
-        is_on = region is not None and not region.hooks.is_empty and region.hooks.are_innermost()
-        with region.hooks.suspended if is_on else nullcontext(), disable(error_message):
+        with hooks_aside(), disable(error_message):
             yield
 
     torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks

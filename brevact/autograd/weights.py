@@ -94,7 +94,7 @@ class ModelState:
             node = node_of(x)
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
-            elif weight and x.layout is torch.strided:
+            elif weight and storage_address(x):  # there is none in a transform
                 storage = x.untyped_storage()
                 storage.__dict__.pop(_ACTIVATION, None)
                 if len(self._derived) >= self._sweep_at:

@@ -100,7 +100,10 @@ class Partitioner(CustomPartitionerFn):
         static |= {place for place, each in enumerate(known) if each.is_parameter}
         activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
         constants = {place: each.constant for place, each in enumerate(known) if each.constant is not None}
-        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants)
+        by_channels = options.get("compiler") == "inductor" and compile_fx.GraphLowering.decide_layout_opt(
+            gm, is_inference=False
+        )
+        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants, by_channels)
         try:
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:

@@ -98,12 +98,14 @@ class Sizes(NamedTuple):
         static: places of parameters and buffers among the inputs.
         activations: places of inputs that code before the graph computed.
         constants: places of inputs that are constant numbers, and these.
+        channels_last: whether the compiler keeps what convolutions read and return with channels last.
     """
 
     outputs: int
     static: frozenset[int]
     activations: frozenset[int]
     constants: Mapping[int, float] = {}
+    channels_last: bool = False
 
 
 def pack_saved(
@@ -175,6 +177,7 @@ class Packing:
         widths: Mapping[str, int] = {},
     ) -> None:
         self.graph, self.settings_of, self.outputs, self.widths = graph, settings_of, sizes.outputs, widths
+        self.channels_last, self.images = sizes.channels_last, set[fx.Node]()
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.of_forward = [each for each in self.output.args[0][: sizes.outputs] if isinstance(each, fx.Node)]
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -543,12 +546,24 @@ class Packing:
         return found if is_small and all(map(self.may_round, found)) else []
 
     def save_statistics(self) -> None:
-        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again."""
+        """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again.
+
+        Where a norm alone reads a tensor, in another order, the moved copy is saved: its rows are what the norm scales.
+        """
         found: dict[fx.Node, None] = {}
         for each in self.dependence.saved:
-            if each.use is not Use.EXACT and self.packs(each):
-                statistics = self.statistics(each.node, self.settings_of(each.readers))
-                found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
+            if each.use is Use.EXACT or not self.packs(each):
+                continue
+            node, settings = each.node, self.settings_of(each.readers)
+            while (statistics := self.statistics(node, settings)) is None:
+                reader, *others = readers_of(node, self.read)
+                if others or packet_of(reader) not in table.MOVES or nbytes_of(reader) != nbytes_of(node):
+                    break
+                node = reader
+            if statistics is not None and node is not each.node:
+                del self.saved[each.node]
+                found[node] = None
+            found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
         if found:
             self.saved.update(found)
             self.analyse()
@@ -645,7 +660,7 @@ class Packing:
 
     def pack(self) -> tuple[list[fx.Node], list[Row]]:
         uses = {each.node: each for each in self.dependence.saved}
-        nodes = self.nodes
+        nodes, self.images = self.nodes, _images(self.graph) if self.channels_last else set()
         kept: dict[fx.Node, None] = {}
         decoded: dict[fx.Node, fx.Node] = {}
         rows = []
@@ -719,10 +734,18 @@ class Packing:
             [argument(step, aten.sym_stride.int, dim) for dim, step in enumerate(x.stride())],
         )
 
+    def placed(self, node: fx.Node) -> tuple[fx.Node, list[Any], list[Any]]:
+        """A node in the memory order that the compiler gives it, its sizes and strides."""
+        if node not in self.images:
+            return node, *self.sizes(node)
+        with self.mode:
+            stride = list(torch.empty_like(node.meta["val"], memory_format=torch.channels_last).stride())
+        return self.call(prims.inductor_force_stride_order.default, node, stride), list(_shape(node)), stride
+
     def pack_mask(self, node: fx.Node, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
         with self.insert_after(node):
-            size, stride = self.sizes(node)
-            packed = self.call(ops.pack_mask.default, node, stride)
+            x, size, stride = self.placed(node)
+            packed = self.call(ops.pack_mask.default, x, stride)
             decoded[node] = self._like(node, self.call(ops.unpack_mask.default, packed, size, stride))
         return packed, *_symbols(size, stride)
 
@@ -736,10 +759,9 @@ class Packing:
         text = to_text(quantizer)
         with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
-            x, shape = node, [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
-            if shape:
-                x = self.call(aten.reshape.default, node, self.sizes(viewed)[0])
-            size, stride = self.sizes(x)
+            shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
+            x = self.call(aten.reshape.default, node, self.sizes(viewed)[0]) if shape else node
+            x, size, stride = self.placed(x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
                 made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
@@ -846,6 +868,22 @@ def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
+    return found
+
+
+def _images(graph: fx.Graph) -> set[fx.Node]:
+    """Contiguous tensors that convolutions read and return, and others of their sizes that are computed beside them."""
+    found: set[fx.Node] = set()
+    layers = (node for node in graph.nodes if packet_of(node) is aten.convolution)
+    waiting: list[Any] = [each for node in layers for each in (node, node.args[0])]
+    for node in waiting:  # which grows
+        value = node.meta.get("val")
+        if node in found or node.op != "call_function" or not isinstance(value, Tensor) or value.dim() != 4:
+            continue
+        if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
+            found.add(node)
+            near = (*node.users, *node.all_input_nodes)
+            waiting += [each for each in near if getattr(each.meta.get("val"), "shape", None) == value.shape]
     return found
 
 

@@ -3,6 +3,3 @@
 #: Module, and the function that all of torchao's integer fake quantizers call, with tensor, block sizes, scale, zero
 #: point, the integers' type and range, and the zero point's domain. It returns integers and values.
 FAKE_QUANTIZATION = ("torchao.quantization.quant_primitives", "_do_fake_quantize_affine")
-
-#: Module, and the class of its float8 fake quantizers: a module with ``enabled``, whose forward takes a tensor.
-FLOAT8_FAKE_QUANTIZER = ("torchao.quantization.qat.fake_quantizer", "Float8FakeQuantizer")

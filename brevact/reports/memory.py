@@ -19,7 +19,7 @@ from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.other_code import as_function, is_of_torch
-from brevact.autograd.running import nodes_behind
+from brevact.autograd.running import measuring_hooks, nodes_behind
 from brevact.autograd.storage_report import (
     DERIVED,
     EXACT,
@@ -338,7 +338,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
     with uncompiled(), _running_module(model, note_contexts) as running:
         with torch.enable_grad(), recording() as recorder, region(None):
             recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
-            with torch.autograd.graph.saved_tensors_hooks(*recorder.hooks):
+            with measuring_hooks(*recorder.hooks):
                 try:
                     output = run(model)
                     if isinstance(output, GeneratorType):

@@ -118,7 +118,7 @@ def saved_in_file(model: nn.Module) -> Iterator[SavedInFile]:
     running.prepare()  # of the heap: these passes fragment it as little as packed ones then
     with tempfile.TemporaryFile(buffering=0) as file:
         saved = SavedInFile(model, file)
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        with running.measuring_hooks(saved.pack, saved.unpack):
             yield saved
 
 

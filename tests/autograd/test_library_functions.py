@@ -139,6 +139,66 @@ def test_tensors_are_packed_by_their_letters(path, by_rule):
             assert stored.dtype is torch.uint8 and bits <= {SCORES: 8, GRADIENT: 6}.get(letter, 4)
 
 
+#: Liger's losses of parts of a batch, which run on a CPU: a module's arguments, from hidden states, a head and tokens.
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Any, ...]]] = {
+    "cpo_loss.CPO": lambda x, head, ids: (head, x, ids),
+    "dpo_loss.DPO": lambda x, head, ids: (head, x, ids, None, x.detach() + 1, head.detach()),
+    "orpo_loss.ORPO": lambda x, head, ids: (head, x, ids),
+    "simpo_loss.SimPO": lambda x, head, ids: (head, x, ids),
+    "kto_loss.KTO": lambda x, head, ids: (x, head, ids, None, ids[:, 0] > 64, x.detach() + 1, head.detach()),
+    "jsd_loss.JSD": lambda x, head, ids: (
+        x.flatten(0, 1),
+        head,
+        x.detach().flatten(0, 1) + 1,
+        head.detach(),
+        ids.flatten(),
+    ),
+    "cosine_similarity_loss.CosineSimilarity": lambda x, head, ids: LOSSES["jsd_loss.JSD"](x, head, ids),
+    "grpo_loss.GRPO": lambda x, head, ids: (
+        (x, head, ids, torch.ones_like(ids), ids[:, 0] / 64 - 1, *([None] * 3), x.detach() + 1, head.detach())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_liger_save_their_gradients_packed(name):
+    """Unbiased, at 6 bits; plain and lossless ones are equal bit for bit."""
+    pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
+    module, _, kind = name.partition(".")
+    imported = importlib.import_module(f"liger_kernel.chunked_loss.{module}")
+    loss = getattr(imported, f"LigerFusedLinear{kind}Loss")(compiled=False)
+    made = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 16, 128, generator=made), torch.randn(128, 128, generator=made) / 128
+    ids = torch.randint(128, (4, 16), generator=made)
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = loss(*LOSSES[name](x, self.weight, ids))
+            return out[0] if isinstance(out, tuple) else out
+
+    def step(policy: Any) -> tuple[Tensor, Tensor]:
+        head, given = Head(), x.clone().requires_grad_()
+        out = head(given) if policy is None else brevact.quantize_backward(head, policy)(given)
+        return out.detach(), torch.cat([grad.flatten() for grad in torch.autograd.grad(3 * out, (given, head.weight))])
+
+    out, expected = step(None)
+    assert all(map(torch.equal, step(LosslessBackward), (out, expected)))
+    found = [step(StochBackward4bit) for _ in range(DRAWS // 2)]
+    assert all(torch.equal(each, out) for each, _ in found)
+    packed = brevact.quantize_backward(Head(), StochBackward4bit)
+    report = brevact.memory_report(packed, x.clone().requires_grad_(), lambda head, x: head(x))
+    kept = sum(row.saved_bytes for row in report.ops if row.op.startswith("Liger"))
+    assert 0 < kept <= (x.numel() + weight.numel()) * (6 / 8 + 6 / 512), report
+    errors = torch.stack([each - expected for _, each in found])
+    along = errors @ expected
+    assert 0 < float(errors.norm(dim=1).mean()) < 0.1 * float(expected.norm())
+    assert abs(float(along.mean())) <= 5 * float(along.std()) / len(found) ** 0.5
+
+
 def test_results_derive_from_what_norms_and_gates_save():
     """A layer behind one packs nothing, and its weight has the gradient of decoded values."""
     for path in library_functions.FORMULAS.keys() & STAND_INS.keys():

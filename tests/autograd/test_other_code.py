@@ -276,6 +276,36 @@ def test_a_function_without_a_frame_of_its_own_is_known_by_its_forward():
         assert torch.equal(torch.compile(lambda x, call=call: call(x), backend="eager", fullgraph=True)(x), call(x))
 
 
+def test_a_forward_of_the_class_may_compile_a_transform():
+    """As in Liger's losses: Dynamo, too, suspends hooks for `torch.func.grad`, and a subclass has its own formula."""
+
+    class Loss(torch.autograd.Function):
+        power = 2
+
+        @classmethod
+        def forward(cls, ctx, x):
+            made = torch.compile(torch.func.grad_and_value(lambda x: (x**cls.power).sum()), backend="eager")
+            grad, value = made(x)
+            ctx.save_for_backward(grad)
+            return value
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    class Cubic(Loss):
+        power = 3
+
+    watch_forward(Loss)
+    for function in (Loss, Cubic):
+        x = torch.randn(64, 128, requires_grad=True)
+        with brevact.backward_quant(Policy({function: brevact.StochBackward8bit})):
+            value = function.apply(x * 1.0)
+        torch.testing.assert_close(value, (x**function.power).sum())
+        (found,), expected = torch.autograd.grad(value, x), function.power * x.detach() ** (function.power - 1)
+        assert 0 < float((found - expected).norm()) < 0.02 * float(expected.norm())
+
+
 def test_masks_and_codes_that_other_code_saves_are_stored_without_a_loss():
     class Masked(torch.autograd.Function):
         @staticmethod

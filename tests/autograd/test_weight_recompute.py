@@ -69,11 +69,9 @@ def straight_through(weight: Tensor) -> Tensor:
 
 
 def newton_schulz(weight: Tensor) -> Tensor:
-    """Steps towards an orthogonal matrix; each reads the last one three times."""
+    """A step towards an orthogonal matrix, which reads the last one three times."""
     x = weight / weight.norm()
-    for _ in range(2):
-        x = 1.5 * x - 0.5 * (x @ x.mT) @ x
-    return x
+    return 1.5 * x - 0.5 * (x @ x.mT) @ x
 
 
 def shared(weight: Tensor) -> Tensor:

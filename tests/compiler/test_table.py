@@ -201,6 +201,12 @@ def _instance_norm(x: Tensor) -> Tensor:
     return F.instance_norm((x.t() @ x.detach()).repeat(8, 8).view(2, 4, -1))
 
 
+def _norm_of_copy(x: Tensor) -> Tensor:
+    """Rows of very different sizes, which are neighbours only in another order."""
+    parts = (x.t() @ x.detach()).repeat(16, 8).view(8, 32, 128) * torch.logspace(-4, 0, 32)[:, None]
+    return F.rms_norm(activation(parts).transpose(0, 1).reshape(32, 1024), (1024,))
+
+
 def _softmax(x: Tensor) -> Tensor:
     return F.cross_entropy((x @ x.detach().t()).repeat(1, 8), torch.arange(8))
 
@@ -213,6 +219,7 @@ SAVED = {
     "a convolution of a norm": (_convolution_of_norm, "aten.repeat", {("averaged", 2)}),
     "query and key, value": (_parts, "aten.split", {("scores", 8), ("linear", 2)}),
     "a loss's probabilities": (_softmax, "aten.exp", {("linear", 2)}),
+    "a norm of a copy": (_norm_of_copy, "aten.permute", {("smooth", 4)}),
     "a norm of a view": (_instance_norm, "aten.repeat", {("averaged", 2)}),
     "a function that follows from its argument": (lambda x: F.softplus(x @ x.t()) @ x.detach(), "aten.where", set()),
 }

@@ -11,7 +11,6 @@ The Function handles frozen weights (no input saved), and weights that autocast 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +18,12 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import Formula, SavedValue, as_tuples, save
+from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output
+from brevact.autograd.ops.base import Formula, as_tuples, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
-from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
-
-#: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
-_SUMMED = torch.float32, torch.float64
+from brevact.private_names.of_torch import is_any_autocast_enabled
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
@@ -51,6 +47,31 @@ _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[in
 
 def _apply(
     region: Keeper,
+    layer: Callable[..., Tensor],
+    gradients_of: Callable[..., tuple[Any, ...]],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Run a layer; ``gradients_of`` reads the computed type, the output's gradient, and the saved input and weight.
+
+    A linear layer's weight is read for the input's gradient alone.
+    """
+
+    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, w, b = to_autocast(input, weight, bias)
+        needs_input, needs_weight = ctx.needs_input_grad[3:5]
+        kept = region.keep(input) if needs_weight else None
+        reads_weight = needs_input or (needs_weight and weight.dim() > 2)
+        save(ctx, kept, region.keep_weight(weight) if reads_weight else None)
+        ctx.gradients = functools.partial(gradients_of, w.dtype)
+        return layer(x, w, b)
+
+    return region.apply(Formula, run, None, input, weight, bias)
+
+
+def _apply_convolution(
+    region: Keeper,
     convolve: Callable[..., Tensor],
     geometry: _Geometry,
     input: Tensor,
@@ -59,67 +80,17 @@ def _apply(
 ) -> Tensor:
     shape, stride, bias_sizes = input.shape, input.stride(), None if bias is None else list(bias.shape)
 
-    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x, w, b = to_autocast(input, weight, bias)
-        needs_input, needs_weight = ctx.needs_input_grad[3:5]
-        kept = region.keep(input) if needs_weight else None
-        save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
-        is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
-        ctx.gradients = functools.partial(gradients, w.dtype, is_after_recomputed)
-        return convolve(x, w, b)
-
-    def gradients(
-        dtype: torch.dtype, is_after_recomputed: bool, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any
-    ) -> tuple[Any, ...]:
+    def gradients(dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any) -> tuple[Any, ...]:
         if weight is None:  # only the bias trains
             return None, None, sum_of_channels(grad)
-        grad, w, mask = grad.to(dtype), weight.decode_as(dtype), list(needs)
-        if is_after_recomputed and mask[0] and grad.is_cpu:
-            return _sample_by_sample(shape, bias_sizes, geometry, grad, kept, w, mask)
+        grad, w = grad.to(dtype), weight.decode_as(dtype)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode_as(dtype)
-        return _convolution_backward(grad, x, w, bias_sizes, *geometry, mask)
+        return _convolution_backward(grad, x, w, bias_sizes, *geometry, list(needs))
 
-    return region.apply(Formula, run, None, input, weight, bias)
-
-
-def _sample_by_sample(
-    shape: torch.Size,
-    bias_sizes: list[int] | None,
-    geometry: _Geometry,
-    grad: Tensor,
-    kept: SavedValue,
-    weight: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of weight and bias first: only they need the decoded input.
-
-    Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
-    """
-    dtype, step = grad.dtype, samples_of_call(shape)
-    if weight.numel() > step * math.prod(shape[1:]):
-        step = shape[0]  # sums of weights would take long
-    samples = [slice(start, start + step) for start in range(0, shape[0], step)]
-    totals: list[Tensor | None] = [None, None]
-    x = kept.decode_as(dtype)
-    for part in samples:
-        sums = _convolution_backward(grad[part], x[part], weight, bias_sizes, *geometry, [False, *mask[1:]])[1:]
-        for place, sum_of_part in enumerate(sums):
-            total = totals[place]
-            if total is None:  # sums of many pieces would stagnate in 16 bits
-                totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
-            else:
-                total.add_(sum_of_part)
-    totals = [total if total is None else total.to(dtype) for total in totals]
-    order = suggest_memory_format(x)
-    del x
-    grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
-    for part in samples:
-        out = grad_input[part]  # only the sizes and strides of the input matter here
-        out.copy_(_convolution_backward(grad[part], out, weight, None, *geometry, [True, False, False])[0])
-    return grad_input, *totals
+    return _apply(region, convolve, gradients, input, weight, bias)
 
 
 def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
@@ -143,12 +114,10 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
-    if region.recompute and is_large_and_recomputed(region, input):
-        runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
     else:
-        out = _apply(region, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+        out = _apply_convolution(region, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
     if region.recompute:
         weights_of_sample = weight.numel() * (input if geometry[3] else out)[0, 0].numel()
         cost = weights_of_sample / out[0].numel()
@@ -213,14 +182,6 @@ def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tenso
     is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
     has_rows = weight.stride() == (weight.shape[1], 1)
 
-    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x, w, b = to_autocast(input, weight, bias)
-        needs_input, needs_weight = ctx.needs_input_grad[3:5]
-        kept = region.keep(input) if needs_weight else None
-        save(ctx, kept, region.keep_weight(weight) if needs_input else None)
-        ctx.gradients = functools.partial(gradients, w.dtype)
-        return linear(x, w, b)
-
     def gradients(
         dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any
     ) -> tuple[Tensor | None, ...]:
@@ -240,7 +201,7 @@ def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tenso
             grad_bias = rows.sum(0) if is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
         return grad_input, grad_weight, grad_bias
 
-    return region.apply(Formula, run, None, input, weight, bias)
+    return _apply(region, linear, gradients, input, weight, bias)
 
 
 def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

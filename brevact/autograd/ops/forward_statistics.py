@@ -54,14 +54,6 @@ def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _of_largest(needs: tuple[bool, ...], grad: Tensor, weight: Tensor, found: Tensor) -> tuple[Tensor]:
-    if weight.is_cpu and not math.isnan(found.item()):
-        ones = weight.abs().eq_(found)  # floats, which torch compares and adds faster than booleans
-        each = grad / ones.sum(dtype=torch.float32 if ones.numel() <= 2**24 else torch.float64).long()  # exact
-        share = each.item()
-        if math.isfinite(share) and share != 0.0:
-            shares = ones.mul_(share)
-            shares = shares.add_(0.0) if share < 0.0 else shares  # 0, not -0, elsewhere
-            return (shares.mul_(weight.sgn()),)
     is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
     shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
     return (shares.mul_(weight.sgn()),)

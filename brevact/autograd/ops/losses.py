@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import Parameters, arguments_of
+from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Formula, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
@@ -271,17 +271,15 @@ def _goes_by_rows(
     return rows == len(target) and rows > step and last * input.shape[1] >= settings.min_numel
 
 
-_PARAMETERS = Parameters(
-    "input target weight=None size_average=None ignore_index=-100 reduce=None reduction='mean' label_smoothing=None"
-)
+_parameters = functools.cache(Parameters)
 
 
 def _handler(apply: Callable[..., Tensor]) -> Callable:
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        given = _PARAMETERS.read(args, kwargs)
+        given = _parameters(func).read(args, kwargs)
         if given is None:
             return NotImplemented
-        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing = given.values()
+        input, target, weight, size_average, ignore_index, reduce, reduction, *smoothing = given.values()
         if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
             return NotImplemented
         if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
@@ -290,9 +288,8 @@ def _handler(apply: Callable[..., Tensor]) -> Callable:
             return NotImplemented
         if reduction not in _REDUCTIONS or input.device != target.device:
             return NotImplemented  # torch raises the error
-        more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
-
-        options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)
+        more = {"label_smoothing": smoothing[0]} if smoothing else {}
+        options = _Options(min(1, input.dim() - 1), ignore_index, reduction, *(smoothing or (0.0,)))
         in_chunks = apply is _cross_entropy and _goes_by_rows(region.settings, input, target, weight, options)
         of_call = "none" if in_chunks else reduction
 
@@ -364,7 +361,7 @@ def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
 
 def _pair_handler(loss: _PairLoss) -> Callable:
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        options = arguments_of(func, args, kwargs)
+        options = _parameters(func).read(args, kwargs)
         if options is None or any(options.pop(name, None) is not None for name in ("size_average", "reduce", "weight")):
             return NotImplemented
         input, target, reduction = options.pop("input"), options.pop("target"), options.pop("reduction")
@@ -408,7 +405,7 @@ def _pair_handler(loss: _PairLoss) -> Callable:
 
 
 def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    options = arguments_of(func, args, kwargs)
+    options = _parameters(func).read(args, kwargs)
     if options is None or options.pop("size_average") is not None or options.pop("reduce") is not None:
         return NotImplemented
     input, target, weight, reduction, positive = options.values()
@@ -451,7 +448,7 @@ def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduct
 
 def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Save the variances exactly, also for the op that computed them: torch saves a copy of its own."""
-    options = arguments_of(func, args, kwargs)
+    options = _parameters(func).read(args, kwargs)
     if options is None or region.settings.leaves_ops_to_torch:
         return NotImplemented
     input, target, var, full, eps, reduction = options.values()

@@ -15,6 +15,7 @@ passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,6 @@ from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState, is_parameter
-from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 from brevact.quantizers import Layout, kernel_ops
 from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
@@ -253,15 +253,12 @@ def _made(name: str, func: Callable, given: dict[str, Any]) -> Norm | None:
     has_channels = input.dim() >= (3 if name == "instance_norm" else 2)
     if name == "group_norm":
         groups = given["num_groups"]
-        if func is F.group_norm and has_channels and groups > 0:
-            n, c, *sizes = input.shape
-            verify_batch_size([n * c // groups, groups, *sizes])
         is_known = has_channels and _fit((input.shape[1],), weight, bias) and groups > 0 and not input.shape[1] % groups
-        return GroupNorm(groups, eps) if is_known else None
+        return GroupNorm(groups, eps) if is_known and input.numel() != groups else None
     by_batch = given["training" if name == "batch_norm" else "use_input_stats"]
     if "cudnn_enabled" not in given:  # torch's Python functions check the sizes
-        if by_batch and input.dim() >= 2:
-            (verify_batch_size if name == "batch_norm" else verify_spatial_size)(input.size())
+        if by_batch and input.dim() >= 2 and input.numel() == math.prod(input.shape[name == "batch_norm" : 2]):
+            return None  # of one number, torch raises the error
         if name == "batch_norm" and (not isinstance(eps, float | int) or eps <= 0):
             return None
     cudnn_enabled = given.get("cudnn_enabled", torch.backends.cudnn.enabled)
@@ -321,17 +318,15 @@ _STORED = Stored(
     "bias Var/N of one packed copy, negligible for maps",
 )
 _OF_STATISTICS = "input weight bias running_mean running_var {} momentum eps cudnn_enabled"
-_OF_MODULES = "input running_mean{0} running_var{0} weight=None bias=None {1} momentum=0.1 eps=1e-5"
 _OF_LAYERS = "input normalized_shape weight=None bias=None eps=1e-5 cudnn_enable=True"
 _OF_GROUPS = "input num_groups weight=None bias=None eps=1e-5 cudnn_enabled=True"
 _PARAMETERS: dict[Callable, Parameters] = {
-    F.batch_norm: Parameters(_OF_MODULES.format("", "training=False")),
     torch.batch_norm: Parameters(_OF_STATISTICS.format("training")),
-    F.instance_norm: Parameters(_OF_MODULES.format("=None", "use_input_stats=True")),
     torch.instance_norm: Parameters(_OF_STATISTICS.format("use_input_stats")),
-    **dict.fromkeys((F.layer_norm, torch.layer_norm), Parameters(_OF_LAYERS)),
-    **dict.fromkeys((F.group_norm, torch.group_norm), Parameters(_OF_GROUPS)),
-    **dict.fromkeys((F.rms_norm, torch.rms_norm), Parameters("input normalized_shape weight=None eps=None")),
+    torch.layer_norm: Parameters(_OF_LAYERS),
+    torch.group_norm: Parameters(_OF_GROUPS),
+    torch.rms_norm: Parameters("input normalized_shape weight=None eps=None"),
+    **{func: Parameters(func) for func in (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.rms_norm)},
 }
 OPS = (
     *(

@@ -9,16 +9,12 @@ save the integers, in as many bits as their range needs (``known_values``). If x
 zero point are saved: backward runs torchao's function on them again, so the gradients of all three are torchao's to the
 last bit. Source: torchao.quantization.quant_primitives.
 
-Float8 fake quantizers are recognised for weights only: backward runs them again. For activations they run op by op:
-each value has its own exponent, and the scale, the largest absolute value, has a gradient.
-
 If torchao is imported, entering a packing region replaces its functions. Outside packing regions, in traced graphs and
 for unknown settings (per-group scales of an activation, floating-point zero points) torchao's own run.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -33,7 +29,7 @@ from brevact.autograd.ops.base import compute_from_weight
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
 from brevact.autograd.running import packing_region, when_imported
 from brevact.autograd.saved import Keeper
-from brevact.private_names.of_torchao import FAKE_QUANTIZATION, FLOAT8_FAKE_QUANTIZER
+from brevact.private_names.of_torchao import FAKE_QUANTIZATION
 from brevact.quantizers import Layout
 
 
@@ -160,18 +156,6 @@ def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[T
     return q, out
 
 
-def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
-    region = packing_region()
-    if region is None or not (quantizer.enabled and is_plain(x)):
-        return stock(quantizer, x)
-    if x.numel() < region.settings.min_numel or not region.is_weight(x):
-        return stock(quantizer, x)
-    storage_report.report_op(fake_quantize_float8)
-    as_now = copy.copy(quantizer)  # backward recomputes with the settings of forward
-    as_now.config = copy.copy(quantizer.config)
-    return compute_from_weight(region, functools.partial(stock, as_now), x)
-
-
 def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
     stock = getattr(owner, name)
 
@@ -184,12 +168,6 @@ def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
     setattr(owner, name, ask)
 
 
-when_imported(
-    *FLOAT8_FAKE_QUANTIZER,
-    lambda: _replace(
-        getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1]), "forward", fake_quantize_float8
-    ),
-)
 when_imported(  # other releases run torchao's own ops, packed like any others
     *FAKE_QUANTIZATION,
     lambda: _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine),
