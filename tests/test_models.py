@@ -20,7 +20,7 @@ from brevact import (
     StochBackward8bit,
     UniformQuantizer,
 )
-from tests.crosses import taking_turns
+from tests.crosses import some_of, taking_turns
 
 MODELS = TRANSFORMERS | CONVOLUTIONAL
 LEAST_RATIO = {name: 12 if name in CONVOLUTIONAL else 6 for name in MODELS}
@@ -47,6 +47,7 @@ def test_forward_is_bit_equal_and_few_bytes_are_kept(subject):
     assert report.ratio >= LEAST_RATIO[name], f"\n{report}"
 
 
+@pytest.mark.parametrize("subject", some_of(MODELS, quick=2), indirect=True, scope="module")
 def test_gradients_err_in_proportion_to_the_step(subject):
     _, plain = subject
     expected = [gradient(plain, seed) for seed in range(2)]
@@ -61,12 +62,7 @@ def test_gradients_err_in_proportion_to_the_step(subject):
 UNBIASED = ("EfficientNetV2 nano", "RegNet", "ViT", "Llama", "SegFormer", "BERT")
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [pytest.param(name, marks=() if name in UNBIASED else pytest.mark.exhaustive) for name in MODELS],
-    indirect=True,
-    scope="module",
-)
+@pytest.mark.parametrize("subject", some_of(MODELS, quick=UNBIASED), indirect=True, scope="module")
 def test_gradients_are_unbiased_where_the_ops_allow_it(subject):
     _, plain = subject
     rules = {is_quadratic: StochBackward8bit, "*": StochBackward2bit}

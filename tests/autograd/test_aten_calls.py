@@ -13,6 +13,7 @@ from brevact import DEFAULT, LosslessBackward
 from brevact.autograd.mode import as_torch_function
 from tests.autograd import ops
 from tests.autograd.measuring import kept_bytes, run_function, settings, watch_saved
+from tests.crosses import some_of
 
 #: Programs of several operators, and of tensors that are no buffers of the module: a target of the last two is one of
 #: the program, and stays as it is.
@@ -23,12 +24,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(op, marks=pytest.mark.exhaustive if place % 4 else (), id=op.name)
-        for place, op in enumerate(ops.ALL)
-        if op.name not in OTHERS
-    ],
+    "op", some_of([op for op in ops.ALL if op.name not in OTHERS], quick=4), ids=lambda op: op.name
 )
 def test_operators_store_what_functions_store(op):
     function, x = op.make(), torch.randn(op.shape)

@@ -15,6 +15,7 @@ from brevact.compiler import graphs
 from brevact.injectors import backward_settings_from
 from brevact.quantizers import ops as packing_ops
 from tests.autograd.measuring import watch_saved
+from tests.crosses import some_of
 
 X = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
 MIB = 2**20
@@ -84,7 +85,7 @@ def test_blocks_that_are_compiled_alone_share_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("way", ["bits", pytest.param("budgets", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("way", some_of(["bits", "budgets"], quick=2))
 def test_many_policies_of_one_class_do_not_meet_dynamos_limit_of_graphs(way):
     """Dynamo compiles a function eight times, and the limit still counts within a policy."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))
@@ -99,7 +100,7 @@ def test_many_policies_of_one_class_do_not_meet_dynamos_limit_of_graphs(way):
             model[0](x)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", some_of(["aot_eager", "inductor"], quick=2))
 def test_blocks_within_a_budget_share_graphs(backend):
     model = nn.Sequential(*(brevact.compile(block, budget=0.5, backend=backend) for block in perceptron(12)))
     torch._dynamo.utils.counters.clear()
@@ -146,9 +147,7 @@ def plain_bytes(blocks: int) -> int:
     return kept(torch.compile(perceptron(blocks), backend=DECOMPOSED))[0]
 
 
-@pytest.mark.parametrize(
-    "budget", ["10x", "0.3MiB", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("15x", "30x", "100x"))]
-)
+@pytest.mark.parametrize("budget", some_of(["10x", "0.3MiB", "15x", "30x", "100x"], quick=5))
 def test_bytes_and_ratios_are_used(budget):
     """At 8 bits, the largest tensor of this model takes 1 to 23 % of these."""
     nbytes, _ = kept(compiled(perceptron(10), budget=budget))
@@ -156,17 +155,23 @@ def test_bytes_and_ratios_are_used(budget):
     assert 0.85 * limit <= nbytes <= limit
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [brevact.StochBackward8bit.let(bit_width=16), brevact.L4Backward, brevact.WeibullBackward3bit],
-    ids=["16 bits", "normalized", "Weibull"],
-)
-def test_formats_and_bits_within_a_budget(policy):
+OTHERS = {
+    "normalized": brevact.L4Backward,
+    "16 bits": brevact.StochBackward8bit.let(bit_width=16),
+    "Weibull": brevact.WeibullBackward3bit,
+}
+
+
+@pytest.mark.parametrize("name", some_of(OTHERS, quick=3))
+def test_formats_and_bits_within_a_budget(name):
     """Bits above 8 are lowered where computing layers again does not suffice; formats without 8 bits become uniform."""
+    policy = OTHERS[name]
     assert kept(compiled(perceptron(), policy=policy, budget="60x"))[0] <= plain_bytes(3) / 60
 
 
-@pytest.mark.parametrize("source", [brevact.StochBackward8bit.let(bit_width=16), brevact.LosslessBackward])
+@pytest.mark.parametrize(
+    "source", some_of([brevact.StochBackward8bit.let(bit_width=16), brevact.LosslessBackward], quick=2)
+)
 def test_budgets_do_not_draw_dropout_again(source):
     found = []
     for budget in (None, 0.3, 0, "20x" if source is not brevact.LosslessBackward else 0.05):

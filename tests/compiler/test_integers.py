@@ -13,6 +13,7 @@ import brevact
 from brevact.compiler import constants
 from brevact.compiler.integers import Codes, Integers
 from tests.autograd.measuring import watch_saved
+from tests.crosses import some_of, taking_turns
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="guards on constants: from PyTorch 2.13 on"
@@ -50,15 +51,6 @@ QUANTIZERS = {
 }
 
 
-#: Compiled in `make test` without loss, and with loss; the others in the exhaustive tier.
-LOSSLESS, LOSSY = ("unsigned", "channels"), ("four_bits", "narrow")
-
-
-def by_turns(quick: tuple[str, ...]) -> pytest.MarkDecorator:
-    marks = {name: () if name in quick else pytest.mark.exhaustive for name in QUANTIZERS}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
-
-
 def network(quantizer: nn.Module, weights=Int8WeightPerTensorFloat) -> nn.Module:
     torch.manual_seed(0)
     layers = [qnn.QuantConv2d(8, 8, 3, padding=1, weight_quant=weights, weight_bit_width=4) for _ in range(2)]
@@ -77,7 +69,7 @@ def step(model: nn.Module, x: Tensor = X, **options) -> tuple[list[Tensor], int]
     return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)], nbytes
 
 
-@by_turns(LOSSLESS)
+@pytest.mark.parametrize("name", some_of(QUANTIZERS, quick=["channels"]))
 def test_lossless_graphs_keep_codes_and_the_gradients_of_plain_ones(name):
     make, bits = QUANTIZERS[name]
     plain, plain_bytes = step(network(make()))
@@ -88,7 +80,7 @@ def test_lossless_graphs_keep_codes_and_the_gradients_of_plain_ones(name):
     assert nbytes < NUMEL * (floats + bits / 8 + 0.5) + 8192 < plain_bytes
 
 
-@by_turns(LOSSY)
+@pytest.mark.parametrize("name", some_of(QUANTIZERS, quick=["four_bits"]))
 def test_lossy_graphs_keep_codes_that_products_read(name):
     make, bits = QUANTIZERS[name]
     model = brevact.quantize_backward(network(make()), brevact.StochBackward2bit.let(min_numel=0))
@@ -111,7 +103,7 @@ def test_blocks_with_different_bit_widths_share_no_graph():
     assert torch.equal(step(layer)[0][1], found[1])
 
 
-@pytest.mark.parametrize("name", ["narrow", "signed", "unsigned"])
+@pytest.mark.parametrize("name", some_of(["narrow", "signed", "unsigned"], quick=2))
 def test_nan_stays_nan(name):
     x = X.clone()
     x[0, 0, 5, 5] = torch.nan
@@ -150,20 +142,22 @@ def test_ranges(function, expected):
     assert codes(function, X) == expected
 
 
-@pytest.mark.parametrize("policy", [brevact.LosslessBackward, brevact.StochBackward4bit], ids=["lossless", "4 bits"])
+KEPT = {
+    "int8": (lambda x: x.sign().to(torch.int8), torch.float32),
+    "int16": (lambda x: (3 * x).round().clamp(-8, 7).to(torch.int16), torch.float32),
+    "uint8": (lambda x: (3 * x).round().clamp(0, 7).to(torch.uint8) + 5, torch.float32),
+    "indices": (lambda x: x.sort(-1).indices - 64, torch.float32),
+    "float16": (lambda x: (3 * x).round().clamp(-8, 7), torch.float16),
+    "eighths": (lambda x: (3 * x).round().clamp(-8, 7) / 8, torch.bfloat16),
+}
+
+
 @pytest.mark.parametrize(
-    ("integers", "dtype"),
-    [
-        (lambda x: x.sign().to(torch.int8), torch.float32),
-        (lambda x: (3 * x).round().clamp(-8, 7).to(torch.int16), torch.float32),
-        (lambda x: (3 * x).round().clamp(0, 7).to(torch.uint8) + 5, torch.float32),
-        (lambda x: x.sort(-1).indices - 64, torch.float32),
-        (lambda x: (3 * x).round().clamp(-8, 7), torch.float16),
-        (lambda x: (3 * x).round().clamp(-8, 7) / 8, torch.bfloat16),
-    ],
+    "name, policy", taking_turns(list(KEPT), [brevact.LosslessBackward, brevact.StochBackward4bit])
 )
-def test_integers_of_all_types_and_ranges_are_kept_exactly(integers, dtype, policy):
+def test_integers_of_all_types_and_ranges_are_kept_exactly(name, policy):
     """The gradient of the factor is them; the sum of half of them exceeds float16."""
+    integers, dtype = KEPT[name]
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = []
     for chosen in (None, policy.let(min_numel=0)):

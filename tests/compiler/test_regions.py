@@ -24,6 +24,7 @@ from brevact.autograd import SaveMode, attach_region, region
 from brevact.compiler.graphs import mark_of
 from brevact.quantizers import Rounding, UniformQuantizer, from_text
 from tests.autograd.measuring import kept_bytes, settings, watch_saved
+from tests.crosses import some_of
 
 FINE = settings(24, Rounding.NEAREST)
 NEAREST = settings(4, Rounding.NEAREST)
@@ -117,14 +118,17 @@ def least_bytes() -> int:
     return packed_step(transformer, X, NEAREST)[2]
 
 
-@pytest.mark.parametrize("name", MODELS)
+each_model = pytest.mark.parametrize("name", some_of(MODELS, quick=["transformer", "convolutions"]))
+
+
+@each_model
 def test_codes_of_24_bits_give_plain_gradients(name):
     (out, grads, _), (found, near, _) = plain_and_packed(*MODELS[name], FINE)
     assert torch.equal(found, out)
     assert_near(near, grads)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_model
 def test_lossless_gradients_are_plain_ones(name):
     (out, grads, plain), (found, exact, packed) = plain_and_packed(
         *MODELS[name], brevact.LosslessBackward, backend="aot_eager"
@@ -133,7 +137,7 @@ def test_lossless_gradients_are_plain_ones(name):
     assert all(map(torch.equal, exact, grads))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_model
 def test_running_statistics_and_bytes(name):
     make, x = MODELS[name]
     plain, model = make(), brevact.quantize_backward(make(), NEAREST)
@@ -199,7 +203,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way", some_of(WAYS, quick=[around, inside, breaking, in_checkpoint]), ids=lambda way: way.__name__
+)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 def test_each_way_gives_plain_gradients(way):
     (_, grads, _), (_, near, _) = plain_and_packed(transformer, X, None, way)
@@ -213,10 +219,13 @@ def test_each_way_packs(way, monkeypatch):
     assert packed < full * (0.95 if way is inside else 0.6)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [{"1": None, "*": NEAREST}, {Block: NEAREST}, {F.linear: None, "*": NEAREST}, {nn.LayerNorm: None, "*": NEAREST}],
+RULES = (
+    *({"1": None, "*": NEAREST}, {Block: NEAREST}),
+    *({F.linear: None, "*": NEAREST}, {nn.LayerNorm: None, "*": NEAREST}),
 )
+
+
+@pytest.mark.parametrize("rules", some_of(RULES, quick=2))
 def test_rules_hold_in_graphs(rules):
     (_, grads, full), (_, _, packed) = plain_and_packed(transformer, X, rules)
     assert least_bytes() < packed < full and grads
@@ -260,7 +269,7 @@ def test_batches_of_dynamic_size(make, x):
         assert_near(near, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", some_of([torch.bfloat16, torch.float16], quick=2))
 def test_autocast(dtype):
     with torch.autocast("cpu", dtype):
         (out, grads, full), (found, near, packed) = plain_and_packed(transformer, X, settings(8, Rounding.NEAREST))
@@ -475,7 +484,7 @@ def test_inductor(name):
     assert packed <= full
 
 
-@pytest.mark.parametrize("has_policy", [False, True])
+@pytest.mark.parametrize("has_policy", some_of([True, False], quick=2))
 def test_a_region_around_a_compiled_module_does_not_warn_of_global_hooks(has_policy: bool):
     model = transformer()
     step = compiled(brevact.quantize_backward(model, FINE_LEAF) if has_policy else model)

@@ -31,14 +31,16 @@ from tests.autograd.op_database import (
     with_wide_values,
 )
 from tests.compiler.compiled_ops import DRAWS, Call, activation, errors_of_mean, sample_of
+from tests.crosses import some_of
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 _QUICK = (
-    "mul div exp pow softmax einsum where amax std nn.functional.conv2d nn.functional.batch_norm nn.functional.gelu "
-    "nn.functional.prelu nn.functional.cross_entropy nn.functional.max_pool2d"
+    "mul exp softmax einsum where nn.functional.conv2d nn.functional.batch_norm nn.functional.gelu "
+    "nn.functional.cross_entropy nn.functional.max_pool2d"
 )
 _OTHERS = (
+    "div pow amax std nn.functional.prelu "
     "sigmoid tanh sin log atan cumsum cumprod addcdiv lerp gather sort index_add linalg.vector_norm linalg.inv "
     "fft.rfft masked_fill bmm nn.functional.linear nn.functional.conv_transpose1d nn.functional.layer_norm "
     "nn.functional.group_norm nn.functional.softplus nn.functional.silu nn.functional.hardswish "
@@ -166,15 +168,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(function, id=name, marks=pytest.mark.exhaustive if place % 2 else ())
-        for place, (name, function) in enumerate(FUNCTIONS.items())
-    ],
-)
-def test_chains_of_ops(function):
-    variant, sample = Variant("", function), Sample((X,), {})
+@pytest.mark.parametrize("name", some_of(FUNCTIONS, quick=4))
+def test_chains_of_ops(name):
+    variant, sample = Variant("", FUNCTIONS[name]), Sample((X,), {})
     plain = Call(variant, sample, None)()
     lossless = Call(variant, sample, LosslessBackward)()
     assert all(map(are_same, lossless.grads, plain.grads))
@@ -229,8 +225,9 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("function, op, expected", SAVED.values(), ids=SAVED)
-def test_uses_and_bits(function, op, expected):
+@pytest.mark.parametrize("name", some_of(SAVED, quick=2))
+def test_uses_and_bits(name):
+    function, op, expected = SAVED[name]
     variant, sample = Variant("", function), Sample((X,), {})
     call, plain = Call(variant, sample, StochBackward2bit), Call(variant, sample, None)()
     for error, standard in errors_of_mean(call, plain):
@@ -279,9 +276,12 @@ def test_a_tensor_that_several_norms_broadcast_is_packed_as_it_is():
     assert {row.nbytes for row in call.rows if row.bits} == {X.numel() // 2 + 6}
 
 
-@pytest.mark.parametrize("unit", [F.elu, F.selu, lambda x: F.celu(x, 0.5)], ids=["elu", "selu", "celu"])
-def test_exponential_units_are_read_from_their_results(unit):
-    weight = torch.randn(16, 16, requires_grad=True)
+UNITS = {"elu": F.elu, "selu": F.selu, "celu": lambda x: F.celu(x, 0.5)}
+
+
+@pytest.mark.parametrize("name", some_of(UNITS, quick=3))
+def test_exponential_units_are_read_from_their_results(name):
+    unit, weight = UNITS[name], torch.randn(16, 16, requires_grad=True)
     assert packed_rows(lambda x: unit(x) @ weight, X) == {"aten.where": 2, "aten.le": 1}
 
 
