@@ -100,10 +100,9 @@ class Partitioner(CustomPartitionerFn):
         static |= {place for place, each in enumerate(known) if each.is_parameter}
         activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
         constants = {place: each.constant for place, each in enumerate(known) if each.constant is not None}
-        by_channels = options.get("compiler") == "inductor" and compile_fx.GraphLowering.decide_layout_opt(
-            gm, is_inference=False
-        )
-        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants, by_channels)
+        is_inductor = options.get("compiler") == "inductor"
+        layout = is_inductor, is_inductor and compile_fx.GraphLowering.decide_layout_opt(gm, is_inference=False)
+        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants, *layout)
         try:
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:

@@ -61,7 +61,7 @@ def _layout_of(x: Tensor) -> Layout:
     return Layout(x.shape, x.stride(), x.dtype)
 
 
-def _restored(x: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
+def _restored(x: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     return Layout(tuple(size), tuple(stride), dtype).empty(x.device)
 
 
@@ -90,14 +90,14 @@ _op(
     ),
     fake=lambda packed, mean, invstd, quantizer, *layout: _restored(packed, *layout),
 )
-_op(
+_op(  # of bool, or of bytes 0 and 1
     "pack_mask(Tensor mask, SymInt[] stride)",
-    lambda mask, stride: bits.pack_mask(_as_traced(mask, stride)),
+    lambda mask, stride: bits.pack_mask(_as_traced(mask.view(torch.bool), stride)),
     fake=lambda mask, stride: _bytes(mask, _layout_of(mask).numel),
 )
 _op(
-    "unpack_mask(Tensor packed, SymInt[] size, SymInt[] stride)",
-    lambda packed, size, stride: bits.unpack_mask(packed, _layout(size, stride)),
+    "unpack_mask(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype)",
+    lambda packed, size, stride, dtype: bits.unpack_mask(packed, _layout(size, stride)).view(dtype),
     fake=_restored,
 )
 _op(
