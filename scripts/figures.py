@@ -91,7 +91,6 @@ TABLES = {
     "large": Table("large", _LARGE, ("kept", "less", "peak", "growth", "step", "error", "noise", "bias")),
     "qat": Table("qat", _QAT, ("kept", "less", "peak", "growth", "step")),
     "trained": Table((*GROUPS["cifar10"], *GROUPS["trained"]), None, ("less", "error", "noise", "bias")),
-    "lengths": Table("lengths", None, ("kept", "less", "peak")),
     "models": Table((*GROUPS["small"], *GROUPS["images"], *GROUPS["domains"]), ("DEFAULT",), ("kept", "less", "step")),
     "gpu": Table(tuple(GPU), _GPU, ("kept", "less", "peak", "speed")),
 }
