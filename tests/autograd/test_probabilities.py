@@ -213,6 +213,18 @@ def test_logsumexp_gradient_is_the_formula_on_the_decoded_probabilities(dim, kee
     torch.testing.assert_close(grad, p * torch.arange(1.0, out.numel() + 1).sin().view_as(of_rows))
 
 
+def test_logsumexp_gradient_has_torchs_strides():
+    x, chosen = torch.randn(8, 4, 16).movedim(-1, 1), settings(bit_width=3, rounding=Rounding.NEAREST)
+    seen = []
+    leaf = x.detach().requires_grad_()
+    for inside in (nullcontext(), region(chosen)):
+        y = leaf * 1
+        y.register_hook(lambda grad: seen.append(grad.stride()))
+        with inside:
+            torch.logsumexp(y, 1).sum().backward()
+    assert seen[0] == seen[1] == x.stride()
+
+
 def test_logsumexp_of_infinities_and_numbers_is_torchs():
     x = torch.zeros(4, 8)
     x[1], x[2, 3] = -torch.inf, torch.inf

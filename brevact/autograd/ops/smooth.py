@@ -7,7 +7,7 @@ square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the le
 If the input is packed in enough bits, derivative and output derive from it (``derived``): the bias, f''' Var / 2, is
 then small, and one tensor is saved in place of two or three. Sigmoid and tanh pack the output if no saved form of the
 input is known: in saturation a step of the input may be wider than the slope. The derivative, y (1 - y) or 1 - y^2, has
-a bias of the variance of one copy.
+a bias of the variance of one copy. GLU packs its value and its gate then.
 """
 
 from __future__ import annotations
@@ -143,7 +143,28 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
         return NotImplemented
     value = value_of(func, (dim,), {})
+    if input.numel() >= 2 * region.settings.min_numel and _packs_output(region, input):
+        return _gate(region, value, input, dim)
     return _apply(region, value, _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim), input)
+
+
+def _gate(region: Keeper, function: PointFunction, input: Tensor, dim: int) -> Tensor:
+    """Save both factors, a and sigmoid(b): in saturation a step of b may be wider than the slope."""
+
+    def run(ctx: Any, input: Tensor) -> Tensor:
+        out = function(input)
+        a, b = input.chunk(2, dim)
+        gate = b.sigmoid()
+        factors = ((a, region.keep(a)), (gate, region.keep(gate)))
+        (_, kept), (_, own) = factors
+        save(ctx, kept, own, keep_smooth(Slope(_BY_OUTPUT[_sigmoid_slope]), (own,), gate) or own)
+        derive(region, out, torch.mul, factors)
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, own: Any, slope: Any) -> tuple[Tensor]:
+        return (torch.cat((own.multiply(grad), slope.multiply(kept.multiply(grad))), dim),)
+
+    return region.apply(Formula, run, gradients, input)
 
 
 def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Callable:
@@ -297,7 +318,7 @@ _STEEP = frozenset(
     )
 )
 STORED = Stored(
-    "SiLU, GELU, Hardswish, Mish, ELU, GLU, Softplus, sin, sinh, SELU, softsign and the like",
+    "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, sinh, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
     "(Hardswish: and a mask)",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
@@ -305,6 +326,11 @@ STORED = Stored(
 _BOUNDED = Stored(
     "Sigmoid, Tanh, atan, asinh",
     "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
+    "bias Var of one packed copy, or Var f'' / 2",
+)
+_GATED = Stored(
+    "GLU",
+    "below 4 bits both derivatives, packed; from 4 bits on both factors, packed, or what the input derives from",
     "bias Var of one packed copy, or Var f'' / 2",
 )
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
@@ -384,7 +410,7 @@ OPS = (
         )
         for slope, funcs in DERIVATIVES.items()
     ),
-    _op((F.glu,), _glu),
+    _op((F.glu,), _glu, stored=_GATED),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
     Op(tuple(_TWICE), twice=True),
     Op((torch.pow, Tensor.pow, Tensor.__pow__), _pow, STORED._replace(op="x^p with p > 2"), is_bit_exact=False),
