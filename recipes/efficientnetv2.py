@@ -66,6 +66,7 @@ class EfficientNetV2Settings(Settings):
     stochastic_depth: float = setting(0.0, "probability of dropping the last residual branch", check=SHARE)
     amp: str = setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
     captured: bool = setting(False, "replay the step as a CUDA graph, on a GPU")
+    compile: bool = setting(False, "compile the model by torch.compile")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,6 +94,8 @@ class ImageTask(Task):
         if settings.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise RecipeError(f"--amp bf16: {torch.cuda.get_device_name(device)} does not compute in it; use fp16")
         self.model = (self.build_model() if model is None else model).to(device)
+        if settings.compile:
+            self.model.compile()
         self.make_optimizer()
 
     def build_model(self) -> nn.Module:

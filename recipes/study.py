@@ -154,7 +154,7 @@ def train(recipe_name: str, policy: str, variant: str, seed: int, options: argpa
     start, recipe = datetime.datetime.now(), RECIPES[recipe_name]
     settings = recipe.settings(
         **{name: getattr(options, name) for name in ("dataset", "data_dir", "epochs", "train_size", "test_size")},
-        **{"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0},
+        **{"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0, "compile": options.compile},
     )
     run = Run(recipe, settings, variant, seed, torch_device("auto"))
     for epoch in range(1, settings.epochs + 1):
@@ -162,12 +162,17 @@ def train(recipe_name: str, policy: str, variant: str, seed: int, options: argpa
     test_loss, accuracy = run.task.scores()
     return {
         **{"dataset": options.dataset, "recipe": recipe_name, "epochs": str(options.epochs)},
-        **{"train_size": str(options.train_size or ""), "settings": "", "policy": policy, "seed": str(seed)},
+        **{"train_size": str(options.train_size or ""), "settings": _settings_of(options)},
+        **{"policy": policy, "seed": str(seed)},
         **{"train_loss": f"{loss:.5f}", "test_loss": f"{test_loss:.5f}", "test_accuracy": f"{accuracy:.5f}"},
         **{"saved_bytes": f"{run.kept_mib * 2**20:.0f}", "plain_bytes": f"{run.plain_mib * 2**20:.0f}"},
         "seconds": f"{(datetime.datetime.now() - start).total_seconds():.0f}",
         **{"torch": torch.__version__, "date": start.strftime("%Y-%m-%d")},
     }
+
+
+def _settings_of(options: argparse.Namespace) -> str:
+    return "compiled" if options.compile else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--train-size", type=int)
     parser.add_argument("--test-size", type=int)
+    parser.add_argument("--compile", action="store_true", help="compile the model by torch.compile")
     parser.add_argument("--csv", type=Path, required=True, help="rows of finished runs; new ones are appended")
     options = parser.parse_args(arguments)
     try:
@@ -190,7 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = {tuple(row[name] for name in (*KIND, "policy", "seed")) for row in rows}
         for seed in options.seeds if options.policies else ():
             for policy in options.policies:
-                kind = (options.dataset, options.recipe, str(options.epochs), str(options.train_size or ""), "")
+                size, settings = str(options.train_size or ""), _settings_of(options)
+                kind = (options.dataset, options.recipe, str(options.epochs), size, settings)
                 if (*kind, policy, str(seed)) not in done:
                     variant = variant_in(rows, kind, policy, seed)
                     rows.append(train(options.recipe, policy, variant, seed, options))

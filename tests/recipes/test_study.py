@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes import study
 
@@ -29,6 +31,16 @@ def test_a_fit_is_compared_at_the_bytes_of_its_policy(tmp_path: Path, capsys: py
     uniform, fitted = (int(row["saved_bytes"]) for row in study.read(path))
     assert 0.8 * uniform < fitted <= uniform
     assert "fit:bytes=StochBackward2bit against StochBackward2bit  1 pairs" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_compiled_runs_pack_what_their_graphs_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    path, options = tmp_path / "rows.csv", ["--epochs", "2", "--train-size", "64", "--test-size", "32", "--seeds", "0"]
+    assert study.main([*options, "--compile", "--csv", str(path), "--policies", "None", "StochBackward2bit"]) == 0
+    plain, packed = study.read(path)
+    assert plain["settings"] == packed["settings"] == "compiled" and plain["train_loss"] != packed["train_loss"]
+    assert 8 * int(packed["saved_bytes"]) < int(plain["saved_bytes"])
 
 
 def test_comparisons_pair_runs_of_a_seed():
