@@ -94,3 +94,16 @@ def test_vectors_whose_norm_overflows_have_the_gradients_of_torch():
 def test_rules_name_norms_apart():
     functions = torch.norm, torch.linalg.norm, torch.linalg.vector_norm
     assert [OP_NAMES[function] for function in functions] == ["norm", "norm", "vector_norm"]
+
+
+def test_cosines_near_1_have_little_noise():
+    """A gradient is a hundredth of the unit vectors, whose errors it must not have."""
+    x = torch.randn(64, 64)
+    y = x + torch.randn(64, 64) / 100
+
+    def run(bits):
+        return run_exactly(lambda x: F.cosine_similarity(x, y), [x], bits)
+
+    (expected,), (grad,) = run(None)[1], run(4)[1]
+    assert 0 < (grad - expected).norm() < 0.3 * expected.norm()
+    assert run(4)[2].nbytes < x.numel()

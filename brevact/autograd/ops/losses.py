@@ -27,10 +27,10 @@ With d = x - t for an input x and a target t, and the gradient g of the loss, ov
     kl_div               dL/dx = -g t,  or -g exp(t)
     binary_cross_entropy_with_logits
                          dL/dx = g w (sigmoid(x) - t);  with weights p of positives
-                         dL/dx = g w ((1 + (p - 1) t) sigmoid(x) - p t)
+                         dL/dx = g w ((1 - t) sigmoid(x) - p t (1 - sigmoid(x)))
 
 The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased.
-With weights of positives, which may differ a hundredfold, sigmoid(x) and t are saved apart. ``binary_cross_entropy`` of
+With weights of positives, which may differ a hundredfold, the two terms are saved apart. ``binary_cross_entropy`` of
 probabilities stays exact: its derivative, (x - t) / (x (1 - x)), is unbounded.
 """
 
@@ -454,19 +454,22 @@ def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any
 
     def run(ctx: Any, x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
         out: Tensor = func(x, t, weight=w, reduction=reduction, pos_weight=p)
-        slope = torch.sigmoid(x.to(out.dtype))
+        logits = x.to(out.dtype)
+        slope = torch.sigmoid(logits)
+        more: tuple[Saved, ...] = ()
         if p is None:
             slope -= t
-        more = () if p is None else (t, p)
+        else:
+            more = region.keep(torch.sigmoid(-logits) * t, share=False), region.keep_activation(p)
+            slope *= 1 - t
         kept = region.keep(slope, share=False)
-        save(ctx, kept, None if w is None else region.keep_activation(w), *map(region.keep_activation, more))
+        save(ctx, kept, None if w is None else region.keep_activation(w), *more)
         return out
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, w: Any, *more: Any) -> tuple[Any, ...]:
         if more:
-            t, p = (each.decode().to(grad.dtype) for each in more)
-            along = (1 + (p - 1) * t) * kept.decode() - p * t
-            along = along * (1 / divisor) * grad
+            positive, p = (each.decode().to(grad.dtype) for each in more)
+            along = (kept.decode() - p * positive) * (1 / divisor) * grad
         else:
             along = _times(kept, grad, 1 / divisor)
         along = along if w is None else along * w.decode().to(grad.dtype)
@@ -501,7 +504,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed; with weights of positives the probability and the target, packed",
+    "the derivative, packed; with weights of positives its two terms, packed",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {

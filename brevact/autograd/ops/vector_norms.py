@@ -13,6 +13,9 @@ in its output, saved as one packed copy that the output's readers share: a bias 
 norm. The packed tensor has one scale, however different the norms are: a rounding error of x itself, the step of a
 bucket's largest vector, would be divided by the norm of its smallest.
 
+Of two tensors of equal shapes, ``cosine_similarity`` packs v - s u and u - s v themselves, those that are needed: where
+the vectors are near each other, u and v have larger errors than the difference has elements.
+
 Along fewer than :data:`LEAST_LENGTH` elements, the norms are not small next to their operands: torch runs in full
 precision. It also runs all other norms, whose gradients choose by elements or are singular in them.
 """
@@ -154,24 +157,32 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
     if groups[0] is None or groups[1] is None or groups[0].length != groups[1].length:
         return NotImplemented
 
+    is_paired = x1.shape == x2.shape
+
+    def across(own: Tensor, other: Tensor, norm: Tensor, cosine: Tensor) -> Tensor:
+        # The last factor is bounded / norm, where that overflows.
+        return other - cosine.unsqueeze(axis) * own * (eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
+
     def run(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         out = func(x, y, dim, eps)
         norms = [torch.linalg.vector_norm(each, 2, axis, keepdim=True) for each in (x, y)]
-        units = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
-        save(ctx, *(region.keep(unit, share=False) for unit in units), exact=(*norms, out))
+        kept = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
+        needs = (True, True)
+        if is_paired:  # near a cosine of 1 the difference is small beside the errors of both units
+            needs = ctx.needs_input_grad[3:]
+            kept = [across(*units, norm, out) for units, norm in zip((kept, kept[::-1]), norms, strict=True)]
+        packed = [region.keep(each, share=False) if needed else None for each, needed in zip(kept, needs, strict=True)]
+        save(ctx, *packed, exact=(*norms, None if is_paired else out))
         return out
 
-    def gradients(
-        needs: tuple[bool, ...], grad: Tensor, of_x: Any, of_y: Any, norm_x: Tensor, norm_y: Tensor, cosine: Tensor
-    ) -> tuple[Any, ...]:
-        u, v = of_x.decode(), of_y.decode()
-        grad, cosine = grad.unsqueeze(axis), cosine.unsqueeze(axis)
+    def gradients(needs: tuple[bool, ...], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
+        *kept, norm_x, norm_y, cosine = rest
+        units = [None if each is None else each.decode() for each in kept]
+        grad, norms = grad.unsqueeze(axis), (norm_x, norm_y)
         grads: list[Tensor | None] = []
-        for (own, other, norm), needed in zip(((u, v, norm_x), (v, u, norm_y)), needs, strict=True):
-            bounded = norm.clamp_min(eps)
-            # The last factor is bounded / norm, where that overflows.
-            along = cosine * own * (eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
-            grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
+        for own, other, norm, needed in zip(units, units[::-1], norms, needs, strict=True):
+            found = own if is_paired or not needed else across(own, other, norm, cosine)
+            grads.append((grad * found / norm.clamp_min(eps)).sum_to_size(own.shape) if needed else None)
         return tuple(grads)
 
     return region.apply(Formula, run, gradients, x1, x2)
@@ -201,7 +212,7 @@ def _normalize(
 _VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity` of 16 elements or more",
-    "the normalized input, packed; the norms unpacked",
+    "the normalized input, packed, between tensors of equal shapes the derivative; the norms unpacked",
     UNBIASED,
 )
 _NORMALIZED = Stored(
