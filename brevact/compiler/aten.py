@@ -231,6 +231,22 @@ def is_softmax(node: Any) -> bool:
     return len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32
 
 
+def classes_of(node: Any) -> int | None:
+    """The dimension of classes of exp(x - log(sum of exponentials)); None for other nodes."""
+    while packet_of(node) in CASTS | SAME:
+        node = node.args[0]
+    x = node.args[0] if packet_of(node) is aten.exp else None
+    while packet_of(x) in CASTS | SAME:
+        x = x.args[0]
+    total = x.args[1] if packet_of(x) is aten.sub else None
+    shapes = [getattr(getattr(each, "meta", {}).get("val"), "shape", ()) for each in (x, total)]
+    while packet_of(total) in MOVES | CASTS | {aten.add}:
+        total = total.args[0]
+    found = [dim for dim, (many, one) in enumerate(zip(*shapes, strict=False)) if many != 1 and one == 1]
+    is_one = packet_of(total) is aten.log and len(shapes[0]) == len(shapes[1]) and len(found) == 1
+    return found[0] if is_one and isinstance(shapes[0][found[0]], int) else None
+
+
 def is_of_attention(node: Any) -> bool:
     """Whether a node is of the softmax in torch's attention where that is no op of its own, as with dropout."""
     return str(node.meta.get("original_aten")) == "aten._safe_softmax.default"

@@ -58,6 +58,9 @@ class Integers:
                 if found is not None and _is_held(found, value.dtype):
                     self._ranges[node] = found
 
+    def know(self, node: fx.Node, found: Range) -> None:
+        self._ranges[node] = found
+
     def _of(self, x: Any) -> Range | None:
         if isinstance(x, fx.Node):
             return self._ranges.get(x)

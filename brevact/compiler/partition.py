@@ -150,6 +150,7 @@ def planned(
     packing.drop_computable()
     packing.save_integers()
     packing.save_statistics()
+    packing.save_what_lacks_to_one()
     return packing
 
 
@@ -570,6 +571,38 @@ class Packing:
             self.saved.update(found)
             self.analyse()
 
+    def save_what_lacks_to_one(self) -> None:
+        """Save 1 - p for a row's probability p above 1/2, and its place: sure networks' gradients are of that size."""
+        cast = prims.convert_element_type.default
+        options = {"start": 1, "step": 1, "dtype": torch.int64, "requires_grad": False}
+        for each in self.dependence.saved:
+            p, dim = each.node, table.classes_of(each.node)
+            if dim is None or not self.is_lossy(p, each):
+                continue
+            count, shape = _shape(p)[dim], [-1 if axis == dim else 1 for axis in range(len(_shape(p)))]
+
+            def turn(x: fx.Node, place: fx.Node, places: fx.Node, p: fx.Node = p) -> fx.Node:
+                is_sure = self._like(p, self.call(aten.eq.Tensor, places, place))
+                left = self.call(aten.add.Tensor, self.call(aten.neg.default, x), 1)
+                return self._like(p, self.call(aten.where.self, is_sure, left, x))
+
+            with self.insert_after(p):
+                places = self.call(prims.iota.default, count, **options, device=p.meta["val"].device)
+                places = self.call(aten.view.default, places, shape)
+                sure = self.call(aten.where.ScalarOther, self.call(aten.gt.Scalar, p, 0.5), places, 0)
+                place = self.call(aten.amax.default, self.call(cast, sure, torch.float32), [dim], True)
+                place = self.call(cast, place, torch.uint8 if count < 256 else torch.int32)
+                left = turn(p, place, places)
+                again = turn(left, place, places)
+            self.integers.know(place, (0, count))
+            for nodes in (self.live, self.activations):
+                nodes.add(left)
+            self._redirect(self.nodes, {p: again})
+            del self.saved[p]
+            self.saved |= {left: None, place: None}
+            self.nodes = self.backward_nodes()
+        self.analyse()
+
     def packs(self, saved: Saved) -> bool:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or numel_of(saved.node) < settings.min_numel:
@@ -708,12 +741,12 @@ class Packing:
                 kept[copy] = None
                 yield copy
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Add a call at the graph's insertion point, with the fake tensor that it returns."""
         self.changes += 1
-        node = self.graph.call_function(target, args)
+        node = self.graph.call_function(target, args, options)
         with self.mode:
-            node.meta["val"] = target(*(fx.map_arg(args, lambda each: each.meta["val"])))
+            node.meta["val"] = target(*(fx.map_arg(args, lambda each: each.meta["val"])), **options)
         return node
 
     def seed(self, x: fx.Node) -> fx.Node:
