@@ -235,10 +235,10 @@ def classes_of(node: Any) -> int | None:
     """The dimension of classes of exp(x - log(sum of exponentials)); None for other nodes."""
     while packet_of(node) in CASTS | SAME:
         node = node.args[0]
-    x = node.args[0] if packet_of(node) is aten.exp else None
+    x: Any = node.args[0] if packet_of(node) is aten.exp else None
     while packet_of(x) in CASTS | SAME:
         x = x.args[0]
-    total = x.args[1] if packet_of(x) is aten.sub else None
+    total: Any = x.args[1] if packet_of(x) is aten.sub else None
     shapes = [getattr(getattr(each, "meta", {}).get("val"), "shape", ()) for each in (x, total)]
     while packet_of(total) in MOVES | CASTS | {aten.add}:
         total = total.args[0]

@@ -170,14 +170,14 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
         needs = (True, True)
         if is_paired:  # near a cosine of 1 the difference is small beside the errors of both units
             needs = ctx.needs_input_grad[3:]
-            kept = [across(*units, norm, out) for units, norm in zip((kept, kept[::-1]), norms, strict=True)]
+            kept = [across(own, other, norm, out) for own, other, norm in zip(kept, kept[::-1], norms, strict=True)]
         packed = [region.keep(each, share=False) if needed else None for each, needed in zip(kept, needs, strict=True)]
         save(ctx, *packed, exact=(*norms, None if is_paired else out))
         return out
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
         *kept, norm_x, norm_y, cosine = rest
-        units = [None if each is None else each.decode() for each in kept]
+        units: list[Any] = [None if each is None else each.decode() for each in kept]
         grad, norms = grad.unsqueeze(axis), (norm_x, norm_y)
         grads: list[Tensor | None] = []
         for own, other, norm, needed in zip(units, units[::-1], norms, needs, strict=True):
