@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import WeakStorage, versions_of
-from brevact.private_names.of_torch import current_graph_task, is_functorch_tensor, queue_callback
+from brevact.autograd.storages import LONE, WeakStorage, versions_of
+from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
 MOST_HELD = 1 << 18
@@ -244,3 +245,14 @@ def take_graph(token: Tensor) -> Graph | None:
 
 def is_held(token: Tensor) -> bool:
     return _HELD in token.untyped_storage().__dict__
+
+
+def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+    """Decode a tensor, no longer held; return it, and whether the caller may overwrite it: nobody else reads it."""
+    found = decoder.decode(tensors)
+    if not isinstance(decoder, HeldOutput):
+        return found, False
+    tensors[0].untyped_storage().__dict__.pop(_HELD, None)
+    references = sys.getrefcount(found)
+    holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the Python object
+    return found, references <= LONE and holders == 2

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,12 +39,13 @@ from brevact.autograd.held_outputs import (
     is_held,
     make_token,
     may_be_held,
+    take,
 )
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
 from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
-from brevact.autograd.storages import is_tracked
+from brevact.autograd.storages import LONE, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
@@ -84,8 +86,10 @@ class LayerOutput(HeldOutput):
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
-        values = self.decode(tensors)
-        return function(values) if grad is None else multiply_by_function(values, function, grad)
+        if grad is None:
+            return function(self.decode(tensors))
+        values, is_owned = take(self, tensors)  # an activation function reads first in forward, so last in backward
+        return multiply_by_function(values, function, grad, overwrites=is_owned)
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         decoder, count = self.sources[0]
@@ -286,6 +290,12 @@ class ChannelsAgain(_NormOutput):
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, scale, shift = self._read(tensors)
+        is_owned = isinstance(self.decoder, HeldOutput) and not is_held(tensors[0])
+        is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
+        if is_owned and x.is_cpu and x.dtype is self.dtype is scale.dtype and x.stride() == self.stride:
+            for rows in x.split(max(_NUMEL_IN_CACHE // math.prod(self.shape[1:]), 1)):
+                rows.copy_(_affine(rows, scale, shift))
+            return x
         return self._finished(_affine(x, scale, shift))
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:

@@ -13,6 +13,7 @@ codes of an earlier step.
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
@@ -24,6 +25,15 @@ from brevact.private_names.of_torch import DisableTorchFunction, parts_of_coo
 
 T = TypeVar("T", Tensor, UntypedStorage)
 
+
+def _count_of_a_lone_local() -> int:
+    x = object()
+    return sys.getrefcount(x)
+
+
+#: Result of ``sys.getrefcount(x)``, called directly, if only the local ``x`` holds the object: 2, or 1 from Python 3.14
+#: on, where the call borrows it. A wrapper around the call may or may not count its own argument.
+LONE = _count_of_a_lone_local()
 
 _version_of = operator.attrgetter("_version")
 #: Attributes of a storage: its record, and whether integers in it were made by a region's op.

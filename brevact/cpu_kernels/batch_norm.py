@@ -307,8 +307,10 @@ def _flush(parts, lanes, sums):
 
 
 @inlined
-def _add_products(z, grad, samples, stride, run, lanes, totals, products, total_parts, product_parts):
-    """Sum each lane's gradients, and their products with elements: few in float32, these in float64."""
+def _add_products(
+    z, grad, has_mean, mean_of, samples, stride, run, lanes, totals, products, total_parts, product_parts
+):
+    """Sum each lane's gradients, and their products with elements less means: few in float32, these in float64."""
     for e in range(lanes):
         store(totals, e, np.float64(0.0))
         store(products, e, np.float64(0.0))
@@ -321,7 +323,8 @@ def _add_products(z, grad, samples, stride, run, lanes, totals, products, total_
             source, factor = advance(z, at), advance(grad, at)
             for e in range(min(PIECE, run - piece)):
                 store(total_parts, e, load(total_parts, e) + load(factor, e))
-                store(product_parts, e, fma(load(factor, e), load(source, e), load(product_parts, e)))
+                z_e = load(source, e) - load(mean_of, e) if has_mean else load(source, e)
+                store(product_parts, e, fma(load(factor, e), z_e, load(product_parts, e)))
             terms += 1
             if terms == _TERMS:
                 _flush(total_parts, lanes, totals)
@@ -340,7 +343,14 @@ def _decoded_ratio(invstd):
 
 
 @inlined
-def _write(z, grad, count, offset_of, slope_of, scale_of):
+def _write(z, grad, target, count, mean_of, offset_of, slope_of, scale_of):
+    for e in range(count):
+        rest = load(grad, e) - load(offset_of, e) - (load(z, e) - load(mean_of, e)) * load(slope_of, e)
+        store(target, e, rest * load(scale_of, e))
+
+
+@inlined
+def _write_centred(z, grad, count, offset_of, slope_of, scale_of):
     """Overwrite elements of the normalized input with their gradients."""
     for e in range(count):
         rest = load(grad, e) - load(offset_of, e) - load(z, e) * load(slope_of, e)
@@ -349,23 +359,31 @@ def _write(z, grad, count, offset_of, slope_of, scale_of):
 
 @kernel
 def gradient_of_channels(words_at, start, stop):
-    """With z = (x - mean) s of the input: g_b = sum(g), g_w = sum(g z), g_x = w s (g - g_b / n - z g_w / n), over z."""
+    """With z = (x - mean) s of the input: g_b = sum(g), g_w = sum(g z), g_x = w s (g - g_b / n - z g_w / n)."""
     words = i64_at(words_at)
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, CHANNELS_OF_BLOCK), channels * size, np.float64(samples * size)
     invstds, lanes = f32_at(load(words, INVSTD)), min(size, PIECE)
     totals, products = f64_scratch(PIECE), f64_scratch(PIECE)
     total_parts, product_parts = f32_scratch(PIECE), f32_scratch(PIECE)
-    offset_of, slope_of, scale_of = f32_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
+    mean_of, offset_of = f32_scratch(PIECE), f32_scratch(PIECE)
+    slope_of, scale_of = f32_scratch(PIECE), f32_scratch(PIECE)
     for index in range(start, stop):
         first = index * together
         count = min(together, channels - first)
         run = count * size
         z, grad = advance(f32_at(load(words, X)), first * size), advance(f32_at(load(words, GRAD)), first * size)
-        _add_products(z, grad, samples, stride, run, count * lanes, totals, products, total_parts, product_parts)
+        for c in range(count):
+            mean = load(f32_at(load(words, MEAN)), first + c) if load(words, MEAN) else np.float32(0.0)
+            fill_run(mean_of, c * lanes, lanes, mean)
+        sums = totals, products, total_parts, product_parts
+        if load(words, MEAN):
+            _add_products(z, grad, True, mean_of, samples, stride, run, count * lanes, *sums)
+        else:
+            _add_products(z, grad, False, mean_of, samples, stride, run, count * lanes, *sums)
         for c in range(count):
             invstd = load(invstds, first + c)
-            ratio = _decoded_ratio(invstd)
+            ratio = np.float64(invstd) if load(words, MEAN) else _decoded_ratio(invstd)
             total = sum_of(totals, c * lanes, lanes)
             product = sum_of(products, c * lanes, lanes) * ratio
             store(f32_at(load(words, GRAD_BIAS)), first + c, np.float32(total))
@@ -376,10 +394,19 @@ def gradient_of_channels(words_at, start, stop):
             fill_run(offset_of, c * lanes, lanes, np.float32(total / n))
             fill_run(slope_of, c * lanes, lanes, np.float32(product * ratio / n))
             fill_run(scale_of, c * lanes, lanes, scale)
-        for sample in range(samples if load(words, OUT) else 0):
+        target = load(words, OUT)
+        for sample in range(samples if target else 0):
             for piece in range(0, run, PIECE):
-                at = sample * stride + piece
-                _write(advance(z, at), advance(grad, at), min(PIECE, run - piece), offset_of, slope_of, scale_of)
+                at, count_of_piece = sample * stride + piece, min(PIECE, run - piece)
+                source, factor = advance(z, at), advance(grad, at)
+                # One pointer for both: of two that overlap LLVM makes no vectors.
+                if target == load(words, X) and load(words, MEAN):
+                    _write(source, factor, source, count_of_piece, mean_of, offset_of, slope_of, scale_of)
+                elif target == load(words, X):
+                    _write_centred(source, factor, count_of_piece, offset_of, slope_of, scale_of)
+                else:
+                    result = advance(f32_at(target), first * size + at)
+                    _write(source, factor, result, count_of_piece, mean_of, offset_of, slope_of, scale_of)
 
 
 def packed_batch_norm_backward(
@@ -395,11 +422,23 @@ def packed_batch_norm_backward(
     if not (plan.geometry.in_blocks and _is_taken(target, grad, weight)):
         return NotImplemented
     dequantize(buffer, plan, None, target)
-    by_weight, by_bias = target.new_empty(target.shape[1]), target.new_empty(target.shape[1])
-    out = target if mask[0] else None
-    given = target, out, grad.contiguous(), None, invstd, weight, None, None, None, by_weight, by_bias
-    _launch(gradient_of_channels, given)
-    return out, by_weight if mask[1] else None, by_bias if mask[2] else None
+    return _run_backward(target, target, grad, weight, None, invstd, mask)
+
+
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    mask: list[bool],
+    overwrites: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if not _is_taken(x, grad, weight) or not mean.dtype is invstd.dtype is torch.float32:
+        return NotImplemented
+    target = x if overwrites or not mask[0] else torch.empty_like(x)
+    return _run_backward(x, target, grad, weight, mean, invstd, mask)
 
 
 def _is_taken(x: Tensor, grad: Tensor, weight: Tensor | None) -> bool:
@@ -409,3 +448,19 @@ def _is_taken(x: Tensor, grad: Tensor, weight: Tensor | None) -> bool:
     if grad.dtype is not torch.float32 or grad.is_neg():
         return False
     return weight is None or (weight.dtype is torch.float32 and weight.is_contiguous())
+
+
+def _run_backward(
+    z: Tensor,
+    target: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    by_weight, by_bias = z.new_empty(z.shape[1]), z.new_empty(z.shape[1])
+    out = target if mask[0] else None
+    given = z, out, grad.contiguous(), mean, invstd, weight, None, None, None, by_weight, by_bias
+    _launch(gradient_of_channels, given)
+    return out, by_weight if mask[1] else None, by_bias if mask[2] else None

@@ -6,7 +6,12 @@ return NotImplemented where a kernel does not take the other arguments. Work is 
 
 from __future__ import annotations
 
-from brevact.cpu_kernels.batch_norm import batch_norm, packed_batch_norm, packed_batch_norm_backward
+from brevact.cpu_kernels.batch_norm import (
+    batch_norm,
+    batch_norm_backward,
+    packed_batch_norm,
+    packed_batch_norm_backward,
+)
 from brevact.cpu_kernels.fake_quantize import fake_quantize
 from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
 from brevact.cpu_kernels.grids import dequantize_grid, quantize_grid

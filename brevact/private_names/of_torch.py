@@ -25,6 +25,7 @@ pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks")
 top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
 current_graph_task = find("torch._C._current_graph_task_id")  #: -1 outside of a backward pass
 #: Number of tensors and Python objects that hold the storage at an address.
+count_holders = find("torch._C._storage_Use_Count")
 #: The graph node whose backward this thread runs; None outside of one.
 current_autograd_node = find("torch._C._current_autograd_node")
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")

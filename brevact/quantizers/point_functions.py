@@ -131,17 +131,18 @@ def _looked_up(
     return values
 
 
-def multiply_by_function(x: Tensor, function: PointFunction, grad: Tensor) -> Tensor:
+def multiply_by_function(x: Tensor, function: PointFunction, grad: Tensor, *, overwrites: bool) -> Tensor:
     """Return grad * function(x), with temporaries of a piece each where both lie in one order of memory.
 
-    Shapes are equal, strides any; see :func:`decode_through`.
+    Shapes are equal, strides any. If it `overwrites`, the result may take the memory of `x`; see
+    :func:`decode_through`.
     """
     layout = Layout.of(x)
     if not layout.is_dense or layout.numel != x.numel() or x.dtype is not grad.dtype or not _has_memory(x):
         return grad * function(x)
     if not _is_readable(grad, layout) or layout.numel == 0:
         return grad * function(x)
-    return _in_pieces(x, function, grad, overwrites=False, piece=_CPU_PIECE // 2)
+    return _in_pieces(x, function, grad, overwrites=overwrites, piece=_CPU_PIECE // 2)
 
 
 def _in_pieces(

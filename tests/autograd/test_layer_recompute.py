@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import BackwardSettings, held_outputs, region, storage_report
-from brevact.autograd.layer_recompute import DEEP, MOST_NESTED, MOST_WITHOUT_SUM
+from brevact.autograd.layer_recompute import DEEP, MOST_NESTED, MOST_WITHOUT_SUM, ChannelsAgain
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
@@ -703,3 +703,31 @@ def test_a_quantized_model_that_is_recomputed_has_exact_gradients(recompute):
     for a, b in zip(ours.parameters(), model.parameters(), strict=True):
         top = max(b.grad.abs().max().item(), 1e-2)
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=256 * torch.finfo(torch.float32).eps * top)
+
+
+class Given(held_outputs.HeldOutput):
+    """Decoder of an output that somebody else may hold, as another thread of the backward pass."""
+
+    shape, dtype = (64, 3, 64, 64), torch.float32
+
+    def __init__(self, held: list[torch.Tensor] | None) -> None:
+        self.held = held
+
+    def _computed(self, tensors):
+        out = torch.ones(self.shape)
+        if self.held is not None:
+            self.held.append(out)
+        return out, None
+
+
+@pytest.mark.parametrize("held", [None, []], ids=["alone", "held"])
+def test_outputs_are_overwritten_only_where_nobody_else_holds_them(held):
+    """Python counts the references; how many a lone local has depends on its version."""
+    token = held_outputs.make_token(torch.device("cpu"))
+    out, is_owned = held_outputs.take(Given(held), (token,))
+    assert is_owned == (held is None) and torch.equal(out, torch.ones(Given.shape))
+    alignment = type("Alone", (), {"inverse": staticmethod(lambda spread: spread)})()
+    norm = ChannelsAgain(Given(held), 1, alignment, (False,), Given.shape, out.stride(), out.dtype)
+    found = norm.decode((token, torch.full((3,), 2.0), torch.ones(3)))
+    assert torch.equal(found, torch.full(Given.shape, 3.0))
+    assert all(torch.equal(each, torch.ones(Given.shape)) for each in held or ())

@@ -217,9 +217,43 @@ def test_gradients_in_a_batch_are_left_to_aten():
     assert torch.equal(found, expected)
 
 
+def _of_input(given: Given, mask: list[bool], *, overwrites: bool = False) -> tuple[Tensor | None, ...]:
+    """Gradients from an input with large means."""
+    x = given.x + 1000.0 * given.mean.view(-1, *[1] * (given.x.dim() - 2))
+    arguments = given.grad, x, given.weight, 1000.0 * given.mean, given.invstd, 1e-5, mask, overwrites
+    found: tuple[Tensor | None, ...] = kernels.batch_norm_backward(*arguments)
+    assert found[0] is None or (found[0] is x) == overwrites
+    return found
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_from_an_input_are_those_of_the_formula(shape: tuple[int, ...], has_weight: bool):
+    given = Given(shape, has_weight=has_weight)
+    mask = [True, has_weight, has_weight]
+    found = _of_input(given, mask)
+    given.check(found)
+    for a, b in zip(found, _of_input(given, mask, overwrites=True), strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_means_of_an_input_are_subtracted_first():
+    """For small deviations from a large mean the products with the gradient would cancel."""
+    given = Given((8, 40, 6, 4))
+    given.mean = torch.randn(40)
+    offset = 1000.0 * given.mean.view(-1, 1, 1)
+    rounded = (given.x + offset) - offset  # each exact: the rounded deviations
+    wanted = torch.ops.aten.native_batch_norm_backward(
+        *(given.grad.double(), rounded.double(), given.weight.double(), None, None),
+        *(torch.zeros(40, dtype=torch.float64), given.invstd.double(), True, 1e-5, MASK),
+    )
+    for a, b in zip(_of_input(given, MASK), wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=200 * HALF_STEP * b.abs().max().item())
+
+
 @pytest.mark.parametrize("mask", [MASK, [False, True, True], [True, False, False]])
 def test_what_needs_no_gradient_gets_none(mask: list[bool]):
     given = Given((8, 40, 6, 4))
-    found = given.by_kernel(mask)
-    assert [each is not None for each in found] == mask
-    given.check(found)
+    for found in (given.by_kernel(mask), _of_input(given, mask)):
+        assert [each is not None for each in found] == mask
+        given.check(found)

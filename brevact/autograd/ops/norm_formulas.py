@@ -68,6 +68,23 @@ def packed_batch_norm_backward(
 
 
 @run_by_kernels
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    mask: list[bool],
+    overwrites: bool,
+) -> Gradients:
+    """Gradients of batch norm by batch statistics; if it ``overwrites``, the input's may reuse the memory of ``x``.
+    The kernel adds the terms of sums in another order than ATen.
+    """
+    return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+
+
+@run_by_kernels
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -26,7 +26,15 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import derive_output
-from brevact.autograd.norm_decoders import Centred, NormInput, along_channels, normalized_early, packed_decoder
+from brevact.autograd.held_outputs import take
+from brevact.autograd.norm_decoders import (
+    Centred,
+    NormInput,
+    Unpacked,
+    along_channels,
+    normalized_early,
+    packed_decoder,
+)
 from brevact.autograd.ops.base import Formula, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
@@ -38,6 +46,7 @@ from brevact.autograd.ops.norm_formulas import (
     Norm,
     RMSNorm,
     batch_norm,
+    batch_norm_backward,
     packed_batch_norm_backward,
     runs_in_float32,
     sum_of_channels,
@@ -124,6 +133,9 @@ def _gradients(
         buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
         return packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
     if kept is not None:
+        of_kernels = packing is not None and dtype is torch.float32
+        if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+            return _backward_of_recomputed(norm, kept, grad, weight, mask)
         x, mean, invstd = kept.with_statistics()
         x = x if x.dtype is dtype else x.to(dtype)
         w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
@@ -163,6 +175,16 @@ def _run_planned(
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
     region.share_normalized(input, of_norm.key, *kept)
     return out, kept, of_norm
+
+
+def _backward_of_recomputed(
+    norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
+) -> Gradients:
+    """Gradients of a batch norm with a plan, from a recomputed input, whose memory they may reuse."""
+    source, decoder = kept.decoder.without_statistics(kept.tensors)
+    x, is_owned = take(decoder, source)
+    mean, invstd = kept.tensors[-2:]
+    return batch_norm_backward(grad, x, weight, mean, invstd, norm.eps, mask, is_owned)
 
 
 def _run_levels(
