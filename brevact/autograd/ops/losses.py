@@ -199,8 +199,7 @@ def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options
 
 def _turn_sure(p: Tensor, target: Tensor, options: _Options) -> Tensor:
     """Subtract from 1 the targets' probabilities, of p (N, C, d1, ..), above 1/2; return which, (N, 1, d1, ..)."""
-    y = target.long().unsqueeze(options.class_dim)
-    y = y.where(y != options.ignore_index, 0)
+    y = target.long().unsqueeze(options.class_dim) % p.shape[options.class_dim]  # any class in place of the ignored one
     of_target = p.gather(options.class_dim, y)
     sure = of_target > 0.5
     p.scatter_(options.class_dim, y, torch.where(sure, 1 - of_target, of_target))
