@@ -222,7 +222,8 @@ def check_rounding() -> None:
 
 @contextmanager
 def measuring_hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
-    """Enter saved-tensor hooks that measure, and step aside where nothing is saved."""
+    """Enter saved-tensor hooks that measure, and step aside where nothing is saved, in transforms, too."""
+    prepare()
     active.measuring.append((pack, unpack))
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
