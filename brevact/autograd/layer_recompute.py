@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,9 @@ MOST_TENSORS = 128
 MOST_WITHOUT_SUM = 10
 #: Most layers of any longer chain: decoding the last one takes ten nested Python calls per layer.
 MOST_CHAINED = 36
+
+#: Elements per ATen call of a convolution that runs over a few samples at a time.
+_NUMEL_OF_CALL = 1 << 18
 
 #: A layer as a function of its input, its weight and its bias.
 Layer = TensorFunction
@@ -131,10 +134,20 @@ class LayerOutput(HeldOutput):
     def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, weight, bias = self._operands(tensors)
         count(math.prod(self.shape))
+        samples, step = self.shape[0], samples_of_call(self.shape)
         with DisableTorchFunction():
+            if isinstance(self.layer, BoundCall) and x.is_cpu and 2 * step <= samples == x.shape[0]:
+                out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+                for start in range(0, samples, step):  # ATen would make a second copy of all samples at once
+                    out[start : start + step] = self.layer(x[start : start + step], weight, bias)
+                return out
             out = self.layer(x, weight, bias)
             out = with_strides(out, self.stride)
             return out.data if out._is_view() else out  # a view would hold its base
+
+
+def samples_of_call(shape: Sequence[int]) -> int:
+    return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
 _layer_output = one_object_each(LayerOutput)

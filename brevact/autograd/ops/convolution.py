@@ -11,6 +11,7 @@ The Function handles frozen weights (no input saved), and weights that autocast 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output
-from brevact.autograd.ops.base import Formula, as_tuples, save
+from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
+from brevact.autograd.ops.base import Formula, SavedValue, as_tuples, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
-from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
+
+#: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
+_SUMMED = torch.float32, torch.float64
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
@@ -79,11 +83,14 @@ def _apply_convolution(
     bias: Tensor | None,
 ) -> Tensor:
     shape, stride, bias_sizes = input.shape, input.stride(), None if bias is None else list(bias.shape)
+    recomputes = bool(region.recompute)
 
     def gradients(dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any) -> tuple[Any, ...]:
         if weight is None:  # only the bias trains
             return None, None, sum_of_channels(grad)
         grad, w = grad.to(dtype), weight.decode_as(dtype)
+        if recomputes and kept is not None and kept.decoder.depth and needs[0] and grad.is_cpu:
+            return _sample_by_sample(shape, bias_sizes, geometry, grad, kept, w, list(needs))
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
@@ -91,6 +98,52 @@ def _apply_convolution(
         return _convolution_backward(grad, x, w, bias_sizes, *geometry, list(needs))
 
     return _apply(region, convolve, gradients, input, weight, bias)
+
+
+def _sample_by_sample(
+    shape: torch.Size,
+    bias_sizes: list[int] | None,
+    geometry: _Geometry,
+    grad: Tensor,
+    kept: SavedValue,
+    weight: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of weight and bias first: only they need the decoded input.
+
+    Each runs on a few samples at a time, since ATen copies its operands to its own memory order.
+    """
+    dtype, step = grad.dtype, samples_of_call(shape)
+    if weight.numel() > step * math.prod(shape[1:]):
+        step = shape[0]  # sums of weights would take long
+    samples = [slice(start, start + step) for start in range(0, shape[0], step)]
+    totals: list[Tensor | None] = [None, None]
+    x = kept.decode_as(dtype)
+    for part in samples:
+        sums = _convolution_backward(grad[part], x[part], weight, bias_sizes, *geometry, [False, *mask[1:]])[1:]
+        for place, sum_of_part in enumerate(sums):
+            total = totals[place]
+            if total is None:  # sums of many pieces would stagnate in 16 bits
+                totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
+            else:
+                total.add_(sum_of_part)
+    totals = [total if total is None else total.to(dtype) for total in totals]
+    order = suggest_memory_format(x)
+    del x
+    grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
+    for part in samples:
+        out = grad_input[part]  # only the sizes and strides of the input matter here
+        out.copy_(_convolution_backward(grad[part], out, weight, None, *geometry, [True, False, False])[0])
+    return grad_input, *totals
+
+
+def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Split ``padding="same"`` as torch does: the odd element is padded on the right of the input."""
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):
+        right = [amount for t in reversed(total) for amount in (0, t % 2)]
+        input = torch.nn.functional.pad(input, right)
+    return input, tuple(t // 2 for t in total)
 
 
 def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
@@ -114,6 +167,8 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
+    if region.recompute and is_large_and_recomputed(region, input):
+        runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
     else:
