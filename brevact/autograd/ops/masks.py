@@ -375,6 +375,11 @@ def _drop_by_torch(region: Keeper, func: Callable, input: Tensor, p: float, inpl
     return out
 
 
+def _drops(region: Keeper, input: Tensor, p: float, training: Any) -> bool:
+    """Whether some elements are dropped and others kept, of an input whose gradient is needed."""
+    return bool(region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel())
+
+
 def _dropout(
     region: Keeper,
     func: Callable,
@@ -387,8 +392,8 @@ def _dropout(
 ) -> Any:
     training = training if train is ... else train
     inplace = inplace or func.__name__.endswith("_")
-    if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel()):
-        return NotImplemented  # nothing is dropped, or all is
+    if not _drops(region, input, p, training):
+        return NotImplemented
     if region.settings.double_backward:
         return _drop_by_torch(region, func, input, p, inplace)
     return _drop(region, input, p, inplace)
@@ -397,12 +402,11 @@ def _dropout(
 def _channel_dropout(
     region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: Any = True, inplace: bool = False
 ) -> Any:
+    if not _drops(region, input, p, training) or region.settings.double_backward:
+        return NotImplemented
     name = func.__name__
-    is_batch = input.dim() >= 2 and name.rstrip("_") in ("feature_dropout", f"dropout{input.dim() - 2}d")
-    if not (is_batch and region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0):
-        return NotImplemented
-    if region.settings.double_backward or not input.numel():
-        return NotImplemented
+    if input.dim() < 2 or name.rstrip("_") not in ("feature_dropout", f"dropout{input.dim() - 2}d"):
+        return NotImplemented  # of one sample, or torch warns
     return _drop(region, input, p, inplace or name.endswith("_"), of_channels=True)
 
 
