@@ -2,8 +2,7 @@
 
 If a region runs torch's own convolution or batch norm in place of a Function (``run_torch``), the hooks save its input
 as the Function would, its weight and statistics unpacked. For other ops they pack floating-point activations, save
-boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors); tensors that
-ops of weights save are recomputed where possible.
+boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors).
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks around
 the region see each tensor that is really stored.
 
@@ -15,7 +14,6 @@ are packed if all other tensors that the node saves are known.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -41,7 +39,6 @@ from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, Save
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 
@@ -351,16 +348,8 @@ class SavedTensorHooks:
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function of weights; saved forms, also of its result, are known once it has run."""
-        collected: list[tuple[SavedByHook, Tensor]] = []
-        result = self._run(functools.partial(_put_off, collected), func, *args, **kwargs)
-        remember(self._region, func, args, kwargs, result, [x for _, x in collected])
-        for stored, x in collected:
-            kept = self._region.keep_weight(x)
-            if kept[1] is AS_IT_IS and x.grad_fn is not None:
-                kept = (x.detach(),), AS_IT_IS
-            stored.fill(kept, self._outer)
-        return result
+        """Run a torch function of weights, which saves no activation."""
+        return self._run(self._pack_weight, func, *args, **kwargs)
 
     def _pack(self, x: Tensor) -> _Packed:
         if self._packer is not None:
