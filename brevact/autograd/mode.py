@@ -14,15 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import (
-    PLAIN_TYPES,
-    as_given,
-    as_tensors,
-    bound,
-    is_stored,
-    names_of_operands,
-    tensors_of_call,
-)
+from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, is_stored, tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
@@ -94,8 +86,8 @@ class EagerMode(marks.RegionMode):
             args, kwargs = as_tensors((args, kwargs), given)
             if given:
                 return as_given(self.__torch_function__(func, (), args, kwargs), given)
-        if kwargs and func in ROWS and not names_of_operands(func).isdisjoint(kwargs):
-            args, kwargs = bound(func, args, kwargs)
+        if not args and "input" in kwargs:  # the first one, whatever the order of names
+            args, kwargs = (kwargs["input"],), {name: x for name, x in kwargs.items() if name != "input"}
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
