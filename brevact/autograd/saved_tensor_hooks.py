@@ -1,7 +1,7 @@
 """A region's saved-tensor hooks: they pack the tensors that torch's own ops and other code save.
 
-If a region runs torch's own convolution or batch norm in place of a Function (``run_torch``), the hooks save its input
-as the Function would, its weight and statistics unpacked. For other ops they pack floating-point activations, save
+If a region runs torch's own convolution in place of a Function (``run_torch``), the hooks save its input
+as the Function would, its weight unpacked. For other ops they pack floating-point activations, save
 boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors).
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks around
 the region see each tensor that is really stored.
@@ -26,10 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_plain, tensors_of_call
-from brevact.autograd.derived import derive, derive_output
+from brevact.autograd.derived import derive
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
-from brevact.autograd.norm_decoders import Centred, NormInput
 from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
@@ -301,40 +300,6 @@ class SavedTensorHooks:
         """Return whether there are no hooks around the region, or only a report's, which can be notified."""
         return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
-    def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run torch's own norm as :meth:`run_torch` does, but pack its normalized input."""
-        waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is packed once its statistics exist
-
-        def pack(x: Tensor) -> _Packed:
-            if x is weight:
-                return self._pack_weight(x)
-            if x is norm.running[0] or x is norm.running[1]:
-                return self._hand_on(keep_as_it_is(x))
-            return _put_off(waiting, x.detach())
-
-        out, mean, spread = self._run(pack, norm.forward, input, weight, bias)
-        given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
-        kept = self._keep_waiting(waiting, input, given)
-        derive_output(self._region, given, kept, out, weight, bias)
-        ModelState.mark_activation(out)
-        return out
-
-    def _keep_waiting(self, waiting: list[tuple[SavedByHook, Tensor]], input: Tensor, norm: NormInput) -> Saved | None:
-        """Pack the tensors that torch's own norm has saved; return its input's saved form, which needs no means."""
-        kept = None
-        with self.suspended:
-            for stored, x in waiting:
-                if x.shape == input.shape:
-                    is_same = storage_address(x) == storage_address(input) and x.stride() == input.stride()
-                    kept = self._region.keep(input if is_same else x, norm=norm)  # with its place in the graph
-                    stored.fill(kept, self._outer)
-            for stored, x in waiting:
-                if x.shape != input.shape:
-                    is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
-                    is_zero = is_mean and kept is not None and isinstance(kept[1], Centred)
-                    stored.fill(Blank.like(x, is_zero) if is_zero else keep_as_it_is(x), self._outer)
-        return kept
-
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function of weights, which saves no activation."""
         return self._run(self._pack_weight, func, *args, **kwargs)
@@ -481,9 +446,3 @@ def _derives_curved(settings: BackwardSettings | None) -> bool:
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """Sizes other than one, sorted: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
-
-
-def _put_off(waiting: list[tuple[SavedByHook, Tensor]], x: Tensor) -> SavedByHook:
-    stored = SavedByHook()
-    waiting.append((stored, x))
-    return stored
