@@ -35,7 +35,7 @@ from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, 
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
+from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, pop_hooks, push_hooks, top_hooks
@@ -100,17 +100,9 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         return stored.decoder.decode(stored.tensors())
     with torch.no_grad():
         tensors = stored.tensors()
-        key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
-        shares = bool(tensors) and tensors[0].layout is torch.strided
-        # by the first tensor that it is decoded from: several second graphs save the same one
-        found = find_shared(tensors[0], key) if shares else None
-        if found is not None:
-            return found[0][0]
         x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
-        if shares and not (x.is_conj() or x.is_neg()):
-            share_packed(tensors[0], key, (x,), None)
     return x
 
 
