@@ -178,7 +178,7 @@ def test_autocast_and_earlier_tensors_change_nothing():
         (ValueError, Int8ActPerTensorFloat, {"quant_delay_steps": 3}, "quant_delay_steps=3"),
         (ValueError, Int8ActPerTensorFloat, {"float_to_int_impl_type": "stochastic_round"}, "StochBackward8bit"),
         (ValueError, Int8ActPerTensorFloat, {"save_mode": "later"}, "save_mode='later' is unknown"),
-        (ValueError, Int8ActPerTensorFloat, {"min_numel": -1}, "min_numel=-1"),
+        (ValueError, Int8ActPerTensorFloat, {"min_numel": -1}, "min_numel: got -1"),
     ],
 )
 def test_quantizer_refuses_settings(error, source, overrides, message):
