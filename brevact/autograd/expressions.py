@@ -263,7 +263,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
         return None
     bits = None
     if mask is not None:
-        layout = Layout.of_sizes(decoder.shape, decoder.source.stride(tensors), decoder.dtype)
+        layout = Layout.of_sizes(decoder.shape, decoder.source.spec.layout.result_stride, decoder.dtype)
         packed, of_mask = cast("tuple[tuple[Tensor, ...], Any]", parts[cast("int", mask)])
         bits = of_mask.bits(packed, layout)
         if bits is None:

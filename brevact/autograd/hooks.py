@@ -172,14 +172,6 @@ class _ExitRegion:
     def __init__(self, origin: str) -> None:
         self.origin = origin
 
-    @property
-    def __name__(self) -> str:
-        """Always raises: `torch.jit.script` reads it from hooks that it compiles."""
-        raise AttributeError(
-            "torch.jit.script does not compile the forward hooks of backward quantization: call "
-            "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
-        )
-
     @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many, may_be_held
+from brevact.autograd.held_outputs import decoded, may_be_held
 from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Quality, Saved, SavedByHook, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
@@ -96,7 +96,7 @@ class IntegerCodes(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         is_held = may_be_held(self.layout.numel, tensors[0])
-        return decoded_beside_codes(self, tensors, self._decode) if is_held else self._decode(tensors)
+        return decoded(self, tensors, self._decode) if is_held else self._decode(tensors)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
@@ -195,16 +195,15 @@ def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> T
     return numbers.detach().reshape(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Recomputed(Decoder):
     """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
 
-    __slots__ = ("__weakref__", "compute", "nbytes")
     compute: Callable[..., Tensor]
-    nbytes: int
+    nbytes: int = field()
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return decoded_for_many(self, tensors, self._decode)
+        return decoded(self, tensors, self._decode)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():

@@ -27,7 +27,6 @@ current_graph_task = find("torch._C._current_graph_task_id")  #: -1 outside of a
 #: Number of tensors and Python objects that hold the storage at an address.
 count_holders = find("torch._C._storage_Use_Count")
 #: The graph node whose backward this thread runs; None outside of one.
-current_autograd_node = find("torch._C._current_autograd_node")
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction")
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
@@ -217,14 +216,6 @@ has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 
 #: The schemas of an operator of `torch.ops`, by "namespace::name".
 schemas_of_operator = find("torch._C._jit_get_schemas_for_operator")
-
-
-def argument_names(operator: Any) -> tuple[str, ...]:
-    """Return the argument names of a ``torch.ops`` operator: of an overload, or the default one."""
-    overload = operator if hasattr(operator, "_schema") else getattr(operator, "default", None)
-    return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
-
-
 softmax_backward = find("torch.ops.aten._softmax_backward_data.default")
 fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default")
 fused_rms_norm = find("torch.ops.aten._fused_rms_norm")
