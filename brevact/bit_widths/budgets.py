@@ -131,11 +131,11 @@ class Budget:
             return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
-    def takes_all(self, plain_bytes: int, plain_peak: int) -> bool:
+    def takes_all(self, plain_bytes: int, plain_peak: float) -> bool:
         """Return whether full precision meets the budget; never with a budget of noise."""
         return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes and self.allows_peak(plain_peak)
 
-    def allows_peak(self, peak: int) -> bool:
+    def allows_peak(self, peak: float) -> bool:
         return self.peak_bytes is None or peak <= self.peak_bytes
 
     def is_met_by(self, report: FitReport) -> bool:
@@ -152,14 +152,14 @@ class Budget:
                 least,
             )
 
-    def check_peak(self, plain_peak: int, least: int) -> None:
+    def check_peak(self, plain_peak: float, least: int) -> None:
         """Raise a BudgetRefusal if both 1 bit everywhere and full precision have a peak above the budget."""
         nearest = min(least, plain_peak)
         if not self.allows_peak(nearest):
             raise BudgetRefusal(
                 f"{self.text} is not possible: with 1 bit in each layer that packs the peak of a step is "
                 f"{least / MIB:.2f} of {plain_peak / MIB:.2f} MiB; accepted is peak_bytes from {nearest} on",
-                nearest,
+                int(nearest),
             )
 
     def choose(

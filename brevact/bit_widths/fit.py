@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from brevact.arguments import check_model
@@ -166,12 +168,10 @@ def fit(
     the highest level whose steps take no longer.
 
     Cost with B batches and G layers that pack tensors (24 in EfficientNetV2 nano): B + 1 + 2 (G + 1) passes, two more
-    per layer that gets 1 or 2 bits, 10 per measured policy (at most 3), 4 for the peaks at full precision and at
-    1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this once per level of
-    recomputation.
+    per layer that gets 1 or 2 bits, 8 per measured policy (at most 3), and some 20 forward passes for bytes; with a
+    budget of the peak up to 26 more. All this once per level of recomputation.
 
-    Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
-    ``TMPDIR``), except the timed passes of a budget of ``time``.
+    On a GPU, full-precision passes save their tensors in the host's memory, except those that measure peaks or time.
 
     ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
@@ -232,7 +232,10 @@ def fit(
     batches = batches[: effort.batches]
     with progress_bar("fit", None, progress) as on_pass, in_place(model):
         exact = exact_gradients(model, batches, loss, on_pass)
-        plain_peak = peak_of_step(model, batches[0], loss, packs=False)
+        plain_peak = math.inf
+        if peak_bytes is not None:
+            with suppress(torch.OutOfMemoryError):
+                plain_peak = peak_of_step(model, batches[0], loss, packs=False)
         memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
         times: Mapping[int, float] = {0: 0.0}
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
@@ -273,7 +276,7 @@ class _Fit:
         budget: Budget,
         exact: ExactGradients,
         memory: MemoryOfPass,
-        plain_peak: int,
+        plain_peak: float,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
         effort: _Effort,
@@ -388,7 +391,7 @@ class _Fit:
             passes=self._passes,
             groups=groups,
             peak=peak,
-            plain_peak=self._plain_peak,
+            plain_peak=int(self._plain_peak) if self._plain_peak < math.inf else 0,
         )
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
@@ -424,6 +427,9 @@ class _Fit:
         return replace(policy, layers=layers_of(self._model), report=report)
 
     def _peak(self, widths: Mapping[str, int]) -> int:
+        """Return the peak of a step with these widths; 0 without a budget of the peak."""
+        if self._budget.peak_bytes is None:
+            return 0
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             peak = peak_of_step(self._model, self._batches[0], self._loss, packs=True)

@@ -56,8 +56,8 @@ class FitReport:
         groups: layers that pack, in the order of the forward pass.
         recompute: maximum multiplications per element of recomputed layers.
         time: time of a step at this level of recomputation, as a multiple of a plain step; 0 if not measured.
-        peak: measured peak bytes that PyTorch allocates in a step, above those at its start; 0 if not measured.
-        plain_peak: ``peak`` without backward quantization.
+        peak: measured peak bytes that PyTorch allocates in a step, above those at its start; 0 without a budget of it.
+        plain_peak: ``peak`` without backward quantization; 0 if that step does not fit into the GPU's memory.
     """
 
     budget: str
@@ -111,7 +111,8 @@ class FitReport:
             "in units of minibatch noise"
         )
         if self.peak:
-            text += f"; peak of a step {self.peak / MIB:.2f} of {self.plain_peak / MIB:.2f} MiB"
+            of_plain = f" of {self.plain_peak / MIB:.2f}" if self.plain_peak else ""
+            text += f"; peak of a step {self.peak / MIB:.2f}{of_plain} MiB"
         if self.time:
             text += f"; a step takes {self.time:.2f} times as long"
         if self.recompute:
