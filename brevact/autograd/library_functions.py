@@ -81,16 +81,26 @@ liger_kernel.chunked_loss.orpo_loss LigerFusedLinearORPOFunction GGG
 liger_kernel.chunked_loss.simpo_loss LigerFusedLinearSimPOFunction GGG
 liger_kernel.chunked_loss.jsd_loss LigerFusedLinearJSDFunction GGG
 liger_kernel.chunked_loss.cosine_similarity_loss LigerFusedLinearCosineSimilarityFunction GGG
+liger_kernel.chunked_loss.fused_linear_ppo _ChunkedSelectiveLogProbFunction -----
 liger_kernel.ops.jsd LigerJSDFunction G
 liger_kernel.ops.tvd LigerTVDLossFunction G
 liger_kernel.ops.softmax LigerSoftmaxFunction Q
 liger_kernel.ops.dyt LigerDyTFunction S---
+liger_kernel.ops.kl_div LigerKLDivLossFunction -
+liger_kernel.ops.sparsemax LigerSparsemaxFunction -
+liger_kernel.ops.relu_squared LigerReLUSquaredFunction -
+liger_kernel.ops.poly_norm LigerPolyNormFunction ---
+liger_kernel.ops.rope LigerRopeFunction --
+liger_kernel.ops.qwen2vl_mrope LigerQwen2VLMRopeFunction --
+liger_kernel.ops.tiled_mlp LigerTiledMLPFunction -
 
 unsloth.kernels.fast_lora LoRA_MLP ------LSL ------LSL---
 unsloth.kernels.fast_lora LoRA_QKV L------ L---------
 unsloth.kernels.fast_lora LoRA_W --L --L-
 unsloth.kernels.rms_layernorm Fast_RMS_Layernorm L--
 unsloth.kernels.layernorm Fast_Layernorm L----
+unsloth.kernels.cross_entropy_loss Fast_CrossEntropyLoss --- ----
+unsloth.kernels.rope_embedding Slow_RoPE_Embedding --
 unsloth.kernels.moe.grouped_gemm.interface GroupedGemm L---
 unsloth_zoo.fused_losses.cross_entropy_loss UnslothFusedLoss GGG
 unsloth_zoo.rl_replacements UnslothEfficientGRPO G
@@ -115,6 +125,7 @@ flash_attn.ops.activations GeLUFunction S-
 flash_attn.ops.activations FastGeLUFunction S
 flash_attn.ops.fused_dense FusedDenseFunc L- -
 flash_attn.ops.fused_dense FusedMLPFunc L---L ----
+flash_attn.ops.triton.cross_entropy CrossEntropyLoss ---
 
 xformers.ops.fmha _fMHA QQLL-
 xformers.ops.swiglu_op _SwiGLUDecomposedFunc L------SLLL-
@@ -140,6 +151,7 @@ fla.modules.activations SwishFunction S
 fla.modules.fused_linear_cross_entropy.ops FusedLinearCrossEntropyFunction GGG
 fla.modules.fused_linear_cross_entropy FusedLinearCrossEntropyFunction GGG
 fla.modules.fused_kl_div.ops FusedKLDivLossFunction GG
+fla.modules.fused_cross_entropy.ops FusedCrossEntropyFunction ---
 fla.modules.causal_conv1d.ops CausalConv1dFunction S----
 fla.modules.convolution CausalConv1dFunction S----
 fla.ops.gla.chunk ChunkGLAFunction LLL---L- LLL---L
@@ -165,6 +177,7 @@ apex.normalization.fused_layer_norm FusedRMSNormAffineFunction L--
 apex.normalization.fused_layer_norm FusedRMSNormAffineMixedDtypesFunction L--
 apex.normalization.fused_layer_norm FusedRMSNormFunction L-
 apex.contrib.layer_norm.layer_norm FastLayerNormFN L---
+apex.contrib.xentropy.softmax_xentropy SoftmaxCrossEntropyLoss -----
 apex.fused_dense.fused_dense FusedDenseFunc L-
 apex.fused_dense.fused_dense DenseNoBiasFunc L-
 apex.fused_dense.fused_dense FusedDenseGeluDenseFunc L--SL
@@ -174,6 +187,8 @@ spconv.pytorch.functional SparseConvFunction --L-
 spconv.pytorch.functional SparseInverseConvFunction --L-
 spconv.pytorch.functional SubMConvFunction --L-
 spconv.pytorch.functional SparseImplicitGemmFunction L---
+spconv.pytorch.functional SparseMaxPoolFunction ----
+spconv.pytorch.functional SparseMaxPoolImplicitGemmFunction ---
 efficientnet_pytorch.utils SwishImplementation S
 monai.networks.blocks.activation SwishImplementation S
 """
@@ -266,6 +281,10 @@ def _letters_of(path: str, count: int) -> str | None:
         read = " or ".join(str(len(letters)) for letters in sets)
         warn(f"{path} saves {count} tensors, {read} where it was read: they stay as they are, unless a rule packs them")
     return found
+
+
+def is_exact_alone(path: str | None) -> bool:
+    return path in SETS and set().union(*SETS[path]) == {EXACT}
 
 
 def declares_writes(namespace: str) -> bool:

@@ -282,6 +282,17 @@ def test_a_subclass_with_its_own_backward_is_not_in_the_table():
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones(64, 128))
 
 
+def test_a_rule_for_a_function_that_saves_nothing_to_pack_is_refused():
+    path = next(path for path, sets in SETS.items() if sets == ["---"])
+
+    class Exact(torch.autograd.Function):
+        pass
+
+    Exact.__module__, _, Exact.__qualname__ = path.rpartition(".")
+    with pytest.raises(TypeError, match="no quantizer changes what this function stores"):
+        Policy({Exact: StochBackward4bit})
+
+
 @pytest.mark.parametrize("module", [each for each in BY_MODULE if each.startswith("liger_kernel.")])
 def test_names_are_those_of_the_installed_library(module):
     pytest.importorskip("liger_kernel", reason="not installed: liger-kernel (pip install '.[test]')")
