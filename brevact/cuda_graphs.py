@@ -24,15 +24,20 @@ from brevact.user_lines import warn
 #: The type of device whose work is captured.
 _DEVICE = "cuda"
 _CONSTANTS = (type(None), bool, int, float, str)
-_KINDS = (
-    "shapes, types or constants of its arguments (pad batches to few sizes, pass numbers that change as tensors), "
-    "autocast or grad mode, flags, policies, parameters or buffers of modules (fill these in place), or constants of "
-    "optimizers (for an lr that changes, give fused=True or capturable=True, or a tensor)"
+#: What a graph depends on, by its place in the key.
+_PARTS = (
+    "shapes, types or constants of its arguments (pad batches to few sizes, pass numbers that change as tensors)",
+    "autocast or grad mode",
+    "training flags, policies, parameters or buffers of modules (fill a buffer in place, such as by copy_)",
+    "parameters, which are frozen or moved",
+    "constants of optimizers (for an lr that changes, give fused=True or capturable=True, or a tensor)",
 )
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 
-def captured(step: Callable[..., Any], *, graphs: int = 8, warm_up: int = 3) -> Any:
+def captured(
+    step: Callable[..., Any], *, graphs: int = 8, warm_up: int = 3, generators: Iterable[torch.Generator] = ()
+) -> Any:
     """Replay a training step as a CUDA graph, so that the GPU does not wait for Python; on a CPU, return ``step``.
 
     ``step`` takes a batch and trains on it: forward, ``loss.backward()`` and, if you like, the optimizer's step. Its
@@ -58,7 +63,7 @@ def captured(step: Callable[..., Any], *, graphs: int = 8, warm_up: int = 3) -> 
 
     - Arguments are copied into the graph's inputs; results are copies, without their autograd graph.
     - ``.grad`` equals that of the plain step, also if the program sets it to None between steps, or accumulates.
-    - Replays draw new random numbers, those of packing, too, from PyTorch's default generator.
+    - Replays draw new random numbers, those of packing, too. Name generators of your own in ``generators``.
     - ``lr`` of capturable and fused optimizers is read at each call, so that schedulers work: call them outside the
       step. ``GradScaler`` needs a fused optimizer (``fused=True, capturable=True``), others read the device.
     - Python runs at capture alone: replays print, count and rebind nothing.
@@ -75,27 +80,34 @@ def captured(step: Callable[..., Any], *, graphs: int = 8, warm_up: int = 3) -> 
         graphs: the most kinds of arguments that are captured; each graph keeps its inputs, results and gradients, and
             all share the memory of other tensors.
         warm_up: calls before a capture, at least 2; 11 for ``DistributedDataParallel``, as PyTorch asks.
+        generators: CUDA generators, other than the default one, that the step draws from.
 
     Returns:
         A function with the arguments of ``step``.
 
     Raises:
-        TypeError: ``step`` is not callable.
+        TypeError: ``step`` is not callable, or ``generators`` has something else.
         ValueError: ``graphs`` or ``warm_up`` is too small.
     """
     if not callable(step):
         raise TypeError(f"step: got {brief(step)}; accepted is a function of a batch: brevact.captured(train_step)")
     check_int("graphs", graphs, 1)
     check_int("warm_up", warm_up, 2)
-    return _Captured(step, graphs, warm_up) if torch.cuda.is_available() else step
+    generators = tuple(generators)
+    for each in generators:
+        if not isinstance(each, torch.Generator):
+            raise TypeError(f"generators: got {brief(each)}; accepted are torch.Generator(device='cuda')")
+    return _Captured(step, graphs, warm_up, generators) if torch.cuda.is_available() else step
 
 
 class _Captured:
     """A step. By kind of call: the number of its runs so far, or its graph, or None if it gets none."""
 
-    def __init__(self, step: Callable[..., Any], most: int, warm_up: int) -> None:
+    def __init__(
+        self, step: Callable[..., Any], most: int, warm_up: int, generators: tuple[torch.Generator, ...]
+    ) -> None:
         functools.update_wrapper(self, step, updated=())
-        self._step, self._most, self._warm_up = step, most, warm_up
+        self._step, self._most, self._warm_up, self._generators = step, most, warm_up, generators
         self._kinds: dict[Hashable, int | _Graph | None] = {}
         self._constants: dict[Hashable, Any] = {}
         self._reasons: set[str] = set()
@@ -123,7 +135,9 @@ class _Captured:
         if isinstance(kind, _Graph):
             return kind.replay(tensors)
         if key not in self._kinds and len(self._kinds) >= self._most:
-            self._tell(f"it was called in more than graphs={self._most} ways: {_KINDS}")
+            parts = zip(_PARTS, key, *self._kinds, strict=True)
+            differing = "; ".join(text for text, *values in parts if len({*values}) > 1)
+            self._tell(f"it was called in more than graphs={self._most} ways, which differ in {differing}")
             kind = None
         if kind is None:
             return self._step(*args, **kwargs)
@@ -197,6 +211,8 @@ class _Captured:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         cause: Exception | None = None
         try:
+            for generator in self._generators:
+                graph.register_generator_state(generator)
             for group, rate, _ in rates:
                 group["lr"] = rate
             _set_gradients(parameters, starts)
@@ -210,7 +226,7 @@ class _Captured:
             ends = [p.grad for p in parameters]
         except Exception as error:
             torch.cuda.set_stream(current)
-            self._mend_generator()
+            self._mend_generators()
             reason, cause = _why_failed(cause or error), None
             return reason
         finally:
@@ -233,14 +249,14 @@ class _Captured:
         found.settings = program.settings()
         return found
 
-    def _mend_generator(self) -> None:
-        """Take the default generator out of a failed capture, which some versions of PyTorch leave it in."""
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        try:
-            torch.rand((), device=generator.device, generator=generator)
-        except RuntimeError:
-            generator.graphsafe_set_state(generator.clone_state())
-            self._is_off = True  # other graphs advance the old state
+    def _mend_generators(self) -> None:
+        """Take generators out of a failed capture, which some versions of PyTorch leave them in."""
+        for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *self._generators):
+            try:
+                torch.rand((), device=generator.device, generator=generator)
+            except RuntimeError:
+                generator.graphsafe_set_state(generator.clone_state())
+                self._is_off = True  # other graphs advance the old state
 
 
 class _Graph:

@@ -24,6 +24,10 @@ class Device:
     sync_mode = 0
     graphs = 0
     most_graphs = 100
+    registered: list[Any]
+
+    def __init__(self) -> None:
+        self.registered = []
 
     def wait(self) -> None:
         """What `loss.item()` does."""
@@ -44,6 +48,9 @@ class Graph(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple, dict, list[Tensor], list[bool]]] = []
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.storages: dict[int, Tensor] = {}
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        DEVICE.registered.append(generator)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,6 +117,7 @@ DEVICE = Device()
 
 def put_in_place(monkeypatch: Any) -> Device:
     """Give `torch.cuda` the miniature, and `brevact.captured` the CPU."""
+    DEVICE.__init__()
     DEVICE.graphs = DEVICE.sync_mode = 0
     DEVICE.most_graphs = 100
     stream = Stream()

@@ -271,7 +271,7 @@ def test_warnings_of_the_step_are_shown(device):
 @pytest.mark.parametrize(
     "most, sizes, options, words",
     [
-        (9, (8, 12, 16, 20), {"graphs": 2, "warm_up": 2}, "more than graphs=2 ways: shapes, "),
+        (9, (8, 12, 16, 20), {"graphs": 2, "warm_up": 2}, r"more than graphs=2 ways, which differ in shapes[^;]*$"),
         (1, (8, 12, 8, 12), {}, r"too little memory for another graph: CUDA out of memory"),
     ],
 )
@@ -284,6 +284,15 @@ def test_kinds_beyond_the_graphs_and_the_memory_run_as_they_are(device, most, si
                 step(*batch), plain.step(*batch)
                 assert_equal(ours.values(), plain.values())
     assert device.graphs == 2 and len(found) == 1
+
+
+def test_a_rate_that_the_optimizer_reads_as_a_number_is_named(device):
+    training = Training("zero backward update")
+    step = brevact.captured(training.step, graphs=2)
+    with pytest.warns(RuntimeWarning, match=r"differ in constants of optimizers \(for an lr that changes, give fused"):
+        for call, batch in enumerate(batches(4)):
+            training.optimizer.param_groups[0]["lr"] = 0.1 / (call + 1)
+            step(*batch)
 
 
 def weights_after(wrap: Callable[[Any], Any], model: nn.Module, loss: Callable[..., Tensor], calls: int = 12) -> Any:
@@ -411,6 +420,17 @@ def test_an_error_of_the_step_is_raised_as_it_is(device, at):
     assert device.graphs <= 2
 
 
+def test_a_generator_of_ones_own_is_registered(device):
+    generator, model = torch.Generator().manual_seed(3), network()
+    step = brevact.captured(
+        lambda x: model(x + torch.randn(16, 6, generator=generator)).detach(), generators=[generator]
+    )
+    x = batches(1)[0][0]
+    found = [step(x) for _ in range(7)]
+    assert len({tuple(each.flatten().tolist()) for each in found}) == len(found)
+    assert device.registered == [generator]
+
+
 def test_floats_that_compare_unlike_their_bits_are_constants_of_a_graph(device):
     step = brevact.captured(lambda x, number: x.new_full((), number))
     found = [step(torch.ones(3), number) for number in (0.0, -0.0, float("nan")) for _ in range(5)]
@@ -437,9 +457,10 @@ def test_captured_is_the_function_itself_without_a_gpu(monkeypatch):
     assert brevact.captured(step) is step
 
 
-def test_captured_names_a_wrong_argument():
-    with pytest.raises(TypeError, match="step: got 3"):
-        brevact.captured(3)
+@pytest.mark.parametrize("wrong, words", [({"step": 3}, "step: got 3"), ({"generators": [3]}, "generators: got 3")])
+def test_captured_names_a_wrong_argument(wrong, words):
+    with pytest.raises(TypeError, match=words):
+        brevact.captured(**{"step": print, **wrong})
 
 
 def test_make_graphed_callables_takes_a_model_with_a_policy_inside_of_another_module(device):

@@ -28,6 +28,8 @@ _INTEGERS = frozenset((int,))
 
 #: Data types of activations that are packed.
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+#: Data types of activations that are packed as pairs of real numbers.
+COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _STRIDED = torch.strided
 
 
@@ -44,6 +46,10 @@ def is_activation(x: Any) -> bool:
         and x.layout is _STRIDED
         and not (x.is_nested or is_functorch_tensor(x))
     )
+
+
+def is_complex(x: Any) -> bool:
+    return type(x) in PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 
 def tensors_of_call(args: Sequence[Any], kwargs: dict[Any, Any]) -> list[Tensor]:

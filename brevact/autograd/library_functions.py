@@ -6,6 +6,7 @@ tensors, of different numbers. Sets of other numbers, and Functions of versions 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from importlib import metadata
@@ -30,7 +31,7 @@ EXACT = "-"
 #: The tensor's Function is not in the table.
 UNKNOWN = ""
 
-#: By package: the name of its distribution, and the first and last versions that were read.
+#: By package: names of its distribution, newest first, and the first and last versions that were read.
 READ = {
     "liger_kernel": ("liger-kernel", (0, 8), (0, 8)),
     "unsloth": ("unsloth", (2024, 8), (2026, 10)),
@@ -38,7 +39,7 @@ READ = {
     "flash_attn": ("flash-attn", (2, 3), (2, 8)),
     "flash_attn_interface": ("flash-attn-3", (3, 0), (3, 0)),
     "xformers": ("xformers", (0, 0), (0, 0)),
-    "fla": ("flash-linear-attention", (0, 2), (0, 6)),
+    "fla": ("fla-core flash-linear-attention", (0, 2), (0, 6)),
     "mamba_ssm": ("mamba-ssm", (1, 2), (2, 3)),
     "causal_conv1d": ("causal-conv1d", (1, 0), (1, 7)),
     "transformer_engine": ("transformer-engine", (1, 13), (2, 20)),
@@ -80,16 +81,26 @@ liger_kernel.chunked_loss.orpo_loss LigerFusedLinearORPOFunction GGG
 liger_kernel.chunked_loss.simpo_loss LigerFusedLinearSimPOFunction GGG
 liger_kernel.chunked_loss.jsd_loss LigerFusedLinearJSDFunction GGG
 liger_kernel.chunked_loss.cosine_similarity_loss LigerFusedLinearCosineSimilarityFunction GGG
+liger_kernel.chunked_loss.fused_linear_ppo _ChunkedSelectiveLogProbFunction -----
 liger_kernel.ops.jsd LigerJSDFunction G
 liger_kernel.ops.tvd LigerTVDLossFunction G
 liger_kernel.ops.softmax LigerSoftmaxFunction Q
 liger_kernel.ops.dyt LigerDyTFunction S---
+liger_kernel.ops.kl_div LigerKLDivLossFunction -
+liger_kernel.ops.sparsemax LigerSparsemaxFunction -
+liger_kernel.ops.relu_squared LigerReLUSquaredFunction -
+liger_kernel.ops.poly_norm LigerPolyNormFunction ---
+liger_kernel.ops.rope LigerRopeFunction --
+liger_kernel.ops.qwen2vl_mrope LigerQwen2VLMRopeFunction --
+liger_kernel.ops.tiled_mlp LigerTiledMLPFunction -
 
 unsloth.kernels.fast_lora LoRA_MLP ------LSL ------LSL---
 unsloth.kernels.fast_lora LoRA_QKV L------ L---------
 unsloth.kernels.fast_lora LoRA_W --L --L-
 unsloth.kernels.rms_layernorm Fast_RMS_Layernorm L--
 unsloth.kernels.layernorm Fast_Layernorm L----
+unsloth.kernels.cross_entropy_loss Fast_CrossEntropyLoss --- ----
+unsloth.kernels.rope_embedding Slow_RoPE_Embedding --
 unsloth.kernels.moe.grouped_gemm.interface GroupedGemm L---
 unsloth_zoo.fused_losses.cross_entropy_loss UnslothFusedLoss GGG
 unsloth_zoo.rl_replacements UnslothEfficientGRPO G
@@ -114,6 +125,7 @@ flash_attn.ops.activations GeLUFunction S-
 flash_attn.ops.activations FastGeLUFunction S
 flash_attn.ops.fused_dense FusedDenseFunc L- -
 flash_attn.ops.fused_dense FusedMLPFunc L---L ----
+flash_attn.ops.triton.cross_entropy CrossEntropyLoss ---
 
 xformers.ops.fmha _fMHA QQLL-
 xformers.ops.swiglu_op _SwiGLUDecomposedFunc L------SLLL-
@@ -132,12 +144,14 @@ fla.modules.activations.ops SwiGLUFunction SL
 fla.modules.activations.ops SwiGLULinearFunction SL-
 fla.modules.activations.ops SwishFunction S
 fla.modules.activations.ops GeLUFunction S-
+fla.modules.activations.ops FastGeLUFunction S
 fla.modules.activations SwiGLUFunction SL
 fla.modules.activations SwiGLULinearFunction SL-
 fla.modules.activations SwishFunction S
 fla.modules.fused_linear_cross_entropy.ops FusedLinearCrossEntropyFunction GGG
 fla.modules.fused_linear_cross_entropy FusedLinearCrossEntropyFunction GGG
 fla.modules.fused_kl_div.ops FusedKLDivLossFunction GG
+fla.modules.fused_cross_entropy.ops FusedCrossEntropyFunction ---
 fla.modules.causal_conv1d.ops CausalConv1dFunction S----
 fla.modules.convolution CausalConv1dFunction S----
 fla.ops.gla.chunk ChunkGLAFunction LLL---L- LLL---L
@@ -163,6 +177,7 @@ apex.normalization.fused_layer_norm FusedRMSNormAffineFunction L--
 apex.normalization.fused_layer_norm FusedRMSNormAffineMixedDtypesFunction L--
 apex.normalization.fused_layer_norm FusedRMSNormFunction L-
 apex.contrib.layer_norm.layer_norm FastLayerNormFN L---
+apex.contrib.xentropy.softmax_xentropy SoftmaxCrossEntropyLoss -----
 apex.fused_dense.fused_dense FusedDenseFunc L-
 apex.fused_dense.fused_dense DenseNoBiasFunc L-
 apex.fused_dense.fused_dense FusedDenseGeluDenseFunc L--SL
@@ -172,6 +187,8 @@ spconv.pytorch.functional SparseConvFunction --L-
 spconv.pytorch.functional SparseInverseConvFunction --L-
 spconv.pytorch.functional SubMConvFunction --L-
 spconv.pytorch.functional SparseImplicitGemmFunction L---
+spconv.pytorch.functional SparseMaxPoolFunction ----
+spconv.pytorch.functional SparseMaxPoolImplicitGemmFunction ---
 efficientnet_pytorch.utils SwishImplementation S
 monai.networks.blocks.activation SwishImplementation S
 """
@@ -266,6 +283,10 @@ def _letters_of(path: str, count: int) -> str | None:
     return found
 
 
+def is_exact_alone(path: str | None) -> bool:
+    return path in SETS and set().union(*SETS[path]) == {EXACT}
+
+
 def declares_writes(namespace: str) -> bool:
     """Return whether a library's operators are known to write to nothing but what they declare."""
     return namespace in DECLARING and _is_read(namespace)
@@ -275,12 +296,12 @@ def declares_writes(namespace: str) -> bool:
 def _is_read(package: str) -> bool:
     if package not in READ:
         return True
-    name, first, last = READ[package]
-    try:
-        version = metadata.version(name)
-        number = tuple(int(part) for part in version.split(".")[:2])
-    except (metadata.PackageNotFoundError, ValueError):
-        version, number = "of unknown version", (-1,)
+    names, first, last = READ[package]
+    version, number = "of unknown version", (-1,)
+    for name in reversed(names.split()):
+        with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+            version = metadata.version(name)
+            number = tuple(int(part) for part in version.split(".")[:2])
     if first <= number <= last:
         return True
     known = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in (first, last)))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import known_values, running, storage_report
-from brevact.autograd.call_arguments import is_activation, operands_beside
+from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.layer_recompute import DEEP, serves_norms
 from brevact.autograd.mode import EagerMode
@@ -28,7 +28,7 @@ from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.ops.op import Op
 from brevact.autograd.other_code import is_in_algorithm, watch_forwards
 from brevact.autograd.running import active, is_alive, is_distributed
-from brevact.autograd.saved import Saved, distinct_elements, without_gaps
+from brevact.autograd.saved import AS_IT_IS, Saved, complex_of, distinct_elements, mapped, pairs_of, without_gaps
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -151,16 +151,18 @@ class Region:
         return found
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
-        """Save a floating-point activation, or a norm's normalized input, by the region's settings.
+        """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
 
         With ``share``, ``x`` is packed once for all ops that save it. For a norm, the normalized values are packed, and
         its statistics saved beside them. A view of a parameter (learned queries that several samples share) is no
-        activation.
+        activation. Complex numbers are packed as pairs of real ones.
 
         Returns the registered form of ``x`` (a forward quantizer's codes, or, except for a norm, the tensors that ``x``
         derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
+        if x.is_complex():
+            return self._keep_pairs(x, share)
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
@@ -168,6 +170,15 @@ class Region:
             with no_dispatch_modes():
                 return self._keep(x, self.settings, share, norm)
         return self._keep(x, self.settings, share, norm)
+
+    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        tensors, decoder = self.keep(pairs_of(x), share=share)
+        if decoder is AS_IT_IS:
+            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
+        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         with no_dispatch_modes() if self.is_counted else nullcontext():

@@ -334,6 +334,17 @@ def distinct_elements(x: Tensor) -> Tensor:
     return x
 
 
+def pairs_of(x: Tensor) -> Tensor:
+    """Return a complex tensor's real and imaginary parts as pairs, for a lazy conjugate those of the stored tensor."""
+    x = x.detach().resolve_neg()
+    return torch.view_as_real(x.conj() if x.is_conj() else x)
+
+
+def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
+    x = torch.view_as_complex(pairs)
+    return x.conj() if is_conjugate else x
+
+
 @dataclass(frozen=True, slots=True)
 class _Places(Decoder):
     dtype: torch.dtype

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.call_arguments import BoundCall, is_activation, is_plain, tensors_of_call
+from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
 from brevact.autograd.derived import derive
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
@@ -364,7 +364,7 @@ class SavedTensorHooks:
         region = self._region
         if storage_report.recorders:
             storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)
-        if not is_activation(x):
+        if not is_activation(x) and not is_complex(x):
             return self._keep(x, region, saver)
         if region.by_op.get(CHECKPOINT) is None:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
@@ -375,7 +375,7 @@ class SavedTensorHooks:
         settings = region.settings
         if settings is None or not region.packs:
             why = storage_report.NO_QUANTIZER
-        elif not is_plain(x) or (x.is_complex() and not self.reads_sizes):
+        elif not is_plain(x):
             why = storage_report.OTHER_KIND
         elif self.reads_sizes and (x.is_floating_point() or x.is_complex()):
             return reported(Blank.like(x))
@@ -387,7 +387,7 @@ class SavedTensorHooks:
             return keep_mask(x)
         elif self.places and x.dtype in INTEGERS:
             return keep_places(x, settings, (self.places,))
-        elif not is_activation(x):
+        elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif unknown:
             return _keep_exactly(x, unknown)

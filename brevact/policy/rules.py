@@ -12,6 +12,7 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region, other_code
 from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable
+from brevact.autograd.library_functions import is_exact_alone
 from brevact.autograd.rows import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
@@ -189,7 +190,7 @@ def ops_of(key: Any) -> tuple[str, ...]:
     if not functions or not all(x or is_torch_function(func) for x, func in zip(others, functions, strict=True)):
         return ()
     for func, other in zip(functions, others, strict=True):
-        if other is None and func not in OP_NAMES:
+        if (other is None and func not in OP_NAMES) or is_exact_alone(other):
             name = getattr(func, "__name__", brief(func))
             near = difflib.get_close_matches(name, dict.fromkeys(OP_NAMES.values()), n=3, cutoff=0.5)
             nearest = f"nearest: {', '.join(near)}; " if near else ""

@@ -25,7 +25,6 @@ _NAMES = {
     "brevitas.proxy.parameter_quant": "BiasQuantProxyFromInjectorBase WeightQuantProxyFromInjectorBase",
     "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
     "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
-    "brevitas.quant.solver": "ActQuantSolver",
     "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
     "brevitas.core.function_wrapper": (
         "Abs CeilSte DPURoundSte FloatClamp FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "

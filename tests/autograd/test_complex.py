@@ -1,4 +1,4 @@
-"""Complex activations, as of Fourier layers, stay as in PyTorch; what is real around them is packed."""
+"""Complex activations, as of Fourier layers and state spaces: packed as pairs of real numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.autograd import BackwardSettings, region
-from tests.autograd.measuring import settings, watch_saved
+from brevact.autograd import BackwardSettings, SaveMode, region
+from brevact.autograd.storage_report import NO_FLOATS, recording
+from tests.autograd.measuring import Mirrored, settings, watch_saved
 
 
 class Convolution(nn.Module):
@@ -122,14 +123,60 @@ def test_eight_bits_err_by_less_than_a_tenth(make, dtype):
 
 
 @by_name
-def test_complex_tensors_are_not_packed(make):
+def test_gradients_are_affine_in_what_is_stored(make):
+    """Errors of both signs cancel, so that unbiased rounding gives an unbiased gradient."""
+    module, x = make(), torch.randn(8, 6, 64)
+    _, expected = run(module, x, None)
+    plus, minus = (run(module, x, BackwardSettings(Mirrored(sign), min_numel=0))[1] for sign in (1, -1))
+    # Of a parameter behind which there are two layers, it is a product of the errors of both.
+    affine = slice(1) if make in (Correlation, Wave) else slice(None)
+    for a, b, reference in zip(plus[affine], minus[affine], expected[affine], strict=True):
+        top = reference.abs().max().item()
+        torch.testing.assert_close((a + b) / 2, reference, rtol=0, atol=64 * torch.finfo(torch.float32).eps * top)
+    assert max(float((a - reference).abs().max()) for a, reference in zip(plus, expected, strict=True)) > 0
+
+
+@by_name
+def test_quantize_on_backward_gives_the_same_gradients(make):
+    module, x = make(), torch.randn(8, 6, 64)
+    _, quantized = run(module, x, settings())
+    _, deferred = run(module, x, settings(save_mode=SaveMode.QUANTIZE_ON_BACKWARD))
+    assert all(torch.equal(a, b) for a, b in zip(quantized, deferred, strict=True))
+
+
+@by_name
+def test_no_complex_activation_is_kept(make):
     module, x = make(), torch.randn(8, 6, 64, requires_grad=True) * 1
     plain, stored = [], []
     for chosen, found in ((None, plain), (settings(), stored)):
         with watch_saved() as saved, region(chosen):
             module(x)
-        found += [t.shape for t in saved.tensors if t.is_complex()]
-    assert stored == plain and plain
+        found += [t for t in saved.tensors if t.numel() >= 8 * 6 * 20]
+    assert any(t.is_complex() for t in plain)
+    weights = {p.data_ptr() for p in module.parameters()}
+    assert all(t.dtype is torch.uint8 or t.data_ptr() in weights for t in stored)
+
+
+def test_a_spectrum_that_two_products_read_is_packed_once():
+    x = torch.fft.rfft(torch.randn(8, 64, requires_grad=True) * 1)
+    a, b = (torch.randn(33, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+    with watch_saved() as saved, region(settings()):
+        x * (a * 1)
+        x.conj() * (b * 1)
+    codes = {t.data_ptr() for t in saved.tensors if t.dtype is torch.uint8}
+    assert len(codes) == 3  # that of the spectrum, and those of a and b
+
+
+@pytest.mark.parametrize("make", [lambda x: x.t(), lambda x: x[:, 3:40], lambda x: x[:1].expand(9, -1), Tensor.conj])
+def test_views_keep_their_values_and_strides(make):
+    z = make(torch.randn(8, 64, dtype=torch.complex64))
+    weight = torch.randn(z.shape, dtype=torch.complex64, requires_grad=True)
+    with region(settings(bit_width=8, rounding=brevact.Rounding.NEAREST)):
+        out = weight * z
+    (grad,) = torch.autograd.grad(torch.view_as_real(out.resolve_conj()).sum(), weight)
+    expected = (1 + 1j) * z.conj()
+    step = (torch.view_as_real(z.resolve_conj()).max() - torch.view_as_real(z.resolve_conj()).min()) / 255
+    assert (grad - expected).abs().max() <= 2 * step
 
 
 SQUARED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -155,6 +202,37 @@ def test_second_derivatives_tell_conjugates_apart(read):
 
     found = gradient(settings(bit_width=32, double_backward=True))
     torch.testing.assert_close(found, gradient(None))
+
+
+def test_division_by_complex_numbers_stays_exact():
+    x, y = (torch.fft.rfft(torch.randn(8, 64, requires_grad=True) * 1) for _ in range(2))
+    grads = []
+    for chosen in (None, settings()):
+        with region(chosen):
+            out = x / y
+        grads.append(torch.autograd.grad(torch.view_as_real(out).sum(), [x, y], retain_graph=True))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_product_of_complex_data_and_a_weight_is_an_activation():
+    """Data without gradients, such as the spectrum of an image."""
+    weight = nn.Parameter(torch.randn(6, 33, dtype=torch.complex64))
+    with watch_saved() as saved, region(settings()):
+        y = torch.fft.rfft(torch.randn(8, 6, 64)) * weight
+        y * y
+    assert all(t.dtype is torch.uint8 or t.numel() == weight.numel() for t in saved.tensors)
+
+
+@pytest.mark.parametrize("min_numel", [0, 10**6])
+def test_reports_say_why(min_numel):
+    module, x = Convolution(), torch.randn(8, 6, 64, requires_grad=True) * 1
+    found = []
+    with recording() as recorder:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.append(recorder.stored(t)), t)[1], lambda t: t):
+            with region(settings(min_numel=min_numel)):
+                module(x)
+    assert found and all(each.why != NO_FLOATS for each in found)
+    assert any(each.how == "packed" for each in found) is (min_numel == 0)
 
 
 def test_compiled_models_leave_complex_tensors_to_the_compiler():

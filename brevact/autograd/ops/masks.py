@@ -7,7 +7,8 @@ arXiv:2104.14129, section 4.
 Rectifiers that need more than one mask and one number: PReLU, the absolute value.
 
 PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) saved
-packed if the weight trains, unbiased since it is linear in r. The absolute value saves the sign in two bits: exact.
+packed if the weight trains, unbiased since it is linear in r. The absolute value saves the sign in two bits: exact;
+for complex numbers their directions, packed.
 
 Dropout of elements and of channels, a bit per random number: the gradient is g times the factor of kept elements, and
 0 elsewhere. Random numbers are those that torch draws. Alpha dropout is torch's own, which saves its noise.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.call_arguments import is_complex
 from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.ops.base import (
@@ -286,7 +288,12 @@ def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
+    """For complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
     inplace = is_inplace(func, (input,), {})
+
+    def magnitude(ctx: Any, x: Tensor) -> Tensor:
+        save(ctx, region.keep(torch.sgn(x), share=False))
+        return func(x)
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         above, below = keep_mask(x > 0), keep_mask(x < 0)
@@ -298,6 +305,9 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
             ctx.mark_dirty(x)
         return out
 
+    if is_complex(input) and input.requires_grad and not inplace:
+        small = input.numel() < region.settings.min_numel
+        return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
     return region.apply(Formula, run, _times_sign, input)
@@ -311,6 +321,7 @@ OPS = (
         Stored("PReLU", "a mask; the negative elements, packed, where the weight trains", UNBIASED),
     ),
     Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),
+    Op(everywhere("abs", "absolute"), stored=Stored("abs of complex numbers", "their directions, packed", UNBIASED)),
 )
 
 

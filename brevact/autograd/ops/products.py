@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.call_arguments import is_activation
+from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.layer_recompute import remember_output
 from brevact.autograd.ops.base import Formula, out_of_place, requires_grad, save
@@ -148,11 +148,11 @@ def _apply(
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     tensors = (a, b) if added is None else (a, b, added)
-    if (
-        not all(map(region.is_activation, tensors))
-        or not requires_grad(a, b, added)
-        or max(a.numel(), b.numel()) < region.settings.min_numel
+    if not all(map(region.is_activation, tensors)) and not (
+        all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1
     ):
+        return False
+    if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
         return False
     return a.device == b.device and not region.are_weights(a, b)
 
@@ -453,7 +453,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     """Return whether the denominator, the argument at ``place``, is an activation: an error of 1/b^2 is not noise."""
     x: Any = args[place] if place < len(args) else None
-    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
+    return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
 _OF_ELEMENTS = Stored("products of activations", "each factor once, packed; a weight unpacked", UNBIASED)
