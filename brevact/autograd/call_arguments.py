@@ -178,16 +178,9 @@ class Parameters:
         return found if len(found) == len(names) else None
 
 
-def fills_storage(x: Any) -> bool:
-    """Return whether a tensor covers its whole storage, so that overwriting it leaves no old value there."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        return False
-    return x.untyped_storage().nbytes() == x.nbytes
-
-
 def operands_beside(tensors: Sequence[Tensor], out: Any, *, is_first: bool) -> Sequence[Tensor]:
-    """Return a call's tensors that its result depends on: without the first, or ``out``, if overwritten in full."""
-    if not fills_storage(out):
+    """Return a call's tensors that its result depends on: without the first, or ``out``, if it fills its storage."""
+    if not (isinstance(out, Tensor) and out.layout is _STRIDED and out.untyped_storage().nbytes() == out.nbytes):
         return tensors
     if is_first:
         return tensors[1:]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import LONE, WeakStorage, versions_of
+from brevact.autograd.storages import LONE, referent, versions_of
 from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
@@ -109,7 +109,7 @@ class _Task(threading.local):
     is_inside = False
 
     def __init__(self) -> None:
-        self.tokens: list[WeakStorage] = []
+        self.tokens: list[weakref.ref[Any]] = []
 
 
 _task = _Task()
@@ -125,12 +125,12 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers:
         queue_callback(functools.partial(_let_go, _task.tokens))
     storage = token.untyped_storage()
     storage.__dict__[_HELD] = _Output(values, task, graph, lingers=lingers)
-    _task.tokens.append(WeakStorage(storage))
+    _task.tokens.append(weakref.ref(storage))
 
 
-def _let_go(tokens: list[WeakStorage], start: int = 0, *, lingering: bool = True) -> None:
+def _let_go(tokens: list[weakref.ref[Any]], start: int = 0, *, lingering: bool = True) -> None:
     for reference in tokens[start:]:
-        storage = reference()
+        storage = referent(reference)
         held: _Output | None = None if storage is None else storage.__dict__.get(_HELD)
         if storage is not None and held is not None and (lingering or not held.lingers):
             del storage.__dict__[_HELD]

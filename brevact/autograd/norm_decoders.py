@@ -20,6 +20,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
 from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.settings import SaveMode
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -244,13 +245,6 @@ packed_decoder = one_object_each(Centred)
 output_decoder = one_object_each(OutputDecoder)
 
 
-def normalized_early(kept: Saved) -> Tensor:
-    """Decode, in the forward pass, the normalized values that are saved for backward; the caller may overwrite them."""
-    tensors, decoder = kept
-    assert isinstance(decoder, Centred)
-    return decoder.packed(tensors).dequantize()
-
-
 #: Least elements of a row with a bucket of its own: metadata add 2 % to its bytes at 4 bits.
 _LEAST_ROW = 256
 
@@ -291,9 +285,14 @@ class NormInput(NamedTuple):
             return kept
         return (*tensors, *self.statistics), Unpacked(decoder, len(self.statistics))
 
-    def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
-        """Pack the input; its means are not saved, since backward does not read them."""
+    def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor, save_mode: SaveMode) -> Saved:
+        """Pack the input, now or in backward; its means are not saved with codes, since backward does not read them."""
         quantizer = self._of_rows(quantizer, x)
+        if save_mode is not SaveMode.SAVE_QUANTIZED:
+            seeds, count = (seed,) if isinstance(seed, Tensor) else (), len(self.statistics)
+            spec, own_seed = PackedSpec.of(quantizer, Layout.of(x)), None if seeds else seed
+            later = _PackedOnBackward(self.norm.alignment, spec, self.dtype, own_seed, count)
+            return (x, *seeds, *self.statistics), later
         packed = quantize_normalized(quantizer, x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape), seed)
         return (packed.buffer, self.spread), packed_decoder(self.norm.alignment, packed.spec, self.dtype)
 
@@ -307,12 +306,6 @@ class NormInput(NamedTuple):
         size = quantizer.bucket_size or 0
         is_of_two = size >= 2 * _LEAST_ROW and 2 * x.numel() == size * self.spread.numel()
         return _halved(quantizer) if is_of_two else quantizer
-
-    def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
-        seeds, quantizer = (seed,) if isinstance(seed, Tensor) else (), self._of_rows(quantizer, x)
-        spec, count = PackedSpec.of(quantizer, Layout.of(x)), len(self.statistics)
-        decoder = _PackedOnBackward(self.norm.alignment, spec, self.dtype, None if seeds else seed, count)
-        return (x, *seeds, *self.statistics), decoder
 
 
 def output_of(

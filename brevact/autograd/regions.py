@@ -293,9 +293,6 @@ class Region:
         return is_weight(x, self.state)
 
     def are_weights(self, *tensors: Tensor) -> bool:
-        node: Any = tensors[0].grad_fn
-        if node is not None and node.metadata.get(WEIGHT_NUMEL) == 0:
-            return False
         return self.makes_weight(_ANY, tensors)
 
     def makes_weight(self, row: Op, tensors: Sequence[Tensor], out: Any = None) -> bool:

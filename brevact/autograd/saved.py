@@ -370,10 +370,6 @@ class Blank(Decoder):
     device: torch.device
     allows_double_backward = True
 
-    @staticmethod
-    def like(x: Tensor) -> Saved:
-        return (), Blank(x.shape, x.stride(), x.dtype, x.device)
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 

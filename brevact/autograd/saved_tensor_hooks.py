@@ -378,7 +378,7 @@ class SavedTensorHooks:
         elif not is_plain(x):
             why = storage_report.OTHER_KIND
         elif self.reads_sizes and (x.is_floating_point() or x.is_complex()):
-            return reported(Blank.like(x))
+            return reported(((), Blank(x.shape, x.stride(), x.dtype, x.device)))
         elif x.numel() < settings.min_numel and not (self.places and x.dtype in INTEGERS):
             return self._keep_small(x)
         elif not region.packs_for(saver):

@@ -189,19 +189,6 @@ def referent(reference: weakref.ref[T]) -> T | None:
     return found
 
 
-class WeakStorage:
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: UntypedStorage) -> None:
-        self._reference = weakref.ref(storage)
-
-    def expired(self) -> bool:
-        return referent(self._reference) is None
-
-    def __call__(self) -> UntypedStorage | None:
-        return referent(self._reference)
-
-
 _SWEEP_FLOOR = 4
 
 

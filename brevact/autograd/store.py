@@ -139,7 +139,7 @@ def plan_of(
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
     if norm is not None:
-        return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
+        return norm.pack(x, quantizer, seed, save_mode)
     if save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantize(quantizer, x if x.is_contiguous() else without_gaps(x), seed)
         return (packed.buffer,), decoder_of_packed(packed.spec)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.storages import WeakStorage, referent, storage_address
+from brevact.autograd.storages import referent, storage_address
 from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skip_code
 
 #: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.
@@ -55,7 +55,7 @@ class ModelState:
         self._unread: list[nn.Module] = []  # their own hooks may still make or move their tensors
         # By address. Once freed (replaced buffers, parameters of `torch.func.functional_call`), others may reuse it.
         self._stored: dict[int, weakref.ref[torch.UntypedStorage]] | None = None
-        self._derived: dict[int, WeakStorage] = {}
+        self._derived: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sweep_at = _SWEEP_FLOOR
         if owner is None:
             _watchers.add(self)
@@ -72,11 +72,8 @@ class ModelState:
             self._unread += () if self._owner is None else self._owner.modules()
         while self._unread:
             self._stored.update(_storages_of(self._unread.pop()))
-        stored = self._stored.get(address)
-        if stored is not None and referent(stored) is not None:
-            return True
-        derived = self._derived.get(address)
-        return derived is not None and not derived.expired()
+        found = self._stored.get(address), self._derived.get(address)
+        return any(known is not None and referent(known) is not None for known in found)
 
     @staticmethod
     def mark_activation(output: Tensor) -> None:
@@ -94,9 +91,9 @@ class ModelState:
             elif weight and storage_address(x):  # there is none in a transform
                 storage = x.untyped_storage()
                 if len(self._derived) >= self._sweep_at:
-                    self._derived = {key: known for key, known in self._derived.items() if not known.expired()}
+                    self._derived = {key: x for key, x in self._derived.items() if referent(x) is not None}
                     self._sweep_at = max(_SWEEP_FLOOR, 2 * len(self._derived))
-                self._derived[storage._cdata] = WeakStorage(storage)
+                self._derived[storage._cdata] = weakref.ref(storage)
             elif self._derived:
                 self._derived.pop(storage_address(x), None)
 

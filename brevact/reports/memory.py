@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ from brevact.autograd.storage_report import (
     PACKED,
     recording,
 )
-from brevact.autograd.storages import WeakStorage, bytes_of, parts_of, storage_address
+from brevact.autograd.storages import bytes_of, parts_of, referent, storage_address
 from brevact.autograd.weights import is_parameter_or_view
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
@@ -264,7 +265,7 @@ def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measu
 
 def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> _Measured:
     weights = {_place_of(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
-    held: dict[int, tuple[Tensor | WeakStorage, str]] = {}
+    held: dict[int, tuple[Tensor | weakref.ref[torch.UntypedStorage], str]] = {}
     found, rows = _Measured(), list[tuple[int, OpMemory]]()
     source = ""  # layer that saved the tensor from which the last one derives
     is_missed = False
@@ -272,12 +273,12 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
     def pack_unheld(x: Tensor) -> Tensor | None:
         place = _place_of(x)
         before, _ = held.get(place, (None, ""))
-        if isinstance(before, WeakStorage) and before.expired():  # a new tensor reuses the address
+        if isinstance(before, weakref.ref) and referent(before) is None:  # a new tensor reuses the address
             del held[place]
         pack(x)
         if place not in held or place < 0:
             return x
-        held[place] = WeakStorage(x.untyped_storage()), held[place][1]
+        held[place] = weakref.ref(x.untyped_storage()), held[place][1]
         return None
 
     def unpack_unheld(x: Tensor | None) -> Tensor:
@@ -333,9 +334,9 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
         for name, x in _on_contexts(result, seen):
             place = _place_of(x)
             before, _ = held.get(place, (None, ""))
-            is_known = before is not None and not (isinstance(before, WeakStorage) and before.expired())
+            is_known = before is not None and not (isinstance(before, weakref.ref) and referent(before) is None)
             if place not in weights and not is_known:
-                held[place] = x if holds else WeakStorage(x.untyped_storage()), layer
+                held[place] = x if holds else weakref.ref(x.untyped_storage()), layer
                 size = x.untyped_storage().nbytes()
                 rows.append((place, OpMemory(layer, name, FULL_PRECISION, ON_CONTEXT, x.nbytes, size)))
 

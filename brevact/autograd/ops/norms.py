@@ -27,14 +27,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
-from brevact.autograd.norm_decoders import (
-    Centred,
-    NormInput,
-    Unpacked,
-    along_channels,
-    normalized_early,
-    packed_decoder,
-)
+from brevact.autograd.norm_decoders import Centred, NormInput, Unpacked, along_channels, packed_decoder
 from brevact.autograd.ops.base import Formula, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
@@ -197,7 +190,8 @@ def _write_affine(
     out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) is not finite."""
-    levels = normalized_early(kept) + mark
+    decoder: Any = kept[1]
+    levels = decoder.packed(kept[0]).dequantize() + mark
     if weight is not None:
         levels.mul_(norm.alignment.align_weight(weight, levels.shape))
     if bias is not None:
