@@ -459,7 +459,6 @@ def _kind_of(leaf: Any) -> Hashable:
 
 
 def _why_not_these(leaves: list[Any], tensors: list[Tensor]) -> str:
-    """Return why a step cannot be captured with such arguments."""
     for x in tensors:
         if x.device.type != _DEVICE:
             return f"an argument, of shape {tuple(x.shape)}, is on {x.device}; pass tensors on the GPU"
@@ -476,7 +475,6 @@ def _why_not_these(leaves: list[Any], tensors: list[Tensor]) -> str:
 
 
 def _why_not_result(result: Any, is_on_device: bool, has_gradients: bool) -> str:
-    """Return why a step with such a result cannot be captured."""
     leaves, _ = tree_flatten(result)
     for x in leaves:
         if not isinstance(x, (Tensor, *_CONSTANTS)):

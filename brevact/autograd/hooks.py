@@ -196,14 +196,8 @@ def attach_region(
 
     The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
     (or the module of an enclosing region) is in training mode; with the quantizer's ``quantize_forward``, norms always
-    return rounded values.
-
-    Args:
-        module: any module; it is changed in place.
-        settings: for the tensors that its ops save for backward; None keeps full precision inside an enclosing region.
-        origin: who attaches it; regions of different origins coexist.
-        label: texts on the settings' origin.
-        attachment: state shared with a policy's other regions; None for an independent region.
+    return rounded values. Without settings the module keeps full precision inside an enclosing region. Regions of
+    different ``origin`` coexist. ``label``: texts on the settings' origin.
     """
     _attach(module, _EnterRegion(settings, origin, label, attachment))
 
@@ -272,11 +266,9 @@ def has_region(module: nn.Module, origin: str = "layer") -> bool:
 
 
 class region(ContextDecorator):
-    """Context manager and decorator that runs a block of code in a region.
+    """Context manager and decorator that runs a block of code in a region, of the model whose policy is attached.
 
-    Args:
-        settings: for the tensors that ops inside save for backward; None keeps full precision, also in another region.
-        attachment: a model's policy, if the block runs as that model's code.
+    Without settings, ops inside save full precision, also in another region.
     """
 
     def __init__(self, settings: BackwardSettings | None, attachment: Attachment | None = None) -> None:

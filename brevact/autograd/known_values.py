@@ -239,13 +239,9 @@ def register(
 ) -> None:
     """Record the saved form of ``x``: an op that saves ``x`` saves ``tensors`` instead.
 
-    Args:
-        x: any tensor; ignored unless dense and alone in its storage, and for lazy conjugates and negatives.
-        tensors: the tensors to save; ignored if any is in the storage of ``x``.
-        decoder: decodes them to ``x``.
-        scope: the checkpoint that the region runs in, or None.
-        is_dirty: whether an in-place Function modified ``x`` and will call ``mark_dirty``, which bumps its version.
-        is_new: whether ``x`` was just made, and so is known to be dense and alone in its storage.
+    Ignored unless ``x`` is dense and alone in its storage, as is known if it ``is_new``, and for lazy conjugates and
+    negatives. ``scope``: the checkpoint that the region runs in. ``is_dirty``: an in-place Function modified ``x`` and
+    will call ``mark_dirty``, which bumps its version.
     """
     if not is_new:
         if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense or x.is_neg() or x.is_conj():

@@ -56,7 +56,6 @@ active = _Active()
 
 
 def current_region() -> Any:
-    """Return the innermost ``Region`` of this thread, or None."""
     return active.regions[-1] if active.regions else None
 
 

@@ -189,7 +189,6 @@ class SavedTensorHooks:
         return True
 
     def run_aside(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function whose tensors torch saves itself."""
         pop_hooks()
         try:
             return func(*args, **kwargs)
