@@ -203,7 +203,7 @@ class Recomputed(Decoder):
     nbytes: int = field()
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return decoded(self, tensors, self._decode)
+        return decoded(self, tensors, self._decode) if type(tensors[0]) is Tensor else self._decode(tensors)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
