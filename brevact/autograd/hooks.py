@@ -61,7 +61,6 @@ class _EnterRegion:
     inherits = False
     yields = False
     """Whether another policy around the module takes precedence: models may share the module."""
-    attachment: Attachment | None = None  # for pickles of earlier versions
 
     def __init__(
         self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...], attachment: Attachment | None

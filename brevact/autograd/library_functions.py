@@ -199,10 +199,7 @@ class _Normalized(NamedTuple):
 
     shape: torch.Size
     offset: float = 0.0
-
-    @property
-    def is_curved(self) -> bool:
-        return False
+    is_curved: bool = False
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
         *affine, invstd = others
@@ -216,10 +213,7 @@ class _Normalized(NamedTuple):
 class _Gated(NamedTuple):
     shape: torch.Size
     activation: Callable[[Tensor], Tensor]
-
-    @property
-    def is_curved(self) -> bool:
-        return True
+    is_curved: bool = True
 
     def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
         return (self.activation(gate) * x).view(self.shape)
