@@ -24,7 +24,6 @@ from brevact.cpu_kernels.floats import (
 from brevact.cpu_kernels.grids import place
 from brevact.cpu_kernels.memory import (
     advance,
-    as_u32,
     f32_at,
     f32_scratch,
     i64_at,
@@ -241,7 +240,7 @@ def fake_quantize_blocks(words_at, start, stop):
     scales, zero_points = f32_scratch(BLOCK), f32_scratch(BLOCK)
     shifted, rounded, numbers, spent = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     staged, made, kind = f32_scratch(BLOCK), f32_scratch(BLOCK), load(words, KIND)
-    bits, wide = u8_scratch(BLOCK), as_u32(spent)
+    bits = u8_scratch(BLOCK)
     columns = BLOCK // 8
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
@@ -274,7 +273,7 @@ def fake_quantize_blocks(words_at, start, stop):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
         if load(words, CODES):
             codes = u8_at(load(words, CODES))
-            write_codes(numbers, first, count, bit_width, False, k, random, joined, wide, codes)
+            write_codes(numbers, first, count, bit_width, False, k, random, joined, codes)
         is_quick = is_fused and width == 2 and clips and load(words, RESIDUAL)
         if load(words, MASK) or (load(words, RESIDUAL) and not is_quick):
             pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
@@ -294,7 +293,7 @@ def fake_quantize_blocks(words_at, start, stop):
                 for e in range(count):
                     store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
             residuals = u8_at(load(words, RESIDUAL))
-            write_codes(numbers, first, count, width, True, k, random, joined, wide, residuals)
+            write_codes(numbers, first, count, width, True, k, random, joined, residuals)
 
 
 def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, IntegerPlan
 from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint, settle, widen
-from brevact.triton_kernels.grids import codes_on_row, group_of_plane
-from brevact.triton_kernels.groups import is_finite
+from brevact.triton_kernels.grids import codes_on_row
+from brevact.triton_kernels.groups import group_of, is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 from brevact.triton_kernels.philox import seed_words
 from brevact.triton_kernels.tiles import (
@@ -51,7 +51,10 @@ def _group(
         place = (start.to(tl.int32) + (row * BLOCK + i * stride + column)) // inner
         group = place // (columns * repeats) % rows * columns + place % columns
     else:
-        group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+        offset = row * BLOCK + i * stride
+        if RAGGED or not ALIGNED:
+            offset += column
+        group = group_of(first, offset, inner, groups)
     return group
 
 
@@ -110,7 +113,7 @@ def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr)
 def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr):
     """Integers of plane i, NaN for the spare code."""
     code = unpack_code(codes, i, BIT_WIDTH)
-    q = float_of_code(code, BIT_WIDTH) + lowest
+    q = float_of_code(code) + lowest
     if HAS_SPARE:
         q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
     return q
