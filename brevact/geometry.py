@@ -19,9 +19,6 @@ SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 """Far values of uneven buckets with codes of their own, exact; others keep 16 significant bits."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
-LANES = 16
-"""Elements that CPU kernels fill at once."""
-
 
 def block_size_for(bucket_size: int | None) -> int:
     """Elements per packing block: whole buckets where the block stays small, so that a block needs no other metadata.
@@ -145,14 +142,15 @@ class UniformPlan:
     dithered: bool = False
 
     @functools.cached_property
-    def uneven(self) -> bool:
-        """Whether groups with far values or tails have levels of their own, see `quantizers.uneven`.
+    def has_kernels(self) -> bool:
+        """Whether kernels take it: groups that each lie in one block, at most 8 bits, and the default metadata."""
+        dtypes = self.scale_dtype, self.minimum_dtype
+        return self.geometry.in_blocks and self.geometry.bit_width <= 8 and dtypes == _DEFAULT_METADATA
 
-        True for groups of at least 8 elements that each lie in one block, with 2 to 8 bits and the default metadata.
-        """
-        size, dtypes = self.geometry.inner, (self.scale_dtype, self.minimum_dtype)
-        is_wide = size >= 8 and 2 <= self.geometry.bit_width <= 8
-        return self.geometry.in_blocks and is_wide and dtypes == _DEFAULT_METADATA
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether groups with far values or tails have levels of their own, see `quantizers.uneven`."""
+        return self.has_kernels and self.geometry.inner >= 8 and self.geometry.bit_width >= 2
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a uint8 buffer: the codes, the (G,) minima and the (G,) scales."""

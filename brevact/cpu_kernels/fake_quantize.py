@@ -12,7 +12,6 @@ from torch import Tensor
 from brevact.cpu_kernels.grids import place
 from brevact.cpu_kernels.memory import (
     advance,
-    as_u32,
     f32_at,
     f32_scratch,
     i64_at,
@@ -147,7 +146,7 @@ def fake_quantize_blocks(words_at, start, stop):
     width, k = load(words, WIDTH), halves_of(load(words, SEED))
     scales, zero_points = f32_scratch(BLOCK), f32_scratch(BLOCK)
     shifted, rounded, numbers, spent = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
-    bits, wide = u8_scratch(BLOCK), as_u32(spent)
+    bits = u8_scratch(BLOCK)
     columns = BLOCK // 8
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
@@ -168,7 +167,7 @@ def fake_quantize_blocks(words_at, start, stop):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
         if load(words, CODES):
             codes = u8_at(load(words, CODES))
-            write_codes(numbers, first, count, bit_width, False, k, random, joined, wide, codes)
+            write_codes(numbers, first, count, bit_width, False, k, random, joined, codes)
         is_quick = width == 2 and clips and load(words, RESIDUAL)
         if load(words, MASK) or (load(words, RESIDUAL) and not is_quick):
             pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
@@ -188,7 +187,7 @@ def fake_quantize_blocks(words_at, start, stop):
                 for e in range(count):
                     store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
             residuals = u8_at(load(words, RESIDUAL))
-            write_codes(numbers, first, count, width, True, k, random, joined, wide, residuals)
+            write_codes(numbers, first, count, width, True, k, random, joined, residuals)
 
 
 def are_float32(*arrays: Tensor | None) -> bool:

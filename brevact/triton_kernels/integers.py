@@ -17,8 +17,8 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, IntegerPlan
 from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint, settle, widen
-from brevact.triton_kernels.grids import codes_on_row, group_of_plane
-from brevact.triton_kernels.groups import is_finite
+from brevact.triton_kernels.grids import codes_on_row
+from brevact.triton_kernels.groups import group_of, is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 from brevact.triton_kernels.philox import seed_words
 from brevact.triton_kernels.tiles import (
@@ -36,6 +36,15 @@ BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
 _UNALIGNED = ["scale_ptr", "zero_ptr", "levels_ptr", "steps_ptr", "seed_ptr", "missing_ptr"]
 _SIZES = ["numel", "inner", "groups"]
+
+
+@triton.jit
+def _group(i: tl.constexpr, first, row, column, stride, inner, groups, BY_ROW: tl.constexpr):
+    """Groups of plane i of a tile, per row if BY_ROW, else per element."""
+    offset = row * BLOCK + i * stride
+    if not BY_ROW:
+        offset += column
+    return group_of(first, offset, inner, groups)
 
 
 @triton.jit
@@ -77,7 +86,7 @@ def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr)
 def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr):
     """Integers of plane i, NaN for the spare code."""
     code = unpack_code(codes, i, BIT_WIDTH)
-    q = float_of_code(code, BIT_WIDTH) + lowest
+    q = float_of_code(code) + lowest
     if HAS_SPARE:
         q = tl.where(code == (1 << BIT_WIDTH) - 1, float("nan"), q)
     return q
@@ -105,9 +114,7 @@ def fake_quantize_kernel(
                 valid = element_mask(i, row, column, stride, limit, RAGGED)
                 group = 0
                 if SCALES or ZEROS:
-                    group = group_of_plane(
-                        i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED
-                    )
+                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
                 scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
                 zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
                 pointers = first + (row * BLOCK + i * stride + column)
@@ -188,7 +195,7 @@ def fake_quantize_backward_tile(
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         group = 0
         if SCALES or ZEROS:
-            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+            group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
         scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
         zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
         pointers = first + (row * BLOCK + i * stride + column)
@@ -292,9 +299,7 @@ def decode_integers_kernel(
                 valid = element_mask(i, row, column, stride, limit, RAGGED)
                 group = 0
                 if SCALES or ZEROS:
-                    group = group_of_plane(
-                        i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED
-                    )
+                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
                 scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
                 zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
                 q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)

@@ -132,26 +132,30 @@ def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     mean, factor, place = torch.randn(15), torch.rand(15), Place(219, 3, 219, 73)
     bits = torch.randint(0, 256, (packed_bytes(_N, 1, 512),)).byte()
     of_segments = name in ("map_levels", "look_up")
-    for bucket_size in (64, 100, 256) if of_segments else (64, 100) if "normal" not in name else (64, 512):
+    for bucket_size in (64, 100, 256) if of_segments else (64, 100, 512):
         spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
         plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
-        kernel_ops.quantize_uniform.reference(x, plan, SEED, buffer)
+        kernel_ops.quantize_uniform.reference(x, plan, SEED, None, None, None, buffer)
         empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)
         if of_segments:
             calls += _of_segments(name, buffer, plan, mean, factor, other)
             continue
         calls += {
-            "quantize_uniform": [(x, plan, seed, empty) for seed in (None, SEED, torch.tensor(SEED))],
-            "dequantize_uniform": [(buffer, plan, None, target), (buffer, plan, other, target)],
-            "quantize_normalized": [(x, plan, SEED, m, factor, place, empty) for m in (None, mean)],
-            "denormalize": [
-                (buffer, plan, m, factor, place, addend, mask, target)
-                for m, addend, mask in (
-                    (None, None, None),
-                    (mean, other, None),
-                    (None, None, bits),
-                    (mean, other, bits),
-                )
+            "quantize_uniform": [
+                *((x, plan, seed, None, None, None, empty) for seed in (None, SEED, torch.tensor(SEED))),
+                *((x, plan, SEED, m, factor, place, empty) for m in (None, mean)),
+            ],
+            "dequantize_uniform": [
+                *((buffer, plan, None, None, None, each, None, target) for each in (None, other)),
+                *(
+                    (buffer, plan, m, factor, place, addend, mask, target)
+                    for m, addend, mask in (
+                        (None, None, None),
+                        (mean, other, None),
+                        (None, None, bits),
+                        (mean, other, bits),
+                    )
+                ),
             ],
         }[name]
     return calls
