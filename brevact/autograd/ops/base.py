@@ -326,27 +326,6 @@ def compute_from_weight(
         return region.apply_to_weight(OfWeight, run, through, *tensors)
 
 
-def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
-
-    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        quotient = x / scale
-        save(ctx, exact=(quotient, scale))
-        out = compute(quotient, scale)
-        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, quotient: Tensor, scale: Tensor) -> tuple[Any, ...]:
-        through, of_scale = gradients_of(compute, [quotient, scale], (True, needs[1]), grad)
-        assert through is not None
-        if of_scale is not None:
-            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
-        return through / scale if needs[0] else None, of_scale
-
-    with DisableTorchFunction():
-        return region.apply(Formula, run, gradients, x, scale)
-
-
 @functools.cache
 def clamp_passes_bounds() -> bool:
     """Return whether ``clamp`` passes the gradient of an element equal to a bound: in torch 2.13, not in 2.15."""

@@ -149,7 +149,7 @@ def _run_planned(
     if found is NotImplemented:
         run: Any = batch_norm.reference if kernels is None else batch_norm
         found = run(*given, norm.cudnn_enabled)
-        kernel_ops.quantize_normalized(input, uniform, seed, found[1], found[2], place, buffer)
+        kernel_ops.quantize_uniform(input, uniform, seed, found[1], found[2], place, buffer)
     out, mean, invstd = found
     of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
