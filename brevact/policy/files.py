@@ -68,13 +68,13 @@ def key_to_plain(key: Any) -> dict[str, Any]:
     if isinstance(key, str):
         return {"name": key}
     if ops_of(key):
-        names = list(ops_of(key))
-        if not _FUNCTIONS.keys() >= {*names}:
+        ops = list(ops_of(key))
+        if not _FUNCTIONS.keys() >= {*ops}:
             raise TypeError(
-                f"policy rule {', '.join(names)} cannot be saved: a file names torch functions alone, so that it runs "
+                f"policy rule {', '.join(ops)} cannot be saved: a file names torch functions alone, so that it runs "
                 "no code; add the rule after loading: Policy.load(path).let({MyFunction: quantizer})"
             )
-        return {"functions": names}
+        return {"functions": ops}
     if are_module_types(key):
         names = {kind: name for name, kind in LAYER_TYPES.items()}
         kinds = key if isinstance(key, tuple) else (key,)
