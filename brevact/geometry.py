@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ SMALLEST_GAP = 2.0**-126
 SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 """Far values of uneven buckets with codes of their own, exact; others keep 16 significant bits."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
-
-LANES = 16
-"""Elements that CPU kernels fill at once."""
 
 
 def block_size_for(bucket_size: int | None) -> int:
@@ -146,14 +142,15 @@ class UniformPlan:
     dithered: bool = False
 
     @functools.cached_property
-    def uneven(self) -> bool:
-        """Whether groups with far values or tails have levels of their own, see `quantizers.uneven`.
+    def has_kernels(self) -> bool:
+        """Whether kernels take it: groups that each lie in one block, at most 8 bits, and the default metadata."""
+        dtypes = self.scale_dtype, self.minimum_dtype
+        return self.geometry.in_blocks and self.geometry.bit_width <= 8 and dtypes == _DEFAULT_METADATA
 
-        True for groups of at least 8 elements that each lie in one block, with 2 to 8 bits and the default metadata.
-        """
-        size, dtypes = self.geometry.inner, (self.scale_dtype, self.minimum_dtype)
-        is_wide = size >= 8 and 2 <= self.geometry.bit_width <= 8
-        return self.geometry.in_blocks and is_wide and dtypes == _DEFAULT_METADATA
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether groups with far values or tails have levels of their own, see `quantizers.uneven`."""
+        return self.has_kernels and self.geometry.inner >= 8 and self.geometry.bit_width >= 2
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a uint8 buffer: the codes, the (G,) minima and the (G,) scales."""
@@ -202,42 +199,26 @@ class Segments(NamedTuple):
         return Segments(inner, run, slots, -(-geometry.numel // inner) * slots)
 
 
-class IntegerRounding(enum.IntEnum):
-    """Deterministic roundings: half to even, floor, ceiling, towards zero, and half to even but -1/2 up (DPU)."""
-
-    NEAREST = 0
-    FLOOR = 1
-    CEIL = 2
-    TO_ZERO = 3
-    DPU = 4
-
-
 class IntegerPlan(NamedTuple):
-    """Fake quantization of a flat tensor: y = (clip(round(x / s + z), lowest, highest) - z) s.
+    """Fake quantization of a flat tensor: y = (clip(round(x / s + z), lowest, highest) - z) s,
+    rounded to the nearest integer, half to even.
 
     Args:
         numel: Number of elements.
         bit_width: Bits per code; a code is an integer minus `lowest`.
-        rounding: From x / s + z to an integer.
         rectifies: Whether a ReLU precedes, so that x is its input.
         clips: Whether clipped elements have no gradient; elements that a ReLU sets to zero never have.
         has_spare: Whether the last code is NaN.
         inner: Consecutive elements of one scale and zero point.
-        groups: Number of scales, in rows of `groups // rows`.
-        repeats: Consecutive runs, each of a row's length times `inner` elements, that share the row.
-        rows: Number of rows. With `f = e // inner` and `n = groups // rows`, element e has scale
-            `f // (n * repeats) % rows * n + f % n`, which is `f % groups` with one row.
+        groups: Number of scales: element e has scale `e // inner % groups`.
     """
 
     numel: int
     bit_width: int
     lowest: int
     highest: int
-    rounding: IntegerRounding
     rectifies: bool
     clips: bool
     has_spare: bool
     inner: int
     groups: int
-    repeats: int = 1
-    rows: int = 1

@@ -31,9 +31,8 @@ from brevact.cpu_kernels.memory import (
     load,
     store,
 )
-from brevact.cpu_kernels.normalize import words_of
 from brevact.cpu_kernels.teams import share, takes
-from brevact.cpu_kernels.uniform import dequantize, quantize
+from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
 from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
@@ -267,11 +266,11 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not plan.geometry.in_blocks:
+    if not plan.has_kernels:
         return NotImplemented
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
     if found is not NotImplemented:
-        quantize(x, plan, seed, buffer, words_of(found[1], found[2], place))
+        quantize_uniform(x, plan, seed, found[1], found[2], place, buffer)
     return found
 
 
@@ -419,9 +418,9 @@ def packed_batch_norm_backward(
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
-    if not (plan.geometry.in_blocks and _is_taken(target, grad, weight)):
+    if not (plan.has_kernels and _is_taken(target, grad, weight)):
         return NotImplemented
-    dequantize(buffer, plan, None, target)
+    dequantize_uniform(buffer, plan, None, None, None, None, None, target)
     return _run_backward(target, target, grad, weight, None, invstd, mask)
 
 

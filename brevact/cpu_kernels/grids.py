@@ -25,7 +25,6 @@ from brevact.cpu_kernels.groups import (
 from brevact.cpu_kernels.memory import (
     advance,
     as_i32,
-    as_u32,
     f32_at,
     f32_scratch,
     i64_at,
@@ -119,7 +118,6 @@ def quantize_grid_blocks(source, codes, levels, steps, size, marks, seed, table_
     k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     t, fractions, scratch = f32_scratch(block), f32_scratch(block), f32_scratch(block)
-    wide = as_u32(scratch)
     columns = block // 8
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
@@ -130,11 +128,11 @@ def quantize_grid_blocks(source, codes, levels, steps, size, marks, seed, table_
         place(z, count, f32_at(levels), f32_at(steps), size, stochastic, t, fractions)
         if marks:
             _mark(z, count, np.float32(top), t)
-        write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
+        write_codes(t, first, count, bit_width, stochastic, k, random, joined, u8_at(codes))
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    if grid.levels.shape[0] > 1:
+    if grid.levels.shape[0] > 1 or geometry.bit_width > 8:
         return NotImplemented
     stochastic = seed is not None
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()

@@ -12,11 +12,11 @@ from array import array
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.floats import FLOAT32, KINDS, bfloat16_to_float
+from brevact.cpu_kernels.floats import KINDS, bfloat16_to_float
 from brevact.cpu_kernels.memory import as_i32, bits_of, f32_at, float_of, inlined, load, store, u16_at
 from brevact.geometry import Geometry, UniformPlan
 
-NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, UNEVEN = range(9)
+NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, KIND, UNEVEN = range(7)
 """Fields of the table. ROUNDING: see below. UNEVEN: see `UniformPlan.uneven`."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
@@ -27,7 +27,6 @@ MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
 _LARGEST_RANGE, _LARGEST_END = np.float32(2.0**128 - 2.0**122), np.float32(2.0**125)
 _LARGEST_ALIGNED = np.float32(2.0**126)
-_LOWEST_BFLOAT16 = np.float32(-(2.0**128 - 2.0**120))
 _LOWEST = np.float32(-(2.0**128 - 2.0**104))
 
 
@@ -93,19 +92,9 @@ def zero_in_range(x, count, low, high):
 
 
 @inlined
-def read_metadata(address, kind, index):
-    if kind == FLOAT32:
-        return load(f32_at(address), index)
-    return bfloat16_to_float(load(u16_at(address), index))
-
-
-@inlined
-def _write(address, kind, index, value):
-    """Store a metadata value that its type holds exactly."""
-    if kind == FLOAT32:
-        store(f32_at(address), index, value)
-    else:
-        store(u16_at(address), index, np.uint16(np.uint32(bits_of(value)) >> np.uint32(16)))
+def read_metadata(scale, minimum, group):
+    """Minimum and scale of a group."""
+    return load(f32_at(minimum), group), bfloat16_to_float(load(u16_at(scale), group))
 
 
 @inlined
@@ -121,21 +110,16 @@ def _cut(x, unit):
 
 
 @inlined
-def _aligned(low, high, levels, table):
+def _aligned(low, high, levels):
     """Code of zero, and scale, of a grid with a level at zero; see `reference.aligned`."""
-    one = np.float32(1.0)
-    unit, scale_unit = np.int32(1 << 8), np.int32(1)
-    if load(table, MINIMUM_KIND) != FLOAT32:
-        unit, scale_unit = np.int32(1 << 20), np.int32(1 << 20)
-    elif load(table, SCALE_KIND) != FLOAT32 or load(table, BIT_WIDTH) > 16:
-        scale_unit = np.int32(1 << 16)
+    one, unit = np.float32(1.0), np.int32(1 << 8)
     most = max(_cut(levels - one if high > np.float32(0.0) else levels, unit), one)
     lower = min(max(_cut(np.float32(np.floor(-low / (high - low) * levels)), unit), one), most)
     upper = min(max(lower + one, float_of(np.int32(bits_of(lower) + unit))), most)
     of_lower = max(-low / lower, high / max(levels - lower, one))
     of_upper = max(-low / upper, high / max(levels - upper, one))
     code, step = (upper, of_upper) if of_upper < of_lower else (lower, of_lower)
-    return code, max(round_up(step, scale_unit), _SMALLEST_SCALE)
+    return code, max(round_up(step, np.int32(1 << 16)), _SMALLEST_SCALE)
 
 
 @inlined
@@ -151,30 +135,24 @@ def calibrate(low, high, flagged, zero, group, scale, minimum, table):
         if ceiling - bottom >= (_LARGEST_ALIGNED if aligned else _LARGEST_RANGE):  # see `reference.bounded`
             bottom, ceiling = max(bottom, -_LARGEST_END), min(ceiling, _LARGEST_END)
         if aligned:
-            code, step = _aligned(bottom, ceiling, levels, table)
+            code, step = _aligned(bottom, ceiling, levels)
             bottom = -(step * code)
         elif alone:
             bottom, step = np.float32(0.0), np.float32(0.0)
         else:
-            if load(table, MINIMUM_KIND) != FLOAT32:
-                bits = bits_of(bottom)
-                up = np.int32(0xFFFF) if bits < 0 else np.int32(0)
-                bottom = max(float_of(np.int32(np.int32(bits + up) & np.int32(-65536))), _LOWEST_BFLOAT16)
             width = ceiling - bottom
-            step = width / levels
-            if load(table, SCALE_KIND) != FLOAT32:
-                step = round_up(step, np.int32(1 << 16))
-            step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
+            step = max(round_up(width / levels, np.int32(1 << 16)), _SMALLEST_SCALE)
+            step = step if width > np.float32(0.0) else np.float32(0.0)
         m, s = bottom, -step if flagged else step
-    _write(minimum, load(table, MINIMUM_KIND), group, m)
-    _write(scale, load(table, SCALE_KIND), group, s)
+    store(f32_at(minimum), group, m)
+    store(u16_at(scale), group, np.uint16(np.uint32(bits_of(s)) >> np.uint32(16)))
     return m, s
 
 
 @inlined
-def store_shifted(m, s, shift, group, minimum, table):
+def store_shifted(m, s, shift, group, minimum):
     """Store the minimum of a group whose levels are shifted by a part of a step; see `kernel_ops.quantize_uniform`."""
-    _write(minimum, load(table, MINIMUM_KIND), group, max(m - shift * s, _LOWEST))
+    store(f32_at(minimum), group, max(m - shift * s, _LOWEST))
 
 
 @inlined
@@ -202,27 +180,17 @@ def place_zeros(x, count, steps):
 @inlined
 def shows_errors(table):
     """Whether rounding may show the errors of float32 in the positions of zeros."""
-    bit_width = load(table, BIT_WIDTH)
-    return bit_width > 16 or (bit_width > 5 and load(table, ROUNDING) != NEAREST)
+    return load(table, BIT_WIDTH) > 5 and load(table, ROUNDING) != NEAREST
 
 
 class GroupTable:
     """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups in them, for the kernels of quantizers."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        rounding: int,
-        scale_dtype: torch.dtype = torch.float32,
-        minimum_dtype: torch.dtype = torch.float32,
-        uneven: bool = False,
-    ) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, rounding: int, uneven: bool = False) -> None:
         self.geometry = geometry
         self.blocks = -(-geometry.numel // geometry.block_size)
         sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner
-        kinds = KINDS[scale_dtype], KINDS[minimum_dtype], KINDS[dtype]
-        self.table = array("q", (*sizes, rounding, *kinds, uneven))  # owns the memory at the address
+        self.table = array("q", (*sizes, rounding, KINDS[dtype], uneven))  # owns the memory at the address
         self.address = self.table.buffer_info()[0]
 
 
@@ -234,5 +202,4 @@ grid_table = functools.lru_cache(maxsize=4096)(GroupTable)
 def uniform_table(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False) -> GroupTable:
     """Table of a plan; without a seed it rounds to nearest."""
     at_random = DITHERED if plan.dithered else STOCHASTIC
-    rounding = at_random if has_seed else NEAREST
-    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, plan.uneven)
+    return GroupTable(plan.geometry, dtype, at_random if has_seed else NEAREST, plan.uneven)

@@ -12,8 +12,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from brevact.geometry import LANES
-
 F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
 I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
 U8, U16 = types.CPointer(types.uint8), types.CPointer(types.uint16)
@@ -70,7 +68,7 @@ def _scratch(pointer_type: types.CPointer):
 f32_at, i32_at = _pointer_from_address(F32), _pointer_from_address(I32)
 u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
 i64_at = _pointer_from_address(I64)
-as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
+as_i32 = _pointer_cast(I32)
 f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
 u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
 float_of = _bits_as(types.int32, types.float32, ir.FloatType())
@@ -95,21 +93,6 @@ def store(typing_context, pointer, index, value):
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, pointer.dtype), codegen
-
-
-@intrinsic
-def fill_lanes(typing_context, pointer, value):
-    """pointer[i] = value for the first `LANES` float32 elements."""
-
-    def codegen(context, builder, signature, args):
-        pointer, value = args
-        floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
-        first = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.IntType(32)(0))
-        splat = builder.shuffle_vector(first, ir.Constant(floats, ir.Undefined), ir.Constant(words, [0] * LANES))
-        builder.store(splat, builder.bitcast(pointer, floats.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.float32), codegen
 
 
 @intrinsic

@@ -19,6 +19,6 @@ from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.cpu_kernels.segments import look_up, map_levels
 from brevact.cpu_kernels.teams import takes
-from brevact.cpu_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
+from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
 
 prepare()

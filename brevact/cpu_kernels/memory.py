@@ -27,7 +27,7 @@ else:
 
 _OF_KERNELS = set(
     """
-    advance as_i32 as_u32 bits_of f32_at f32_scratch f64_scratch fill_lanes float64_of float_of
+    advance as_i32 bits_of f32_at f32_scratch f64_scratch float64_of float_of
     fma i32_at i64_at lanes load look_up_lanes rint store u16_at u32_at u32_scratch u8_at u8_scratch
     """.split()
 )

@@ -8,18 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import limited
-from brevact.cpu_kernels.memory import advance, f32_at, fill_lanes, i64_at, inlined, load, store
-from brevact.geometry import LANES, Place
+from brevact.cpu_kernels.memory import advance, f32_at, i64_at, inlined, load, store
+from brevact.geometry import Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
 group, and which is whose: that of element e is e // OUTER * ROW + e % INNER // RUN."""
-
-PIECE = 512
-"""Elements whose statistics are written out at a time: the scratch for them does not grow with the block."""
-
-SCRATCH = PIECE + LANES
-"""Elements of the scratch for their means, and of that for their scales."""
 
 
 @inlined
@@ -42,47 +36,20 @@ def _next(base, group, in_row, in_inner, run, inner, outer, row):
 
 
 @inlined
-def _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of):
-    """Write mean (if any) and scale of each element, of runs of at most `LANES`, and of up to `LANES` more."""
-    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
-    base, in_row, in_inner = _start(first, words)
-    group, left = base + in_inner // run, run - in_inner % run
-    e = 0
-    while e < count:
-        scale = load(scales, group)
-        fill_lanes(advance(scale_of, e), scale)
-        if has_mean:
-            fill_lanes(advance(mean_of, e), load(means, group))
-        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, left, inner, outer, row)
-        e, left = e + left, run
-
-
-@inlined
 def _one(v, mean, scale, undoes):
     return v * scale + mean if undoes else (v - mean) * scale
 
 
 @inlined
-def _map_elements(x, first, count, words_at, mean_of, scale_of, z, undoes):
+def _map_elements(x, first, count, words_at, z, undoes):
     """Normalize elements first to first + count, or undo that; `undoes` is a constant, which LLVM sees."""
     words = i64_at(words_at)
     means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     none = np.float32(-0.0) if undoes else np.float32(0.0)  # which changes nothing, zeros neither
-    e = 0
-    if 1 < run <= LANES:
-        for piece in range(0, count, PIECE):
-            size, source, target = min(PIECE, count - piece), advance(x, piece), advance(z, piece)
-            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
-            if has_mean:
-                for i in range(size):
-                    store(target, i, _one(load(source, i), load(mean_of, i), load(scale_of, i), undoes))
-            else:
-                for i in range(size):
-                    store(target, i, _one(load(source, i), none, load(scale_of, i), undoes))
-        e = count
     base, in_row, in_inner = _start(first, words)
     group, left = base + in_inner // run, run - in_inner % run
+    e = 0
     while e < count:
         source, target, s = advance(x, e), advance(z, e), advance(scales, group)
         if run == 1 and inner > 1:  # groups of one element each lie behind each other
@@ -104,15 +71,15 @@ def _map_elements(x, first, count, words_at, mean_of, scale_of, z, undoes):
 
 
 @inlined
-def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
-    """(x - mean) * scale, see `normalizing.normalize`; z is not x. `mean_of`, `scale_of`: scratch of `SCRATCH`."""
-    _map_elements(x, first, count, words_at, mean_of, scale_of, z, False)
+def normalize_elements(x, first, count, words_at, z):
+    """(x - mean) * scale, see `normalizing.normalize`; z is not x."""
+    _map_elements(x, first, count, words_at, z, False)
 
 
 @inlined
-def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
-    """clamp(z * scale + mean, -limit, limit) in place, see `normalizing.denormalize`; scratch as above."""
-    _map_elements(z, first, count, words_at, mean_of, scale_of, z, True)
+def denormalize_elements(z, first, count, words_at, limit):
+    """clamp(z * scale + mean, -limit, limit) in place, see `normalizing.denormalize`."""
+    _map_elements(z, first, count, words_at, z, True)
     if limit < np.float32(np.inf):
         for i in range(count):
             store(z, i, limited(load(z, i), limit))

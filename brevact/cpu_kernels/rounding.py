@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from brevact.cpu_kernels.memory import advance, inlined, load, rint, store
-from brevact.cpu_kernels.packing import codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.packing import words_to_bytes
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -152,29 +152,23 @@ def round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
 
 
 @inlined
-def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
-    """Round positions to separate codes of at least 8 bits, of at most `top`."""
+def round_bytes(t, columns, stochastic, w0, w1, w2, w3, out):
+    """Round positions to codes of 8 bits, the bytes."""
     for i in range(8):
         word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
         shift = np.uint32(16 * (i >> 2))
-        plane, out = advance(t, i * columns), advance(codes, i * columns)
+        plane, codes = advance(t, i * columns), advance(out, i * columns)
         if not stochastic:
             for j in range(columns):
-                store(out, j, _nearest(load(plane, j)))
-        elif top < 1 << 15:
+                store(codes, j, np.uint8(_nearest(load(plane, j))))
+        else:
             for j in range(columns):
-                store(out, j, _stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift))))
-        else:  # 65536 t does not fit 32 bits
-            for j in range(columns):
-                floor = np.float32(np.floor(load(plane, j)))
-                threshold = np.int64(rint((load(plane, j) - floor) * np.float32(65536.0)))
-                code = np.int64(floor) + ((threshold + _low_half(np.uint32(load(word, j) >> shift))) >> 16)
-                store(out, j, np.uint32(min(code, top)))
+                store(codes, j, np.uint8(_stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift)))))
 
 
 @inlined
-def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide, codes):
-    """Round, write bytes of codes. Scratch: a word per column in `random`, `joined`, per element in `wide`."""
+def write_codes(t, first, count, bit_width, stochastic, k, random, joined, codes):
+    """Round, and write bytes of codes of at most 8 bits. Scratch: a word per column in `random` and `joined`."""
     columns = (count + 7) // 8
     for e in range(count, 8 * columns):
         store(t, e, np.float32(0.0))
@@ -185,5 +179,4 @@ def write_codes(t, first, count, bit_width, stochastic, k, random, joined, wide,
         round_narrow(t, columns, bit_width, stochastic, *random, *joined)
         words_to_bytes(*joined, columns, bit_width, out)
     else:
-        round_wide(t, columns, (np.int64(1) << bit_width) - 1, stochastic, *random, wide)
-        codes_to_bytes(wide, columns, bit_width, out)
+        round_bytes(t, columns, stochastic, *random, out)

@@ -24,18 +24,7 @@ from brevact.cpu_kernels.floats import (
     limited,
     stage,
 )
-from brevact.cpu_kernels.groups import (
-    BIT_WIDTH,
-    BLOCK,
-    KIND,
-    MINIMUM_KIND,
-    NUMEL,
-    SCALE_KIND,
-    UNEVEN,
-    is_flagged,
-    read_metadata,
-    uniform_table,
-)
+from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, KIND, NUMEL, UNEVEN, is_flagged, read_metadata, uniform_table
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -83,10 +72,9 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
     last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), limit_of(kind)
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):
-        m, s = read_metadata(minimum, minimum_kind, bucket), read_metadata(scale, scale_kind, bucket)
+        m, s = read_metadata(scale, minimum, bucket)
         if load(table, UNEVEN) != 0 and is_flagged(s):
             uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
         else:
@@ -196,7 +184,7 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
+    if plan.geometry.bit_width > 4 or not plan.has_kernels:
         return NotImplemented
     own, words = uniform_table(plan, dtype), _words_of_segments(segments)
     norm = None if factor is None or place is None else words_of(mean, factor, place)
@@ -211,7 +199,7 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    if plan.geometry.bit_width > 4 or not plan.geometry.in_blocks:
+    if plan.geometry.bit_width > 4 or not plan.has_kernels:
         return NotImplemented
     own, words = uniform_table(plan, target.dtype), _words_of_segments(segments)
     factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])

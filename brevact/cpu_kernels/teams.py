@@ -1,19 +1,17 @@
-"""Kernels run by the OpenMP team that PyTorch's own CPU ops run on, or by a pool of threads where there is none.
+"""Kernels run by the OpenMP team that PyTorch's own CPU ops run on, or by the caller alone where there is none.
 
 Between two ops the threads of the team spin for a while. They start on a kernel at once; threads of our own would have
 to wake up, and then to share the cores with them.
 
 GCC's `GOMP_parallel`, which LLVM's OpenMP library has too, calls a C function on every thread of the team. The function
-takes pieces of the work from a counter in memory, so that neither team nor pool needs the GIL or equal threads.
+takes pieces of the work from a counter in memory, so that the team needs neither the GIL nor equal threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
 """Elements per thread below which a team costs more than it brings."""
-
-_SMALLEST_OF_POOL = 1 << 18
-"""Elements per thread below which waking a thread of the pool costs more than it brings."""
 
 _PIECES_PER_THREAD = 4  # so that uneven threads finish together
 
@@ -40,52 +35,29 @@ def _find_team() -> Callable[[int, ctypes.Array, int, int], None] | None:
     return parallel
 
 
-_parallel, _pool = _find_team(), ThreadPoolExecutor(64, "brevact")
+_parallel = _find_team()
 
 
-def _start_afresh() -> None:
+def _leave_team() -> None:
     """Go on without the team in a fork, which copies no threads: OpenMP would wait for them."""
-    global _parallel, _pool
-    _parallel, _pool = None, ThreadPoolExecutor(64, "brevact")
+    global _parallel
+    _parallel = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh)
+    os.register_at_fork(after_in_child=_leave_team)
 
 
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces of all blocks, by the caller and more threads if that pays."""
-    if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
+    if most_threads == 1 or _parallel is None or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))
         return
     # The whole team, as PyTorch does: a smaller one would end the threads that the next op needs.
     step = max(-(-blocks // (most_threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
     words = kernel.words(*arguments, blocks, step, 0)
-    if _parallel is not None:
-        _parallel(kernel.address, words, most_threads, 0)
-    else:
-        _run_by_pool(kernel.function, words, min(most_threads, blocks * block_size // _SMALLEST_OF_POOL) - 1)
-
-
-def _run_by_pool(function: Callable[[ctypes.Array], None], words: ctypes.Array, helpers: int) -> None:
-    """Run pieces in the caller and some threads; return, or raise Ctrl-C, when none works any more."""
-    running: list[Future[None]] = []
-    interrupt = None
-    try:
-        with contextlib.suppress(RuntimeError):  # the interpreter ends: the caller does all
-            running.extend(_pool.submit(function, words) for _ in range(helpers))
-        function(words)
-    except KeyboardInterrupt as error:  # the others still read and write memory that the caller owns
-        interrupt = error
-    running = [helper for helper in running if not helper.cancel()]
-    while running:
-        try:
-            running = list(wait(running).not_done)
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    _parallel(kernel.address, words, most_threads, 0)
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -20,10 +20,8 @@ from brevact.cpu_kernels.groups import (
     INNER,
     KIND,
     LOWEST_KEY,
-    MINIMUM_KIND,
     NUMEL,
     ROUNDING,
-    SCALE_KIND,
     STOCHASTIC,
     UNEVEN,
     calibrate,
@@ -42,7 +40,6 @@ from brevact.cpu_kernels.groups import (
 )
 from brevact.cpu_kernels.memory import (
     advance,
-    as_u32,
     f32_at,
     f32_scratch,
     i64_at,
@@ -54,7 +51,7 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, normalize_elements, words_of
+from brevact.cpu_kernels.normalize import denormalize_elements, normalize_elements, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
 from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
@@ -104,8 +101,6 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
-    mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
-    wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
     random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     joined = u32_scratch(columns), u32_scratch(columns)
@@ -114,7 +109,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         count = min(block, numel - first)
         x = stage(source, load(table, KIND), first, count, steps if norm_at else scratch)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
-            normalize_elements(x, first, count, norm_at, mean_of, scale_of, scratch)
+            normalize_elements(x, first, count, norm_at, scratch)
             x = scratch
         if dithered:
             stochastic = False  # unless there are groups that do not shift their levels
@@ -149,39 +144,29 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                     group = (first + e) // inner
                     shift = shift_of(group, k[0], k[1])
                     shift_to_levels(at, run, shift, np.float32(top))
-                    store_shifted(m, s, shift, group, minimum, table)
+                    store_shifted(m, s, shift, group, minimum)
                 else:
                     stochastic = True
             e += run
-        write_codes(steps, first, count, bit_width, stochastic, k, random, joined, wide, u8_at(codes))
+        write_codes(steps, first, count, bit_width, stochastic, k, random, joined, u8_at(codes))
 
 
-def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    return quantize(x, plan, seed, buffer)
-
-
-def quantize_normalized(
+def quantize_uniform(
     x: Tensor,
     plan: UniformPlan,
     seed: int | Tensor | None,
     mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
+    factor: Tensor | None,
+    place: Place | None,
     buffer: Tensor,
 ) -> None:
-    return quantize(x, plan, seed, buffer, words_of(mean, factor, place))
-
-
-def quantize(
-    x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: ctypes.Array | None = None
-) -> None:
-    """Quantize, and normalize on the way by the words of a norm."""
-    if not plan.geometry.in_blocks:
+    if not plan.has_kernels:
         return NotImplemented
     table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
+    words = None if factor is None or place is None else words_of(mean, factor, place)
     metadata = codes + plan.scale_at, codes + plan.minimum_at
-    key, words = 0 if seed is None else int(seed), 0 if norm is None else ctypes.addressof(norm)
-    arguments = (x.data_ptr(), codes, *metadata, key, table.address, words)
+    key, norm_at = 0 if seed is None else int(seed), 0 if words is None else ctypes.addressof(words)
+    arguments = (x.data_ptr(), codes, *metadata, key, table.address, norm_at)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
 
 
@@ -241,12 +226,12 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, leve
 @inlined
 def _decode_segments(q, first, count, scale, minimum, limit, levels, table):
     """Replace float32 codes by their values, in place."""
-    scale_kind, minimum_kind, inner = load(table, SCALE_KIND), load(table, MINIMUM_KIND), load(table, INNER)
+    inner = load(table, INNER)
     top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
     while e < count:
         group, run = (first + e) // inner, min(inner - (first + e) % inner, count - e)
-        m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
+        m, s = read_metadata(scale, minimum, group)
         _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
         e += run
 
@@ -257,11 +242,9 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner = load(table, INNER)
-    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     limit = limit_of(FLOAT32 if norm_at else kind)
     last_limit = limit_of(FLOAT16) if kind == FLOAT16 else np.float32(np.inf)
     scratch, wide, levels = f32_scratch(block), u32_scratch(block), f32_scratch(256)
-    mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     low, high, bits = u32_scratch(block // 8), u32_scratch(block // 8), u8_scratch(BITS)
     for index in range(start, stop):
         first = index * block
@@ -276,7 +259,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             group = first // inner
             planes = 8 if whole else max(inner // columns, 1)
             for i in range(0, 8, planes):
-                m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
+                m, s = read_metadata(scale, minimum, group)
                 _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, levels, table, values)
                 group += 1
         else:
@@ -289,7 +272,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
                     store(values, e, np.float32(np.int32(load(wide, e))))
             _decode_segments(values, first, count, scale, minimum, limit, levels, table)
         if norm_at:
-            denormalize_elements(values, first, count, norm_at, mean_of, scale_of, last_limit)
+            denormalize_elements(values, first, count, norm_at, last_limit)
             if other:
                 addend = advance(f32_at(other), first)
                 for e in range(count):
@@ -304,38 +287,25 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             emit(values, target, kind, first, count)
 
 
-def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    return dequantize(buffer, plan, other, target)
-
-
-def denormalize(
+def dequantize_uniform(
     buffer: Tensor,
     plan: UniformPlan,
     mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    addend: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    other: Tensor | None,
     mask: Tensor | None,
     target: Tensor,
 ) -> None:
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
-    if not plan.geometry.in_blocks:
+    if not plan.has_kernels:
         return NotImplemented
-    words, geometry = words_of(mean, factor, place), plan.geometry
+    table, codes, geometry = uniform_table(plan, target.dtype), buffer.data_ptr(), plan.geometry
+    words = None if factor is None or place is None else words_of(mean, factor, place)
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    dequantize(buffer, plan, addend, target, ctypes.addressof(words), bits)
+    arguments = (codes, codes + plan.scale_at, codes + plan.minimum_at, 0 if other is None else other.data_ptr())
+    norm_at = 0 if words is None else ctypes.addressof(words)
+    arguments += (target.data_ptr(), table.address, norm_at, bits)
+    share(dequantize_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
-
-
-def dequantize(
-    buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0, mask: int = 0
-) -> None:
-    """Decode, and multiply; or undo a normalization by the words at an address, add, and apply the mask at another."""
-    if not plan.geometry.in_blocks:
-        return NotImplemented
-    table, codes = uniform_table(plan, target.dtype), buffer.data_ptr()
-    factor = 0 if other is None else other.data_ptr()
-    metadata = codes + plan.scale_at, codes + plan.minimum_at
-    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm, mask)
-    share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())

@@ -88,8 +88,18 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: floa
 
 
 @run_by_kernels
-def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+def quantize_uniform(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    buffer: Tensor,
+) -> None:
     """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
+
+    With a factor, (x - mean) * factor is quantized, without a copy by kernels.
 
     In a flagged group code 2^b - 1 stands for elements that are not finite, and finite elements take the codes below
     it. Elements that are exactly 0 take the level there, if there is one: see `reference.calibrate`.
@@ -101,6 +111,12 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     """
     refuse_wrapped(x)
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
+    if factor is not None and place is not None:
+        flat = flat.to(torch.float32, copy=True)
+        z = _by_groups(flat, place)
+        if mean is not None:
+            z.sub_(mean.view(-1, 1, place.row, 1))
+        z.mul_(factor.view(-1, 1, place.row, 1))
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale, has_zero = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
     top = (1 << geometry.bit_width) - 1
@@ -174,17 +190,33 @@ def _shifted(minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
 
 
 @run_by_kernels
-def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+def dequantize_uniform(
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    other: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
+) -> None:
     """Decode x = m + |s| * q, clamped to the finite range of the target's type, and multiply.
 
     In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
     for all other elements, m is moved to the middle, m + |s| / 2.
+
+    With a factor, the result is x * factor + mean, clamped to the finite range of float16 where that is the target's
+    type; `other`, a float32 tensor for a target of that type, is added, and elements outside of a mask of `pack_mask`
+    are set to +0.
     """
+    if factor is not None and place is not None:
+        _denormalize(buffer, plan, mean, factor, place, other, mask, target)
+        return
     geometry, bit_width = plan.geometry, plan.geometry.bit_width
     flat = flat_memory(target, geometry.numel)
-    factor = flat if other is None else flat_memory(other, geometry.numel)
+    times = flat if other is None else flat_memory(other, geometry.numel)
     codes = reference.unpack(plan.split(buffer)[0], bit_width, geometry.numel, geometry.block_size)
-    pieces = zip(*(by_groups(each, geometry) for each in (codes, factor, flat)), strict=True)
+    pieces = zip(*(by_groups(each, geometry) for each in (codes, times, flat)), strict=True)
     for (groups, q), (_, by), (_, out) in pieces:
         y = _decoded(q, (groups, None), buffer, plan, flat.dtype)
         out.copy_(y if other is None else y * by)
@@ -205,25 +237,7 @@ def _decoded(q: Tensor, group: Any, buffer: Tensor, plan: UniformPlan, dtype: to
     return y.masked_fill(flagged & (q == top), float("nan")).to(dtype)
 
 
-@run_by_kernels
-def quantize_normalized(
-    x: Tensor,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    buffer: Tensor,
-) -> None:
-    """Quantize (x - mean) * factor; `quantize_uniform` of a normalized copy, which kernels do without."""
-    z = _by_groups(x.detach(), plan, place).to(torch.float32, copy=True)
-    if mean is not None:
-        z.sub_(mean.view(-1, 1, place.row, 1))
-    quantize_uniform(z.mul_(factor.view(-1, 1, place.row, 1)), plan, seed, buffer)
-
-
-@run_by_kernels
-def denormalize(
+def _denormalize(
     buffer: Tensor,
     plan: UniformPlan,
     mean: Tensor | None,
@@ -233,14 +247,9 @@ def denormalize(
     mask: Tensor | None,
     target: Tensor,
 ) -> None:
-    """Decode z * factor + mean, clamped to the finite range of float16 where that is the target's type.
-
-    In the same pass, `addend` is added, a float32 tensor for a target of that type, and elements outside of a mask of
-    `pack_mask` are set to +0. The target may be the addend.
-    """
     z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
-    dequantize_uniform(buffer, plan, None, z)
-    groups = _by_groups(z, plan, place).mul_(factor.view(-1, 1, place.row, 1))
+    dequantize_uniform(buffer, plan, None, None, None, None, None, z)
+    groups = _by_groups(z, place).mul_(factor.view(-1, 1, place.row, 1))
     if mean is not None:
         groups.add_(mean.view(-1, 1, place.row, 1))
     if target.dtype is torch.float16:
@@ -305,9 +314,8 @@ def look_up(
         flat[start:stop] = y if factor is None else y * factor[start:stop].float()
 
 
-def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:
-    """Dense memory as rows of repeats of groups of runs, whose statistics are (rows, 1, groups, 1)."""
-    flat = flat_memory(x, plan.geometry.numel)
+def _by_groups(flat: Tensor, place: Place) -> Tensor:
+    """Elements as rows of repeats of groups of runs, whose statistics are (rows, 1, groups, 1)."""
     return flat.view(-1, place.outer // place.inner, place.row, place.run)
 
 

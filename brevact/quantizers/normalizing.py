@@ -52,7 +52,7 @@ def quantize_normalized(
         if found is not None and invstd.dtype is not torch.float64:
             buffer = found.spec.empty(x)
             own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
-            kernel_ops.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
+            kernel_ops.quantize_uniform(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
             return PackedActivation(found.spec, buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
@@ -158,7 +158,7 @@ class NormalizedPlan(NamedTuple):
     >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
     >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
     >>> buffer = plan.spec.empty(x)
-    >>> kernel_ops.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
+    >>> kernel_ops.quantize_uniform(x, plan.plan, 0, mean, invstd, plan.place, buffer)
     >>> bool((plan.dequantize_centred(buffer, invstd) - x).abs().max() < 0.05)
     True
     """
@@ -194,7 +194,7 @@ class NormalizedPlan(NamedTuple):
         """Decode z * scale + shift, and add and mask as `decode_in_one_pass` does, with the same values."""
         target = addend if addend is not None and overwrites else self.layout.empty(buffer.device)
         shift, scale, place = self.groups(shift, scale)
-        kernel_ops.denormalize(buffer, self.plan, shift, scale, place, addend, mask, target)
+        kernel_ops.dequantize_uniform(buffer, self.plan, shift, scale, place, addend, mask, target)
         return target
 
 

@@ -6,11 +6,14 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region
@@ -19,6 +22,7 @@ from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
+from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
@@ -38,6 +42,57 @@ from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB, MOST_BARS, plot_bars, progress_bar, size_text, text_table, write_csv
+
+#: Least ratio of a heavy tail.
+HEAVY = 30.0
+
+
+def tail_of(x: Tensor) -> float:
+    """Return the largest root mean square of a channel, the last dimension, over the median one; 1 for zeros.
+
+    >>> x = torch.ones(8, 64)
+    >>> x[:, 3] = 50
+    >>> tail_of(x)
+    50.0
+    """
+    squares = x.detach().double().flatten(0, -2).square().mean(0)
+    median = squares.median()
+    return float((squares.max() / median).sqrt()) if median > 0 else 1.0
+
+
+@contextmanager
+def tails_of_inputs(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Yield a dictionary that gets the tail of each module's first input, if that is of floats, with channels last."""
+    names, found = names_of(model), dict[str, float]()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        x = args[0] if args and module in names else None
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_meta:
+            return
+        if x.is_floating_point() and x.dim() in (2, 3) and x.numel():
+            with DisableTorchFunction(), torch.no_grad():
+                found[names[module]] = max(tail_of(x), found.get(names[module], 0.0))
+
+    handle = register_module_forward_pre_hook(enter)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def note_on(noise_and_tails: Mapping[str, tuple[float, float]]) -> str:
+    """Return a sentence on the layers whose tails are heavy, with the rule that cures the noisiest; "" for none."""
+    heavy = {layer: each for layer, each in noise_and_tails.items() if each[1] >= HEAVY}
+    if not heavy:
+        return ""
+    worst = max(heavy, key=lambda layer: (not math.isnan(heavy[layer][0]), heavy[layer]))
+    names = ", ".join(layer or "(model)" for layer in heavy)
+    return (
+        f"Heavy tails: channels of the inputs of {names} are up to {max(tail for _, tail in heavy.values()):.0f} times "
+        f"the median one. Where that is noise, 6 bits cure it: "
+        f"brevact.DEFAULT.let({{{worst!r}: brevact.DitherBackward6bit}})"
+    )
+
 
 #: Bits of all other layers: their variance is 1/289 of that at 4 bits.
 FINE_BIT_WIDTH = 8
@@ -142,6 +197,8 @@ class LayerNoise:
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.
+        tail: largest root mean square of a channel of the layer's input over the median one, in the first batch; NaN if
+            the input has no channels in its last dimension.
     """
 
     layer: str
@@ -153,6 +210,7 @@ class LayerNoise:
     noise_error: float = math.nan
     bias: float = math.nan
     bias_error: float = math.nan
+    tail: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -208,13 +266,14 @@ class GradientReport:
 
     def __str__(self) -> str:
         beside = self.saved_bytes - sum(row.saved_bytes for row in self.rows)
-        header = ("layer", "kind", "readers", "bits", "stored", "noise", "bias²")
+        header = ("layer", "kind", "readers", "bits", "stored", "noise", "bias²", "tail")
         cells = [_cells(row) for row in self.rows]
         if beside:
-            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", ""))
+            cells.append(("(exact)", "masks, statistics", "", "", size_text(beside), "", "", ""))
         figures = _with_error(self.noise, self.noise_error), _with_error(self.bias, self.bias_error)
-        total = ("total", "", "", "", size_text(self.saved_bytes), *figures)
-        table = text_table(header, cells, total, numbers=len(header) - 2)
+        total = ("total", "", "", "", size_text(self.saved_bytes), *figures, "")
+        shown = len(header) - (not any(row.tail >= HEAVY for row in self.rows))  # the last column for heavy tails alone
+        table = text_table(header[:shown], [row[:shown] for row in cells], total[:shown], numbers=shown - 2)
         return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
 
     def _summary(self) -> str:
@@ -267,6 +326,7 @@ def _cells(row: LayerNoise) -> tuple[str, ...]:
         size_text(row.saved_bytes),
         _with_error(row.noise, row.noise_error),
         _with_error(row.bias, row.bias_error),
+        "-" if math.isnan(row.tail) else f"{row.tail:.1f}",
     )
 
 
@@ -302,8 +362,9 @@ def gradient_report(
 
     Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. A layer's row has
     the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
-    all other tensors at 8 bits, whose noise is subtracted. The rows of a compiled model have the tensors of its graphs,
-    without noise.
+    all other tensors at 8 bits, whose noise is subtracted. If inputs of layers have channels at least 30 times the
+    median one (massive activations), a column shows these ratios, and a note the rule that cures their noise. The rows
+    of a compiled model have the tensors of its graphs, without noise.
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
     batches and L rows, the total takes 1 + B + B draws passes, and the rows (L + 1) B layer_draws more. The gradients
@@ -352,7 +413,8 @@ def gradient_report(
                 detach_region(module, POLICY)
             attach_policy(model, policy)
         graphs = _memory_of_graphs(model, batches[0], loss)
-        memory = graphs or _take_policy(model, batches[0], loss)
+        with tails_of_inputs(model) as tails:
+            memory = graphs or _take_policy(model, batches[0], loss)
         chains = chains_of(memory)
         is_measured = layers is not None and bool(chains) and graphs is None
         passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
@@ -368,8 +430,9 @@ def gradient_report(
         rows = []
         for chain in chains:
             noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
-            layer = chain.source, kinds[chain.source], chain.readers, chain.bit_widths, chain.saved_bytes
-            rows.append(LayerNoise(*layer, *noise, *bias))
+            layer, tail = (chain.source, kinds[chain.source]), tails.get(chain.source, math.nan)
+            rows.append(LayerNoise(*layer, chain.readers, chain.bit_widths, chain.saved_bytes, *noise, *bias, tail))
+    notes = [memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})]
     return GradientReport(
         rows=tuple(rows),
         noise=whole.noise.value,
@@ -383,7 +446,7 @@ def gradient_report(
         batches=len(batches),
         draws=draws,
         passes=passes,
-        notes=tuple(filter(None, (memory.note, *notes))),
+        notes=tuple(filter(None, notes)),
     )
 
 

@@ -10,4 +10,4 @@ from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake
 from brevact.triton_kernels.launch import takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.segments import look_up, map_levels
-from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
+from brevact.triton_kernels.uniform import dequantize_uniform, quantize_uniform

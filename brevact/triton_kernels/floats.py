@@ -58,47 +58,21 @@ def _nearest_65536th(x):
 
 
 @triton.jit
-def round_nearest(t, BIT_WIDTH: tl.constexpr):
-    """Positions t in [0, 2^b - 1] to codes, half to even."""
-    if BIT_WIDTH <= 16:
-        q = nearest_int(t)
-    else:
-        floor = tl.floor(t)
-        fraction, q = t - floor, floor.to(tl.int32)
-        q += ((fraction > 0.5) | ((fraction == 0.5) & (q % 2 == 1))).to(tl.int32)
-    return q
-
-
-@triton.jit
 def round_stochastic(t, bits, BIT_WIDTH: tl.constexpr):
     """floor(t) + ((rint(65536 (t - floor(t))) + bits) >> 16): up with the probability of the fraction."""
     if BIT_WIDTH <= 6:  # in floats, which run at full rate: t and the random bits in units of 2^-16, exact sums of them
         random = (bits | _UNIT_2_7_BITS).to(tl.float32, bitcast=True)
         q = nearest_int((t - 1.5 * _UNIT_2_7 + random) + (0.5 * _UNIT_2_7 - 0.5 + 2.0**-17))
-    elif BIT_WIDTH <= 16:  # from the nearest integer instead of the floor: both shift by multiples of 65536
+    else:  # from the nearest integer instead of the floor: both shift by multiples of 65536
         whole = nearest_int(t)
         q = whole + ((_nearest_65536th(t - ((t + MAGIC) - MAGIC)) + bits) >> 16)
-    else:
-        floor = tl.floor(t)
-        q = floor.to(tl.int32) + ((_nearest_65536th(t - floor) + bits) >> 16)
     return q
 
 
 @triton.jit
-def float_of_code(q, BIT_WIDTH: tl.constexpr):
-    """Codes (uint32) to float32, exact."""
-    if BIT_WIDTH <= 16:
-        value = (q | _UNIT_2_23_BITS).to(tl.float32, bitcast=True) - _UNIT_2_23
-    else:
-        value = q.to(tl.float32)
-    return value
-
-
-@triton.jit
-def round_down_bfloat16(x):
-    """Float32 down to a value that bfloat16 holds."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (tl.where(bits < 0, bits + 0xFFFF, bits) & -65536).to(tl.float32, bitcast=True)
+def float_of_code(q):
+    """Codes (uint32) below 2^23 to float32, exact."""
+    return (q | _UNIT_2_23_BITS).to(tl.float32, bitcast=True) - _UNIT_2_23
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, round_stochastic, widen
-from brevact.triton_kernels.groups import group_of, is_finite
+from brevact.triton_kernels.groups import is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 from brevact.triton_kernels.philox import element_bits, seed_words
 from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
@@ -47,23 +47,11 @@ def codes_on_row(
         low, step = tl.load(levels_ptr + index), tl.load(steps_ptr + index)
         fraction = (z - low) * step
         fraction = tl.where(fraction > 0.0, tl.minimum(fraction, 1.0), 0.0)  # 0 for NaN as well
-        t = float_of_code(index.to(tl.uint32), BIT_WIDTH) + fraction
+        t = float_of_code(index.to(tl.uint32)) + fraction
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:
         q = count_reached(z, steps_ptr, SIZE, BIT_WIDTH)
     return q
-
-
-@triton.jit
-def group_of_plane(
-    i: tl.constexpr, first, row, column, stride, inner, groups,
-    BLOCK: tl.constexpr, INNER: tl.constexpr, BY_ROW: tl.constexpr,
-):  # fmt: skip
-    """Groups of plane i of a tile, per row if BY_ROW, else per element."""
-    offset = row * BLOCK + i * stride
-    if not BY_ROW:
-        offset += column
-    return group_of(first, offset, inner, groups, INNER)
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=_UNALIGNED)

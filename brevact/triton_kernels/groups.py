@@ -7,7 +7,7 @@ is one run, O = 1 and the last group is short. Ranges are int32 keys (`floats.ke
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import cut, float_of_key, key_of, round_down_bfloat16, round_up
+from brevact.triton_kernels.floats import cut, float_of_key, key_of, round_up
 
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 """Keys of an empty range; see `floats.key_of`."""
@@ -15,7 +15,6 @@ _MINUS_INFINITY_KEY, _INFINITY_KEY = tl.constexpr(-0x7F800001), tl.constexpr(0x7
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _LARGEST_RANGE, _LARGEST_END = tl.constexpr(2.0**128 - 2.0**122), tl.constexpr(2.0**125)
 _LARGEST_ALIGNED = tl.constexpr(2.0**126)
-_LOWEST_BFLOAT16 = tl.constexpr(-(2.0**128 - 2.0**120))
 _LOWEST = tl.constexpr(-(2.0**128 - 2.0**104))
 _SIGN = tl.constexpr(-(2**31))
 
@@ -58,16 +57,9 @@ def zero_part(x, valid):
 
 
 @triton.jit
-def _aligned(
-    low, high, levels, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
-):  # fmt: skip
+def _aligned(low, high, levels):
     """Code of zero, and scale, of grids with a level at zero; see `reference.aligned`."""
-    if minimum_dtype == tl.bfloat16:
-        UNIT: tl.constexpr = 1 << 20
-        SCALE_UNIT: tl.constexpr = 1 << 20
-    else:
-        UNIT: tl.constexpr = 1 << 8
-        SCALE_UNIT: tl.constexpr = 1 << 16 if scale_dtype == tl.bfloat16 or BIT_WIDTH > 16 else 1
+    UNIT: tl.constexpr = 1 << 8
     most = tl.maximum(cut(tl.where(high > 0.0, levels - 1.0, levels), UNIT), 1.0)
     width = tl.where(high > low, high - low, 1.0)
     lower = tl.minimum(tl.maximum(cut(tl.floor(tl.div_rn(-low, width) * levels), UNIT), 1.0), most)
@@ -75,14 +67,12 @@ def _aligned(
     upper = tl.minimum(tl.maximum(lower + 1.0, above), most)
     of_lower = tl.maximum(tl.div_rn(-low, lower), tl.div_rn(high, tl.maximum(levels - lower, 1.0)))
     of_upper = tl.maximum(tl.div_rn(-low, upper), tl.div_rn(high, tl.maximum(levels - upper, 1.0)))
-    scale = tl.maximum(round_up(tl.minimum(of_lower, of_upper), SCALE_UNIT), _SMALLEST_SCALE)
+    scale = tl.maximum(round_up(tl.minimum(of_lower, of_upper), 1 << 16), _SMALLEST_SCALE)
     return tl.where(of_upper < of_lower, upper, lower), scale
 
 
 @triton.jit
-def calibrate(
-    low_key, high_key, flagged, zero, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
-):
+def calibrate(low_key, high_key, flagged, zero, BIT_WIDTH: tl.constexpr):
     """Minimum and scale, exact in their types, and inverse scale with its sign bit; see `reference.calibrate`.
 
     The inverse is 0 for constant groups and for empty ones: low_key is above high_key, minimum and scale are NaN.
@@ -98,13 +88,9 @@ def calibrate(
     low = tl.where(wide, tl.maximum(low, -_LARGEST_END), low)
     high = tl.where(wide, tl.minimum(high, _LARGEST_END), high)
     levels = tl.where(flagged, (TOP - 1 if TOP > 1 else 1) * 1.0, TOP * 1.0)
-    code, aligned_scale = _aligned(low, high, levels, BIT_WIDTH, scale_dtype, minimum_dtype)
-    if minimum_dtype == tl.bfloat16:
-        low = tl.maximum(round_down_bfloat16(low), _LOWEST_BFLOAT16)
+    code, aligned_scale = _aligned(low, high, levels)
     width = high - low
-    scale = tl.div_rn(width, levels)
-    if scale_dtype == tl.bfloat16:
-        scale = round_up(scale, 1 << 16)
+    scale = round_up(tl.div_rn(width, levels), 1 << 16)
     scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
     low, scale = tl.where(aligned, -(aligned_scale * code), low), tl.where(aligned, aligned_scale, scale)
     if TOP == 1:
@@ -143,18 +129,14 @@ def quotient(x, inner):
 
 
 @triton.jit
-def group_of(first, offset, inner, groups, INNER: tl.constexpr):
-    """Group of element first (int64) + offset (int32, below 2^14). INNER: `inner` if each group is one run, else 0."""
-    if INNER > 0:
-        group = first // INNER + ((first % INNER).to(tl.uint32) + offset.to(tl.uint32)) // INNER
-    else:
-        first_group = first // inner % groups
-        beyond = offset - _within_tile(inner - first % inner)  # elements after the first group's end
-        runs = tl.where(beyond < 0, 0, 1 + quotient(tl.maximum(beyond, 0), inner))
-        beyond = runs - _within_tile(groups - first_group)  # groups after the last
-        wrapped = beyond - quotient(tl.maximum(beyond, 0), groups) * groups.to(tl.int32)
-        group = tl.where(beyond < 0, first_group + runs, wrapped.to(tl.int64))
-    return group
+def group_of(first, offset, inner, groups):
+    """Group of element first (int64) + offset (int32, below 2^14)."""
+    first_group = first // inner % groups
+    beyond = offset - _within_tile(inner - first % inner)  # elements after the first group's end
+    runs = tl.where(beyond < 0, 0, 1 + quotient(tl.maximum(beyond, 0), inner))
+    beyond = runs - _within_tile(groups - first_group)  # groups after the last
+    wrapped = beyond - quotient(tl.maximum(beyond, 0), groups) * groups.to(tl.int32)
+    return tl.where(beyond < 0, first_group + runs, wrapped.to(tl.int64))
 
 
 @triton.jit

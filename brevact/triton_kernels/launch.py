@@ -16,8 +16,6 @@ THREADS = 128
 """Threads of a program, unless its tile sets another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
-LARGEST_TILE = 16384
-"""Elements of the largest group that one program holds in registers."""
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -152,45 +150,20 @@ def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def one_pass(geometry: Geometry) -> bool:
-    """Whether a program holds whole groups, so that x is read once."""
-    if not geometry.one_run:
-        return False
-    block, inner = geometry.block_size, geometry.inner
-    if block % inner == 0:
-        return True
-    return inner % block == 0 and inner & (inner - 1) == 0 and inner <= LARGEST_TILE and geometry.numel % inner == 0
-
-
-def _run_of(geometry: Geometry) -> int:
-    """`inner`, or a larger aligned number that means the same if there is one group."""
-    inner, block = geometry.inner, geometry.block_size
-    return inner if geometry.groups != 1 else -(-inner // block) * block
-
-
-def rows_in_groups(geometry: Geometry) -> bool:
-    """Whether a row of a whole block's plane lies in one group."""
-    return _run_of(geometry) % (geometry.block_size // 8) == 0
-
-
-def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, least: int = 0, **values: Any) -> Program:
-    """The program of a kernel that loops over `tile`: of whole blocks if blocks are a power of two, else blocks."""
+def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, in_rows: bool = True, **values: Any) -> Program:
+    """The program of a kernel over `tile`s: rows of blocks if wanted and if a block is a power of two, else blocks."""
     block = geometry.block_size
     blocks, columns, a_thread = -(-geometry.numel // block), next_power_of_2(block // 8), WIDEST_ACCESS // itemsize
-    if 8 * columns != block:
+    if 8 * columns != block or not in_rows:
         rows, threads, programs = 0, min(max(columns // a_thread, 64), 512), blocks
     else:
-        rows = max(THREADS * a_thread // columns, least // block, 1)
+        rows = max(THREADS * a_thread // columns, 1)
         threads, programs = max(rows * columns // a_thread, 64), -(-blocks // rows)
     known = {
         "numel": geometry.numel,
-        "inner": _run_of(geometry),
-        "groups": geometry.groups,
         "BIT_WIDTH": geometry.bit_width,
         "BLOCK": block,
         "ROWS": rows,
         "COLUMNS_2": columns,
-        "INNER": geometry.inner if one_pass(geometry) else 0,
-        "ALIGNED": rows_in_groups(geometry),
     }
     return Program(kernel, (programs,), threads, **known | values)

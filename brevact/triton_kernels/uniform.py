@@ -25,14 +25,12 @@ from brevact.triton_kernels.floats import (
     maximum,
     minimum,
     nearest_int,
-    round_nearest,
     round_stochastic,
     widen,
 )
 from brevact.triton_kernels.groups import (
     calibrate,
     finite_keys,
-    group_of,
     has_missing,
     is_finite,
     is_flagged,
@@ -40,7 +38,7 @@ from brevact.triton_kernels.groups import (
     store_metadata,
     zero_part,
 )
-from brevact.triton_kernels.launch import Program, one_pass, over_blocks, parts_of, seed_on
+from brevact.triton_kernels.launch import Program, over_blocks, parts_of, seed_on
 from brevact.triton_kernels.normalize import (
     denormalize_elements,
     fits,
@@ -78,7 +76,7 @@ def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
 @triton.jit
 def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr):
     """Values of codes (uint32), within +-largest; FLAGGED: groups may be, with NaN last, or uneven ones if UNEVEN."""
-    y = base + tl.abs(scale) * float_of_code(q, BIT_WIDTH)
+    y = base + tl.abs(scale) * float_of_code(q)
     y = maximum(minimum(y, largest), -largest)
     if FLAGGED and UNEVEN:
         own = values(q, base.to(tl.int32, bitcast=True), scale, largest, BIT_WIDTH)
@@ -90,7 +88,7 @@ def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: 
 
 @triton.jit
 def dequantize_blocks(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
@@ -102,10 +100,10 @@ def dequantize_blocks(
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
-            group = group_of(first, offset + column, inner, groups, INNER)
+            group = first // INNER + (offset + column).to(tl.uint32) // INNER
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         elif i % PLANES == 0:
-            group = group_of(first, offset, inner, groups, INNER)
+            group = first // INNER + offset.to(tl.uint32) // INNER
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
         if PLACE:
@@ -131,7 +129,7 @@ def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
 
 @triton.jit
 def dequantize_whole_blocks(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     UNEVEN: tl.constexpr, ROWS: tl.constexpr,
@@ -146,23 +144,23 @@ def dequantize_whole_blocks(
             dequantize_blocks(
                 codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr,
                 first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start,
-                inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+                largest, mean_ptr, factor_ptr, outer, places, span, run,
                 BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=True,
             )  # fmt: skip
     else:
         dequantize_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit,
-            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            largest, mean_ptr, factor_ptr, outer, places, span, run,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=not UNEVEN,
         )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
+    do_not_specialize=["numel", "outer", "places", "span", "run"],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"],
 )
 def dequantize_kernel(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, largest,
     mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
     INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
@@ -171,14 +169,14 @@ def dequantize_kernel(
         first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
         dequantize_whole_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
-            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            largest, mean_ptr, factor_ptr, outer, places, span, run,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, UNEVEN, ROWS,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
         dequantize_blocks(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
-            inner, groups, largest, mean_ptr, factor_ptr, outer, places, span, run,
+            largest, mean_ptr, factor_ptr, outer, places, span, run,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, FLAGGED=True,
         )  # fmt: skip
 
@@ -209,7 +207,7 @@ def _positions(
     t = (x - base) * inverse
     if MISSING or (BIT_WIDTH > 5 and STOCHASTIC):
         t = tl.minimum(tl.maximum(t, 0.0), most)
-    if BIT_WIDTH > 16 or (BIT_WIDTH > 5 and STOCHASTIC):  # see `reference.positions_of_zeros`
+    if BIT_WIDTH > 5 and STOCHASTIC:  # see `reference.positions_of_zeros`
         whole = ((t.to(tl.int32, bitcast=True) + 0x80) & -256).to(tl.float32, bitcast=True)
         t = tl.where(x == 0.0, whole, t)
     if MISSING:
@@ -218,14 +216,12 @@ def _positions(
 
 
 @triton.jit
-def _parts_of_steps(t, BIT_WIDTH: tl.constexpr):
+def _parts_of_steps(t):
     """Where positions lie between two levels, in 256ths of a step from its middle, and in which halves: float32.
 
     Halves: whether they are in the upper half of a step, plus 2^15 times whether they are in its middle half. Whole
     numbers in float arithmetic, which runs at full rate.
     """
-    if BIT_WIDTH > 8:
-        t = t - tl.floor(t)
     part = tl.fma(t, 256.0, MAGIC).to(tl.int32, bitcast=True) & ~0x3FFF00  # without whole steps
     part = part.to(tl.float32, bitcast=True) - (MAGIC + 128.0)
     upper = tl.minimum(tl.maximum(part + 1.0, 0.0), 1.0)
@@ -243,16 +239,10 @@ def _spreads(spread, halves, size, inverse):
 @triton.jit
 def _closest_shifted(t, shift, magic, BIT_WIDTH: tl.constexpr, CLAMPED: tl.constexpr):
     """The closest of shifted levels, for each position; a shift of 0 and a magic number of 0 change none."""
-    if BIT_WIDTH > 16:
-        TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
-        moved = round_nearest(tl.minimum(tl.maximum(t + shift, 0.0), TOP), BIT_WIDTH).to(tl.float32)
-        t = tl.where(magic > 0.0, moved, t)
-    else:
-        t = t + shift
-        if CLAMPED:
-            t = tl.minimum(tl.maximum(t, 0.0), (1 << BIT_WIDTH) - 1.0)
-        t = (t + magic) - magic
-    return t
+    t = t + shift
+    if CLAMPED:
+        t = tl.minimum(tl.maximum(t, 0.0), (1 << BIT_WIDTH) - 1.0)
+    return (t + magic) - magic
 
 
 @triton.jit
@@ -260,7 +250,7 @@ def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.co
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:
-        q = round_nearest(t, BIT_WIDTH)
+        q = nearest_int(t)
     return q
 
 
@@ -277,43 +267,19 @@ def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl
 
 
 @triton.jit
-def _zeros_in_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    least = zero_part(widen(planes[start]), True)
-    for i in tl.static_range(start + 1, stop):
-        least = tl.minimum(least, zero_part(widen(planes[i]), True))
-    return tl.min(tl.reshape(least, (GROUPS, LANES)), axis=1) == 0
-
-
-@triton.jit
-def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The same for finite elements alone."""
-    low, high = finite_keys(widen(planes[start]), True)
-    for i in tl.static_range(start + 1, stop):
-        bottom, ceiling = finite_keys(widen(planes[i]), True)
-        low, high = tl.minimum(low, bottom), tl.maximum(high, ceiling)
-    low_Q = tl.min(tl.reshape(low, (GROUPS, LANES)), axis=1)
-    return low_Q, tl.max(tl.reshape(high, (GROUPS, LANES)), axis=1)
-
-
-@triton.jit
 def quantize_whole_blocks(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
-    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    PLACE: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
 
-    `first` (int64) is a multiple of BLOCK and of INNER, which is at most ROWS * BLOCK; `rows` blocks exist, of whole
-    groups. If groups may be uneven (INNER is at most BLOCK), blocks that seem to have one are written again.
+    `first` (int64) is a multiple of BLOCK; `rows` blocks exist. Groups may be uneven; blocks that seem to have such
+    a one are written again.
     """
     W: tl.constexpr = BLOCK // 8
-    if INNER >= W:
-        PLANES: tl.constexpr = INNER // W if INNER < BLOCK else 8  # in which a group lies
-        LANES: tl.constexpr = INNER // PLANES  # elements of one of these planes that are in one group
-    else:
-        PLANES: tl.constexpr = 1
-        LANES: tl.constexpr = INNER
+    PLANES: tl.constexpr = max(INNER // W, 1)  # in which a group lies
+    LANES: tl.constexpr = min(INNER, W)  # elements of one of these planes that are in one group
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
     NEAR: tl.constexpr = min(LANES, 8)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
@@ -327,17 +293,9 @@ def quantize_whole_blocks(
     codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
     for start in tl.static_range(0, 8, PLANES):
         low_Q, high_Q = _range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-        missing_Q = has_missing(low_Q, high_Q)
-        if UNEVEN:
-            may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W)
-            uneven_Q |= may_Q.to(tl.int32)
-        else:
-            if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
-                low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-            zero_Q = _zeros_in_planes(planes, start, start + PLANES, GROUPS, LANES)
-        base_Q, scale_Q, inverse_Q = calibrate(
-            low_Q, high_Q, missing_Q, zero_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
-        )
+        may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W)
+        uneven_Q |= may_Q.to(tl.int32)
+        base_Q, scale_Q, inverse_Q = calibrate(low_Q, high_Q, has_missing(low_Q, high_Q), zero_Q, BIT_WIDTH)
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
@@ -346,8 +304,8 @@ def quantize_whole_blocks(
             spread = tl.zeros((ROWS, W), tl.float32)
             halves = tl.zeros((GROUPS, LANES // NEAR), tl.float32)
             for i in tl.static_range(start, start + PLANES):
-                t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
-                part, half = _parts_of_steps(t, BIT_WIDTH)
+                t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, MISSING=False)
+                part, half = _parts_of_steps(t)
                 spread = tl.fma(part, part, spread)
                 halves += tl.sum(tl.reshape(half, (GROUPS, LANES // NEAR, NEAR)), axis=2)
             spread = nearest_int(tl.sum(tl.reshape(spread, (GROUPS, LANES // NEAR, NEAR)), axis=2))
@@ -356,8 +314,8 @@ def quantize_whole_blocks(
             shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
             is_shifted = _spreads(spread_Q, halves_Q, INNER, inverse_Q) & ~zero_Q
             base_Q = tl.where(is_shifted, shifted_minimum(base_Q, scale_Q, shift_Q), base_Q)
-            if UNEVEN:  # positions are not clipped, so shifts must not take the end of a range beyond half a step
-                uneven_Q |= (tl.abs(shift_Q) > _LARGEST_SHIFT).to(tl.int32)
+            # Positions are not clipped, so shifts must not take the end of a range beyond half a step.
+            uneven_Q |= (tl.abs(shift_Q) > _LARGEST_SHIFT).to(tl.int32)
             shift_Q, magic_Q = tl.where(is_shifted, shift_Q, 0.0), tl.where(is_shifted, MAGIC, 0.0)
             shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
             magic = tl.reshape(tl.broadcast_to(magic_Q[:, None], (GROUPS, LANES)), (ROWS, W))
@@ -366,23 +324,22 @@ def quantize_whole_blocks(
         if start == 0:  # not before, to hold them in registers for a short time
             words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
         for i in tl.static_range(start, start + PLANES):
-            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, not UNEVEN)
+            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, MISSING=False)
             if DITHERED:
-                t = _closest_shifted(t, shift, magic, BIT_WIDTH, not UNEVEN or BIT_WIDTH > 5)
+                t = _closest_shifted(t, shift, magic, BIT_WIDTH, CLAMPED=BIT_WIDTH > 5)
             codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
-    if UNEVEN:
-        if tl.max(uneven_Q, axis=0) > 0:
-            CHUNK: tl.constexpr = min(max(_UNEVEN_TILE // BLOCK, 1), ROWS)  # rows
-            for row_0 in range(0, rows, CHUNK):
-                if tl.max(tl.where(q_row // CHUNK * CHUNK == row_0, uneven_Q, 0), axis=0) > 0:
-                    tl.debug_barrier()  # behind the stores above
-                    quantize_blocks(
-                        x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span,
-                        run, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
-                        BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK,
-                        CHUNK * BLOCK // INNER, INNER, W, CHUNK, PLACE, RAGGED=False,
-                    )  # fmt: skip
+    if tl.max(uneven_Q, axis=0) > 0:
+        CHUNK: tl.constexpr = min(max(_UNEVEN_TILE // BLOCK, 1), ROWS)  # rows
+        for row_0 in range(0, rows, CHUNK):
+            if tl.max(tl.where(q_row // CHUNK * CHUNK == row_0, uneven_Q, 0), axis=0) > 0:
+                tl.debug_barrier()  # behind the stores above
+                quantize_blocks(
+                    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span,
+                    run, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
+                    BIT_WIDTH, STOCHASTIC, DITHERED, True, INNER, BLOCK,
+                    CHUNK * BLOCK // INNER, INNER, W, CHUNK, PLACE, RAGGED=False,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -413,17 +370,15 @@ def quantize_blocks(
         mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
         x_GI = normalize_elements(x_GI, mean_ptr, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
-    missing_GI = valid & ~is_finite(x_GI)
+    missing_G = tl.max((valid & ~is_finite(x_GI)).to(tl.int32), axis=1) > 0
     zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
-    base_G, scale_G, inverse_G = calibrate(
-        tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0, zero_G,
-        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
-    )  # fmt: skip
+    low_G, high_G = tl.min(low_GI, axis=1), tl.max(high_GI, axis=1)
+    base_G, scale_G, inverse_G = calibrate(low_G, high_G, missing_G, zero_G, BIT_WIDTH)
     group = tl.arange(0, GROUPS_2)
     stored_G, shift_G, magic_G, far_G, some_uneven = base_G, scale_G, scale_G, scale_G, False
     if DITHERED:
         t = _positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC)
-        part, half = _parts_of_steps(t, BIT_WIDTH)
+        part, half = _parts_of_steps(t)
         spread_G = tl.sum(tl.where(valid, 16384 - nearest_int(part * part), 0), axis=1)
         halves_G = tl.sum(tl.where(valid, nearest_int(half), 0), axis=1)
         size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
@@ -484,23 +439,22 @@ def quantize_kernel(
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize in one pass; with a PLACE, elements are normalized as they are loaded."""
+    """Quantize in one pass; with a PLACE, elements are normalized as they are loaded. With ROWS, groups are UNEVEN."""
     if ROWS > 0:
         first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
         quantize_whole_blocks(
             x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
             mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-            BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, ROWS, PLACE,
+            BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, ROWS, PLACE,
         )  # fmt: skip
-    if INNER <= BLOCK:  # longer groups come in whole blocks
-        first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
-        if count > 0:
-            quantize_blocks(
-                x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
-                mean_ptr, factor_ptr, outer, places, span, run, first, count,
-                BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, 1, PLACE,
-                RAGGED=True,
-            )  # fmt: skip
+    first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+    if count > 0:
+        quantize_blocks(
+            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
+            mean_ptr, factor_ptr, outer, places, span, run, first, count,
+            BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, 1, PLACE,
+            RAGGED=True,
+        )  # fmt: skip
 
 
 FEW_REGISTERS, NORMALIZING_REGISTERS, MOST_REGISTERS = 128, 168, 255
@@ -510,11 +464,7 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 """
 
 
-def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    return quantize_normalized(x, plan, seed, None, None, None, buffer)
-
-
-def quantize_normalized(
+def quantize_uniform(
     x: Tensor,
     plan: UniformPlan,
     seed: int | Tensor | None,
@@ -533,35 +483,32 @@ def quantize_normalized(
 def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place | None) -> Program | None:
     """The program of one read, if any. Its tensors: elements, buffer (codes, scales, minima), seed, means, factors."""
     geometry = plan.geometry
-    if not one_pass(geometry) or not fits(place, geometry.numel):
+    if not plan.has_kernels or not fits(place, geometry.numel):
         return None
     constants = {
         "STOCHASTIC": stochastic,
         "DITHERED": plan.dithered,
         "UNEVEN": plan.uneven,
+        "INNER": geometry.inner,
         "GROUPS_2": next_power_of_2(max(geometry.block_size // geometry.inner, 1)),
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry)
-    registers, in_blocks = None, geometry.inner <= geometry.block_size == DEFAULT_BLOCK
-    if in_blocks and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
+    registers, is_default = None, geometry.block_size == DEFAULT_BLOCK
+    if is_default and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
         registers = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
-    elif in_blocks:
+    elif is_default:
         registers = MOST_REGISTERS
-    return over_blocks(quantize_kernel, geometry, itemsize, geometry.inner, registers=registers, **constants)
+    return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)
 
 
-def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
-    return denormalize(buffer, plan, None, None, None, other, None, target)
-
-
-def denormalize(
+def dequantize_uniform(
     buffer: Tensor,
     plan: UniformPlan,
     mean: Tensor | None,
     factor: Tensor | None,
     place: Place | None,
-    addend: Tensor | None,
+    other: Tensor | None,
     mask: Tensor | None,
     target: Tensor,
 ) -> None:
@@ -569,7 +516,7 @@ def denormalize(
     program = _decoding(plan, target.dtype, place)
     if program is None:
         return NotImplemented
-    program.run(buffer, buffer, buffer, addend, target, mean, factor)
+    program.run(buffer, buffer, buffer, other, target, mean, factor)
     if mask is not None:
         mask_multiply(mask, plan.geometry.numel, target, 0.0, target)
 
@@ -578,11 +525,13 @@ def denormalize(
 def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Program | None:
     """Its tensors: buffer (codes, scales, minima), factor or addend, target, means, factors. None if out of reach."""
     geometry = plan.geometry
-    if not one_pass(geometry) or not fits(place, geometry.numel):
+    if not plan.has_kernels or not fits(place, geometry.numel):
         return None
     values: dict[str, Any] = {
         "largest": torch.finfo(dtype if place is None else torch.float32).max,
         "UNEVEN": plan.uneven,
+        "INNER": geometry.inner,
+        "ALIGNED": geometry.inner % (geometry.block_size // 8) == 0,
     }
     values |= parts_of(plan) | values_of(place, geometry)
     return over_blocks(dequantize_kernel, geometry, dtype.itemsize, **values)

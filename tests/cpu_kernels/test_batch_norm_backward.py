@@ -38,7 +38,7 @@ class Given:
         assert plan is not None
         self.packing: NormalizedPlan = plan
         self.buffer = plan.spec.empty(x)
-        kernel_ops.quantize_normalized(x, plan.plan, None, self.mean, self.invstd, plan.place, self.buffer)
+        kernel_ops.quantize_uniform(x, plan.plan, None, self.mean, self.invstd, plan.place, self.buffer)
         self.grad = torch.randn(shape)
         self.weight = torch.randn(channels) if has_weight else None
 
@@ -140,7 +140,7 @@ def _channels_last() -> Given:
     plan = plan_of_channels(given.packing.spec.quantizer, Layout.of(x))
     assert plan is not None
     given.packing, given.buffer = plan, plan.spec.empty(x)
-    kernel_ops.quantize_normalized(x, plan.plan, None, given.mean, given.invstd, plan.place, given.buffer)
+    kernel_ops.quantize_uniform(x, plan.plan, None, given.mean, given.invstd, plan.place, given.buffer)
     return given
 
 

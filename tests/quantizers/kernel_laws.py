@@ -36,7 +36,7 @@ from tests.quantizers.subjects import takes_rounding
 from tests.quantizers.test_normalizing import ORDERS, sample
 from tests.quantizers.uneven_cases import UNEVEN_CASES, uneven_values
 
-BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+BIT_WIDTHS = range(1, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 71, 513, 1095, 5001)
 
@@ -62,10 +62,10 @@ class Backend:
         plan, flat = plan_of(spec), spec.layout.flatten(x)
         seed = SEED if quantizer.is_stochastic else None
         expected, values = torch.zeros(spec.nbytes, dtype=torch.uint8), torch.empty_like(flat, device="cpu")
-        kernel_ops.quantize_uniform.reference(flat.cpu(), plan, seed, expected)
-        kernel_ops.dequantize_uniform.reference(expected, plan, None, values)
+        kernel_ops.quantize_uniform.reference(flat.cpu(), plan, seed, None, None, None, expected)
+        kernel_ops.dequantize_uniform.reference(expected, plan, *[None] * 5, values)
         buffer = self.filled(spec.nbytes, torch.uint8)
-        self.launchers.quantize_uniform(flat.to(self.device), plan, seed, buffer)
+        self.launchers.quantize_uniform(flat.to(self.device), plan, seed, None, None, None, buffer)
         for name, got, want in zip(
             ("codes", "minimum", "scale"), plan.split(buffer), plan.split(expected), strict=True
         ):
@@ -75,7 +75,8 @@ class Backend:
             if multiplies:
                 target.copy_(torch.linspace(-3, 5, flat.numel()))
                 values = values * target.cpu()
-            self.launchers.dequantize_uniform(buffer, plan, target if multiplies else None, target)
+            other = target if multiplies else None
+            self.launchers.dequantize_uniform(buffer, plan, None, None, None, other, None, target)
             assert_same_values(target, values)
 
     def check_grid(self, case: GridCase) -> None:
@@ -113,23 +114,16 @@ def test_quantize_bytes_for_every_bit_width(backend, bit_width, rounding, dtype)
             backend.check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=each), x, each is Rounding.NEAREST)
 
 
-@pytest.mark.parametrize(
-    "bit_width, rounding, dtype", taking_turns((1, 2, 4, 6, 8, 24), list(Rounding), DTYPES), ids=str
-)
+@pytest.mark.parametrize("bit_width, rounding, dtype", taking_turns((1, 2, 4, 6, 8), list(Rounding), DTYPES), ids=str)
 def test_quantize_bytes_beside_zeros(backend, bit_width, rounding, dtype):
     """One bucket with elements of both signs, one with NaN as well, one with negative elements alone."""
     torch.manual_seed(bit_width)
     x = torch.randn(2 * 512 + 71)
     x[::9] = 0.0
     x[700], x[1024:] = float("nan"), -x[1024:].abs()
-    metadata = {
-        "minimum_dtype": torch.bfloat16 if rounding is Rounding.NEAREST else torch.float32,
-        "scale_dtype": torch.float32 if bit_width in (6, 24) else torch.bfloat16,
-    }
     for bucket_size in backend.all_of((512, 1, 7, 100), 512):
-        if takes_rounding(rounding, metadata | {"bucket_size": bucket_size}):
-            quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size, **metadata)
-            backend.check_quantizer(quantizer, x.to(dtype), multiply=False)
+        quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
+        backend.check_quantizer(quantizer, x.to(dtype), multiply=False)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +164,12 @@ def test_quantize_bytes_of_uneven_buckets(backend, bit_width, bucket_size, round
     backend.check_quantizer(quantizer, uneven_values(bucket_size, dtype), multiply=rounding is Rounding.NEAREST)
 
 
-@pytest.mark.parametrize("bit_width", [2, 24])
+@pytest.mark.parametrize("bit_width", [2, 8])
 def test_quantize_rounds_to_the_nearest_and_halves_to_even(backend, bit_width):
     """Every position is a quarter of an integer, two, three or four."""
-    x = torch.arange(512) / 4
-    x[-1] = 2**bit_width - 1
-    quantizer = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST, scale_dtype=torch.float32)
-    backend.check_quantizer(quantizer, x.clamp(max=2**bit_width - 1), multiply=False)
+    x = (torch.arange(1024) / 4).clamp(max=2**bit_width - 1)
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST, bucket_size=1024)
+    backend.check_quantizer(quantizer, x, multiply=False)
 
 
 @pytest.mark.parametrize(
@@ -193,26 +186,15 @@ def test_quantize_bytes_for_every_way_to_divide_a_tensor(backend, bucket_size, l
     torch.manual_seed(length)
     x = torch.randn(length)
     x[length // 3 :: 1201], x[length // 2 :: 777], x[length // 5 :: 990] = float("nan"), -float("inf"), 0.0
-    for bit_width in backend.all_of((1, 3, 8, 12, 24), 3):
+    for bit_width in backend.all_of((1, 3, 8), 3):
         for rounding in backend.all_of(list(Rounding), Rounding.STOCHASTIC):
             settings = {"bit_width": bit_width, "bucket_size": bucket_size}
             if takes_rounding(rounding, settings):
                 backend.check_quantizer(UniformQuantizer(**settings, rounding=rounding), x)
 
 
-@pytest.mark.parametrize(
-    ("scale_dtype", "minimum_dtype", "dtype"),
-    [
-        pytest.param(torch.bfloat16, torch.float32, torch.float32, marks=pytest.mark.exhaustive),
-        pytest.param(torch.bfloat16, torch.float32, torch.bfloat16, marks=pytest.mark.exhaustive),
-        (torch.bfloat16, torch.float32, torch.float16),
-        (torch.float32, torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-    ],
-    ids=str,
-)
-def test_quantize_bytes_of_extreme_values(backend, scale_dtype, minimum_dtype, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_bytes_of_extreme_values(backend, dtype):
     """One bucket a row; the last is ragged."""
     torch.manual_seed(0)
     info = torch.finfo(dtype)
@@ -233,14 +215,11 @@ def test_quantize_bytes_of_extreme_values(backend, scale_dtype, minimum_dtype, d
         torch.tensor([float("nan")] * 5),
     ]
     x = torch.cat([row.to(dtype) for row in rows])
-    settings = {"scale_dtype": scale_dtype, "minimum_dtype": minimum_dtype}
     for rounding in backend.all_of(list(Rounding), Rounding.STOCHASTIC):
-        if takes_rounding(rounding, settings):
-            for bit_width in backend.all_of((1, 2, 8, 12), 2):
-                quantizer = UniformQuantizer(bit_width=bit_width, bucket_size=64, rounding=rounding, **settings)
-                backend.check_quantizer(quantizer, x)
+        for bit_width in backend.all_of((1, 2, 8), 2):
+            backend.check_quantizer(UniformQuantizer(bit_width=bit_width, bucket_size=64, rounding=rounding), x)
     for row in backend.all_of(rows, x[:256]):
-        backend.check_quantizer(UniformQuantizer(bit_width=8, bucket_size=2048, **settings), row.to(dtype))
+        backend.check_quantizer(UniformQuantizer(bit_width=8, bucket_size=2048), row.to(dtype))
 
 
 @pytest.mark.parametrize("bit_width, seed", taking_turns(range(1, 9), [None, SEED]))
@@ -282,13 +261,13 @@ def _check_normalized(backend: Backend, quantizer, x: Tensor, mean: Tensor | Non
     norm = normalizing.groups_of(layout, there[0], there[1])
     buffer, seed = backend.filled(packed.spec.nbytes, torch.uint8), SEED if quantizer.is_stochastic else None
     flat = layout.flatten(x).to(backend.device)
-    assert backend.launchers.quantize_normalized(flat, plan, seed, *norm, buffer) is None
+    assert backend.launchers.quantize_uniform(flat, plan, seed, *norm, buffer) is None
     for part, want in zip(plan.split(buffer), plan.split(packed.buffer), strict=True):
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = backend.filled(layout.numel, x.dtype)
         norm = normalizing.groups_of(layout, shift, there[2])
-        assert backend.launchers.denormalize(buffer, plan, *norm, None, None, target) is None
+        assert backend.launchers.dequantize_uniform(buffer, plan, *norm, None, None, target) is None
         values = packed.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean
         values = values.clamp(-65504, 65504) if x.dtype is torch.float16 else values

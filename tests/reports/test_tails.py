@@ -1,6 +1,7 @@
-"""Massive activations: noise at `DEFAULT` and `RECOMPUTE`."""
+"""Massive activations: noise at `DEFAULT`, and the layers that `gradient_report` names."""
 
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
+from brevact.reports.gradients import tails_of_inputs
 
 WIDTH, VOCABULARY = 256, 256
 IDS = torch.randint(VOCABULARY, (2, 128), generator=torch.Generator().manual_seed(1))
@@ -67,3 +69,30 @@ def test_massive_channels_at_most_double_the_noise(policy):
     ordinary = error(llama(1, 1), policy)
     for channels, times in ((1, 50), (2, 1000)):
         assert error(llama(channels, times), policy) <= 2 * ordinary
+
+
+def test_gradient_report_names_heavy_tails_and_a_rule_that_cures_their_noise():
+    model = llama(2, 1000, blocks=1)
+    report = brevact.gradient_report(model, [IDS, IDS.flip(0) * 3 % VOCABULARY], loss, draws=2, progress=False)
+    tails = {row.layer: row.tail for row in report.rows}
+    assert tails["2"] > 100 and tails["1.out"] < 30
+    assert " tail\n" in str(report) and "1.norm_1, " in report.notes[-1]
+    layer = re.search(r"let\(\{'(.*)': brevact.DitherBackward6bit\}\)", report.notes[-1])[1]
+    assert layer == "2"  # the norm before the head
+    cured = brevact.DEFAULT.let({layer: brevact.DitherBackward6bit})
+    assert error(model, cured) < error(model) / 2
+
+
+def test_gradient_report_of_ordinary_activations_has_no_column_of_tails():
+    report = brevact.gradient_report(llama(1, 1, blocks=1), [IDS], loss, draws=2, layers=None, progress=False)
+    assert "tail" not in str(report) and all(row.tail < 5 for row in report.rows if not math.isnan(row.tail))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tails_of_inputs_take_any_tensor(value):
+    x = torch.ones(8, 64)
+    x[0, 0] = value
+    with tails_of_inputs(layer := nn.Identity()) as found:
+        for each in (x, x.half(), x.to_sparse(), torch.nested.nested_tensor([x, x]), x.long(), x[:0], None):
+            layer(each)
+    assert found == {"": 1.0 if math.isnan(value) else math.inf}

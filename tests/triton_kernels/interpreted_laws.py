@@ -36,7 +36,7 @@ def test_kernel_op_equals_its_reference_in_every_call(name: str):
 @triton.jit
 def _groups_far_away_kernel(first_ptr, inner_ptr, groups_ptr, group_ptr):
     offset = tl.arange(0, 512)
-    group = group_of(tl.load(first_ptr), offset, tl.load(inner_ptr), tl.load(groups_ptr), INNER=0)
+    group = group_of(tl.load(first_ptr), offset, tl.load(inner_ptr), tl.load(groups_ptr))
     tl.store(group_ptr + offset, group)
 
 
@@ -98,11 +98,11 @@ def _block_far_away_kernel(
     scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
     quantize_whole_blocks(
         x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, None, None, 1, 1, 1, 1, first, 1, BITS, True,
-        DITHERED=False, UNEVEN=UNEVEN, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
+        DITHERED=False, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
     )  # fmt: skip
     row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
     dequantize_whole_blocks(
-        codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 512, group + 1, 3e38,
+        codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 3e38,
         None, None, 1, 1, 1, 1, BITS, BLOCK=512, INNER=512, ALIGNED=True, PLACE=0, UNEVEN=UNEVEN, ROWS=1,
     )  # fmt: skip
 

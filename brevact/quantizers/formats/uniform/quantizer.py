@@ -162,7 +162,7 @@ class UniformQuantizer(Quantizer):
         if self.bit_width == 32:
             ELEMENTS.encode(dense, spec, seed, buffer)
         else:
-            kernel_ops.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
+            kernel_ops.quantize_uniform(dense, spec.plan or plan_of(spec), seed, None, None, None, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
         try:
@@ -174,7 +174,7 @@ class UniformQuantizer(Quantizer):
         if self.bit_width == 32:
             ELEMENTS.decode(buffer, spec, target, other)
         else:
-            kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
+            kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), None, None, None, other, None, target)
 
 
 @functools.lru_cache(maxsize=4096)
