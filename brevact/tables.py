@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MIB = 2**20
+#: Layers in a plot.
+MOST_BARS = 40
 
 
 def size_text(count: int) -> str:

@@ -84,7 +84,7 @@ def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Pa
     report: brevact.GradientReport = brevact.gradient_report(model, batches, loss, draws=8)
     brevact.gradient_report(model, batches, loss, brevact.DEFAULT, layers=None, progress=False)
     print(report)
-    report.plot(folder / "gradients.png", max_layers=20)
+    report.plot(folder / "gradients.png")
     report.to_csv(folder / "gradients.csv")
     return report.noise + report.bias + sum(row.noise for row in report.rows if row.readers)
 
@@ -94,7 +94,7 @@ def memory(model: nn.Module, batch: Tensor, folder: Path) -> float:
     brevact.memory_report(model, (batch,))
     brevact.memory_report(model, {"input": batch})
     print(report, report.explain())
-    report.plot(folder / "memory.png", max_layers=20)
+    report.plot(folder / "memory.png")
     report.to_csv(folder / "memory.csv")
     saved: int = report.saved_bytes + report.plain_bytes + sum(row.saved_bytes for row in report.rows)
     return saved + report.ratio

@@ -8,7 +8,8 @@ the region see each tensor that is really stored.
 
 For double backward, autograd attaches the unpacked tensor to the graph in the saved tensor's place: the second
 derivative is torch's own formula on decoded values. The second graph saves decoded tensors as their codes, without
-another error, and gradients unpacked.
+another error. Backward is linear in the incoming gradient, and so the second derivative in the saved gradients: these
+are packed if all other tensors that the node saves are known.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
-from brevact.private_names.of_torch import DisableTorchFunction, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
@@ -77,6 +78,17 @@ class _Suspended(AbstractContextManager[None]):
 
 
 _is_grad_enabled = torch.is_grad_enabled
+
+#: Nodes whose backward saves only gradients, decoded tensors and weights: the second derivative is nonlinear in none.
+LINEAR_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Linear", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Mul", "Exp"),
+        *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
+    )
+)
+#: Nodes whose backward pass consists of products and a sigmoid; the second derivative is quadratic in its result.
+CURVED_NODES = frozenset(("SiluBackward0",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +292,7 @@ class SavedTensorHooks:
             give_up_saturated(x, self._outer)
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass inside the region, which builds the second graph."""
+        """Run a backward pass inside the region; it builds the second graph (:meth:`_keep_of_second_graph`)."""
         try:
             self.is_in_backward = True
             return func(*args, **kwargs)
@@ -302,7 +314,7 @@ class SavedTensorHooks:
             frame = sys._getframe().f_back
             if self.is_in_backward or frame is None:  # autograd's threads have no frame
                 with DisableTorchFunction():
-                    return self._hand_on(_keep_exactly(x, storage_report.NEEDED))
+                    return self._hand_on(self._keep_of_second_graph(x))
             if saves_input(frame):
                 with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
@@ -358,6 +370,22 @@ class SavedTensorHooks:
         stored.fill(kept, self._outer)
         return stored
 
+    def _keep_of_second_graph(self, x: Tensor) -> Saved:
+        """Save a backward tensor: a decoded one as its codes, a gradient packed if harmless, others unpacked."""
+        region = self._region
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        node = current_autograd_node()
+        name = "" if node is None or not region.packs else node.name()
+        if not (name in LINEAR_NODES or (name in CURVED_NODES and region.settings.derives_curved)):
+            return keep_as_it_is(x)
+        if not is_activation(x) or x.numel() < region.settings.min_numel:
+            return keep_as_it_is(x, storage_report.SMALL)
+        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+            return keep_as_it_is(x, storage_report.VARIABLE)
+        return region.keep_activation(x)
+
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Save a tensor from which a checkpoint recomputes: unpacked, unless a rule for checkpoints packs it."""
         region = self._region
@@ -389,7 +417,10 @@ class SavedTensorHooks:
         elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif unknown:
-            return _keep_exactly(x, unknown)
+            known = known_values.find(x)
+            if known is not None:
+                return reported(known)
+            why = unknown
         elif self.cast_shapes is not None and not x.requires_grad and sizes_of(x) in self.cast_shapes:
             why = storage_report.WEIGHT  # autocast's copy of a frozen weight
         else:
@@ -423,11 +454,6 @@ class SavedTensorHooks:
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
             return keep_as_it_is(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
-
-
-def _keep_exactly(x: Tensor, why: str) -> Saved:
-    known = known_values.find(x)
-    return keep_as_it_is(x, why) if known is None else reported(known)
 
 
 def _derives_curved(settings: BackwardSettings | None) -> bool:

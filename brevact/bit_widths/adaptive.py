@@ -28,7 +28,7 @@ from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of
-from brevact.reports.gradient_noise import Loss, as_it_was, check_loss, gradients, squared_distance
+from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training_eagerly
 from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
@@ -147,7 +147,7 @@ def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, ste
     """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2."""
     model, found = plan.layers.model, []
     try:
-        with in_place(model), as_it_was(model):
+        with in_place(model), training_eagerly(model):
             first = gradients(model, batch, loss, step, step)
             for group, width in zip(plan.groups, widths, strict=True):
                 plan.set(widths, redrawn=group.sources)

@@ -33,7 +33,7 @@ from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.attach import hook_of_policy
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY
-from brevact.reports.gradient_noise import ExactGradients, Loss, as_it_was, gradients, squared_norm
+from brevact.reports.gradient_noise import ExactGradients, Loss, gradients, squared_norm, training_eagerly
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 
 #: Bits of codes, and the marker of full precision.
@@ -254,7 +254,7 @@ class ChainNoise:
         """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
         quantizers = self._groups.quantizers({**self._fine, **widths})
         errors = []
-        with as_it_was(self._model), storing(self._model, quantizers):
+        with training_eagerly(self._model), storing(self._model, quantizers):
             for index, batch in enumerate(self._batches):
                 found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
                 exact = self._exact.of_batches[index]

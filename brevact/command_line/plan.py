@@ -30,41 +30,25 @@ from brevact.policy.text import budget_of
 from brevact.private_names.of_torch import DispatchMode, flash_attention, tree_leaves
 from brevact.tables import text_table
 
+_FIGURES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim"),
+)
 #: Figures of config.json by the model's name on huggingface.co, where each stands in the file of that name.
 SIZES: dict[str, dict[str, Any]] = {
-    "meta-llama/Meta-Llama-3-8B": {
-        **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
-        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
-    },
-    "mistralai/Mistral-7B-v0.3": {
-        **{"model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336},
-        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None},
-    },
-    "Qwen/Qwen3-8B": {
-        **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288},
-        **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-    },
-    "Qwen/Qwen3-32B": {
-        **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600},
-        **{"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
-    },
-    "google/gemma-3-1b-pt": {
-        **{"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912},
-        **{"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
-    },
-    "google/gemma-3-4b-pt": {
-        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240},
-        **{"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    },
-    "google/gemma-3-12b-pt": {
-        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360},
-        **{"num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
-    },
-    "google/gemma-3-27b-pt": {
-        **{"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504},
-        **{"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128},
-    },
+    name: dict(zip(_FIGURES, figures, strict=True))
+    for name, *figures in (
+        ("meta-llama/Meta-Llama-3-8B", "llama", 128256, 4096, 14336, 32, 32, 8, 128),
+        ("mistralai/Mistral-7B-v0.3", "mistral", 32768, 4096, 14336, 32, 32, 8, 128),
+        ("Qwen/Qwen3-8B", "qwen3", 151936, 4096, 12288, 36, 32, 8, 128),
+        ("Qwen/Qwen3-32B", "qwen3", 151936, 5120, 25600, 64, 64, 8, 128),
+        ("google/gemma-3-1b-pt", "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256),
+        ("google/gemma-3-4b-pt", "gemma3_text", 262208, 2560, 10240, 34, 8, 4, 256),
+        ("google/gemma-3-12b-pt", "gemma3_text", 262208, 3840, 15360, 48, 16, 8, 256),
+        ("google/gemma-3-27b-pt", "gemma3_text", 262208, 5376, 21504, 62, 32, 16, 128),
+    )
 }
+SIZES["mistralai/Mistral-7B-v0.3"]["sliding_window"] = None
 
 
 def configuration(name: str) -> Any:

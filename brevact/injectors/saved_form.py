@@ -24,9 +24,10 @@ from brevact.quantizers.brief import brief
 LEAVES: dict[str, InjectorClass] = {
     name: each for name, each in vars(quant).items() if isinstance(each, BackwardInjectorType)
 }
+_KINDS: set[Any] = {BackwardSettings, *(type(leaf.quantizer) for leaf in LEAVES.values())}
 _ENUMS: dict[str, type[enum.Enum]] = {
     type(field.default).__name__: type(field.default)
-    for kind in (BackwardSettings, *{type(leaf.quantizer) for leaf in LEAVES.values()})
+    for kind in _KINDS
     for field in dataclasses.fields(kind)
     if isinstance(field.default, enum.Enum)
 }

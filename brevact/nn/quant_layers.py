@@ -13,8 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import brevitas.nn as qnn
-from brevitas.quant_tensor import QuantTensor
-from torch import Tensor
 
 from brevact.nn.slot import BackwardSlot, layers_in
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
@@ -53,15 +51,7 @@ class QuantEmbedding(BackwardSlot, qnn.QuantEmbedding):
 
 
 class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias):
-    """``brevitas.nn.QuantScaleBias`` with ``act_quant=``; ``bias=False`` works, too, where Brevitas' own raises."""
-
-    def inner_forward_impl(
-        self, input: Tensor | QuantTensor, quant_weight: Tensor | QuantTensor, quant_bias: Tensor | QuantTensor | None
-    ) -> Tensor | QuantTensor:
-        """Return ``input * quant_weight + quant_bias`` with weight and bias viewed as ``runtime_shape``."""
-        if quant_bias is None:
-            return input * quant_weight.view(self.runtime_shape)
-        return super().inner_forward_impl(input, quant_weight, quant_bias)
+    """``brevitas.nn.QuantScaleBias`` with a backward quantizer (``act_quant=``)."""
 
 
 class BatchNorm1dToQuantScaleBias(BackwardSlot, qnn.BatchNorm1dToQuantScaleBias):

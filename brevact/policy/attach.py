@@ -22,10 +22,9 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.hooks import Attachment, attachments_of, inherit_region, inherited_region, regions_of, takes_hooks
 from brevact.autograd.settings import with_overrides
 from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
-from brevact.injectors import DitherBackward4bit, backward_settings_from
+from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region
 from brevact.injectors.resolve import BackwardQuantizer
-from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -221,7 +220,7 @@ class _RegionOfModel(region):
     """A region by the model's policy at the time of entry."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
-        refuse_overrides(model, overrides)
+        refuse_overrides(overrides)
         super().__init__(None, required_attachment(model))
         self._model = model
 
@@ -361,10 +360,10 @@ def _detach_policy(model: nn.Module) -> bool:
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
     source = named_policy(source, "source")
     if isinstance(source, Policy):
-        check_overrides_of_rules(source, overrides, "backward_quant(")
+        refuse_overrides(overrides, "double_backward")
         return with_overrides(source.settings_of_block, overrides)
     if isinstance(source, nn.Module) and is_model(source):
-        refuse_overrides(source, overrides)
+        refuse_overrides(overrides)
         return required_attachment(source).settings
     if source is None:
         if overrides:
@@ -378,7 +377,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     if isinstance(policy, Mapping | Policy):
-        check_overrides_of_rules(policy, overrides, "quantize_backward(model, ")
+        refuse_overrides(overrides, "double_backward")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)
@@ -392,22 +391,11 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}
 
 
-def refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str = "") -> None:
-    """Raise a TypeError if a policy of several quantizers gets overrides; ``call`` begins the suggested call."""
-    if not overrides:
-        return
-    fix = "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
-    if policy is DEFAULT:
-        others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
-        backward_settings_from(DitherBackward4bit, **others)  # invalid ones raise their own error
-        leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)
-        if leaf.bit_width == others.get("bit_width"):
-            del others["bit_width"]
-        settings = "".join(f", {name}={brief(value)}" for name, value in others.items())
-        fix = f"name one: {call}brevact.{leaf.__name__}{settings})"
-    raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
-
-
-def check_overrides_of_rules(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
-    """Raise like :func:`refuse_overrides`, unless the overrides apply to all quantizers."""
-    refuse_overrides(policy, {name: value for name, value in overrides.items() if name != "double_backward"}, call)
+def refuse_overrides(overrides: Mapping[str, Any], accepted: str = "") -> None:
+    """Raise a TypeError if a policy of several quantizers gets overrides, except the accepted one."""
+    given = [name for name in overrides if name != accepted]
+    if given:
+        raise TypeError(
+            f"{', '.join(given)}: overrides go with a single quantizer; name one, such as brevact.DitherBackward4bit, "
+            "or put them on the value of a rule: DitherBackward4bit.let(bucket_size=128)"
+        )

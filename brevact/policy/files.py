@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import nn
 
-from brevact.autograd import other_code
 from brevact.autograd.rows import OP_NAMES
 from brevact.injectors.saved_form import from_plain, to_plain
 from brevact.policy.fit_report import FitReport
@@ -69,9 +68,13 @@ def key_to_plain(key: Any) -> dict[str, Any]:
     if isinstance(key, str):
         return {"name": key}
     if ops_of(key):
-        for each in key if isinstance(key, tuple) else (key,):
-            _check_found(each)
-        return {"functions": list(ops_of(key))}
+        ops = list(ops_of(key))
+        if not _FUNCTIONS.keys() >= {*ops}:
+            raise TypeError(
+                f"policy rule {', '.join(ops)} cannot be saved: a file names torch functions alone, so that it runs "
+                "no code; add the rule after loading: Policy.load(path).let({MyFunction: quantizer})"
+            )
+        return {"functions": ops}
     if are_module_types(key):
         names = {kind: name for name, kind in LAYER_TYPES.items()}
         kinds = key if isinstance(key, tuple) else (key,)
@@ -96,8 +99,8 @@ def key_from_plain(entry: Mapping[str, Any]) -> Any:
     if field in ("name", "predicate") and isinstance(value, str):
         return value if field == "name" else _find(value, PREDICATES, "predicate")
     if field in ("types", "functions") and isinstance(value, list) and value:
-        is_type = field == "types"
-        found = tuple(_find(each, LAYER_TYPES, "type") if is_type else _find_function(each) for each in value)
+        known = LAYER_TYPES if field == "types" else _FUNCTIONS
+        found = tuple(_find(each, known, field.removesuffix("s")) for each in value)
         return found if len(found) > 1 else found[0]
     accepted = "a string" if field in ("name", "predicate") else "a list of names"
     raise TypeError(f"{field}: got {brief(value)} of type {type(value).__name__}; accepted is {accepted}")
@@ -113,27 +116,6 @@ def _functions() -> dict[str, Callable]:
 
 
 _FUNCTIONS = _functions()
-
-
-def _find_function(name: Any) -> Any:
-    if isinstance(name, str) and name not in _FUNCTIONS and ("." in name or "::" in name):
-        found = other_code.find(name)
-        if other_code.name_of(found) == name:
-            return found
-        raise ValueError(
-            f"function {brief(name)} is not imported here, and a file imports nothing; import its module before the "
-            "policy is loaded, or leave the rule out"
-        )
-    return _find(name, _FUNCTIONS, "function")
-
-
-def _check_found(func: Any) -> None:
-    name = other_code.name_of(func)
-    if name is not None and other_code.name_of(other_code.find(name)) != name:
-        raise TypeError(
-            f"policy rule {name} cannot be saved: nothing has that path, by which a file names a Function; "
-            "define it at the top level of a module"
-        )
 
 
 def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:

@@ -34,7 +34,7 @@ _NAMES = {
     "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
     "brevitas.core.quant.delay": "_NoDelay",
     "brevitas.core.quant.float": "FloatQuant",
-    "brevitas.core.restrict_val": ("FloatRestrictValue _ClampValue _RestrictClampValue _RestrictValue"),
+    "brevitas.core.restrict_val": "FloatRestrictValue",
     "brevitas.core.scaling": (
         "ConstScaling IntScaling ParameterFromRuntimeStatsScaling ParameterScaling PowerOfTwoIntScaling "
         "StatsFromParameterScaling"

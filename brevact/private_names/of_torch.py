@@ -27,6 +27,7 @@ current_graph_task = find("torch._C._current_graph_task_id")  #: -1 outside of a
 #: Number of tensors and Python objects that hold the storage at an address.
 count_holders = find("torch._C._storage_Use_Count")
 #: The graph node whose backward this thread runs; None outside of one.
+current_autograd_node = find("torch._C._current_autograd_node")
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction")
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.

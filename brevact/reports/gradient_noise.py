@@ -98,32 +98,19 @@ def squared_distance(found: Gradients, other: Gradients) -> float:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Run a block that trains a model, then restore gradients, training modes and torch's generators."""
+def training_eagerly(model: nn.Module) -> Iterator[None]:
+    """Run a block that trains a model; torch's generators are restored, and the model by :func:`in_place` around it."""
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
         raise ValueError(
             f"model: none of the {count} parameters of {type(model).__name__} requires a gradient, so that "
             "quantization has nothing to change; call model.requires_grad_()"
         )
-    before = [(p, p.grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    hooks = [(each, dict(each)) for p, _ in before if (each := p._post_accumulate_grad_hooks)]
-    try:
-        eager = nullcontext() if is_compiled(model) else uncompiled()
-        with eager, kept_generators(), torch.inference_mode(False), torch.enable_grad():
-            if not model.training:
-                model.train()
-            for each, _ in hooks:
-                each.clear()
-            yield
-    finally:
-        for each, old in hooks:
-            each.update(old)
-        for module, mode in modes:
-            module.training = mode
-        for parameter, grad in before:
-            parameter.grad = grad
+    eager = nullcontext() if is_compiled(model) else uncompiled()
+    with eager, kept_generators(), torch.inference_mode(False), torch.enable_grad():
+        if not model.training:
+            model.train()
+        yield
 
 
 def _check_value(value: Any) -> None:
@@ -225,7 +212,7 @@ def exact_gradients(
     """Return the gradients of batches without backward quantization, from one pass per batch and one more."""
     seed = torch.initial_seed() % _MOST_SEED
     versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
-    with as_it_was(model):
+    with training_eagerly(model):
         again = plain_gradients(model, batches[0], loss, seed)
         on_pass()
         found = []
@@ -272,7 +259,7 @@ def noise_of_batches(
 ) -> Tensor:
     """Return noise and squared bias per batch, (2, batches) float64, without a unit; see :func:`gradient_noise`."""
     figures = []
-    with as_it_was(model):
+    with training_eagerly(model):
         for index, batch in enumerate(batches):
             seed, first = exact.seeds_of(index)
             drawn = _drawn(model, batch, loss, seed, range(first, first + draws), on_pass)

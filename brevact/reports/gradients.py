@@ -41,7 +41,7 @@ from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss
-from brevact.tables import MIB, plot_bars, progress_bar, size_text, text_table, write_csv
+from brevact.tables import MIB, MOST_BARS, plot_bars, progress_bar, size_text, text_table, write_csv
 
 #: Least ratio of a heavy tail.
 HEAVY = 30.0
@@ -298,20 +298,16 @@ class GradientReport:
         texts = ([" ".join(map(str, each)) if isinstance(each, tuple) else each for each in line] for line in lines)
         write_csv(path, [names, *texts])
 
-    def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Plot each layer's noise beside its bytes.
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plot the noise beside the bytes of the 40 layers with the most noise.
 
         Args:
             path: image file to write; its extension selects the format.
-            max_layers: layers to show, at least 1: those with the most noise.
 
         Raises:
             ImportError: matplotlib is not installed.
-            TypeError: ``max_layers`` is not an int.
-            ValueError: ``max_layers`` is less than 1.
         """
-        check_int("max_layers", max_layers, 1)
-        chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.noise)[:max_layers]}
+        chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.noise)[:MOST_BARS]}
         rows = [row for row in self.rows if id(row) in chosen]
         title = f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward"
         axis = "noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise"

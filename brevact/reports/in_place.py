@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import random
 import sys
-import types
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,18 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from brevact.autograd.hooks import attachments_of, regions_of
 from brevact.autograd.seeds import kept_generators
 from brevact.autograd.storages import storage_address
 from brevact.user_lines import warn
 
 #: Containers; subclasses are refilled with the base class's own methods.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-#: Depth to which objects that are not modules are searched below a module.
-_DEEPEST = 2
-#: Packages whose objects hold no state that must be restored.
-_NOT_OURS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "builtins"))
-#: Values without state.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type, types.FunctionType)
 #: Parameters and integers up to this many bytes are copied: scales that collect statistics, counters.
 _SMALL = 1 << 16
 _HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
@@ -41,12 +35,12 @@ _HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
 def in_place(model: nn.Module) -> Iterator[None]:
     """Run a block that may run, train and change a model, then restore the model, also after an error.
 
-    Restores buffers and other tensors of modules, gradients, modes, hooks, regions, attributes of modules and of
-    objects in them, the contents of lists, dictionaries and sets, and the random generators of torch, Python and NumPy.
-    In the block no parameter has a gradient, and no parameter hook runs. Parameters and integer tensors above 64 KiB
-    are not copied: a warning names modified ones. Not restored: globals, files, iterators, objects nested in three
-    others, slots, arrays and generators of NumPy and Python in attributes, sparse buffers, attributes of scripted
-    modules, and writes through ``.data`` of a large parameter.
+    Restores gradients, modes, hooks, regions, the random generators of torch, Python and NumPy, and attributes of
+    modules: buffers and other tensors, generators of torch, and the items of lists, dictionaries and sets. In the block
+    no parameter has a gradient, and no parameter hook runs. Parameters and integer tensors above 64 KiB are not copied:
+    a warning names modified ones. Not restored: globals, files, iterators, the state of other objects in attributes, of
+    tensors and containers in containers, sparse buffers, attributes of scripted modules, and writes through ``.data``
+    of a large parameter.
     """
     _check(model)
     _shard(model)
@@ -103,40 +97,27 @@ def _check(model: nn.Module) -> None:
 
 
 class ModelBefore:
-    """Snapshot of a model: objects by reference, containers by shallow copies, tensors by value."""
+    """Snapshot of a model: attributes of modules by reference, containers by shallow copies, tensors by value."""
 
     def __init__(self, model: nn.Module, *, but_parameters: bool = False) -> None:
         self._model = model
         self._modes = [(module, module.training) for module in model.modules()]
         self._contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
-        self._tensors: list[_TensorBefore] = []
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        for module in model.modules():
+            of_policy = map(vars, (*regions_of(module), *attachments_of(module)))
+            for held in (vars(module), *vars(module).values(), *of_policy):
+                if isinstance(held, Tensor):
+                    tensors[id(held)] = held
+                elif isinstance(held, _CONTAINERS):
+                    self._contents.append((held, dict(held) if isinstance(held, dict) else list(held)))
+                elif isinstance(held, torch.Generator):
+                    self._generators.append((held, held.get_state()))
         values: dict[int, torch.UntypedStorage] = {}
-        seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
-        pending: list[tuple[Any, int]] = [(x, 0) for x in (*model.parameters(), *model.buffers(), model)]
-        while pending:
-            value, depth = pending.pop()
-            if id(value) in seen or isinstance(value, _PLAIN):
-                continue
-            seen[id(value)] = value
-            if isinstance(value, Tensor):
-                # Non-leaves come from an earlier pass: only the references are restored.
-                if value.is_leaf and not (but_parameters and isinstance(value, nn.Parameter)):
-                    self._tensors.append(_TensorBefore(value, values))
-            elif isinstance(value, _CONTAINERS):
-                items = dict(value) if isinstance(value, dict) else list(value)
-                self._contents.append((value, items))
-                pending += [(item, depth) for item in (items.values() if isinstance(items, dict) else items)]
-            elif isinstance(value, tuple):
-                pending += [(item, depth) for item in tuple.__iter__(value)]  # a subclass's __len__ may raise
-            elif isinstance(value, torch.Generator):
-                self._generators.append((value, value.get_state()))
-            elif isinstance(value, nn.Module):
-                pending.append((vars(value), 0))
-            elif depth < _DEEPEST and _is_ours(type(value)) and hasattr(value, "__dict__"):
-                pending.append((vars(value), depth + 1))
-            else:
-                del seen[id(value)]  # it may lie less deep elsewhere
+        # Non-leaves come from an earlier pass: only the references are restored.
+        kept = (x for x in tensors.values() if x.is_leaf and not (but_parameters and isinstance(x, nn.Parameter)))
+        self._tensors = [_TensorBefore(x, values) for x in kept]
 
     def hide_gradients(self) -> None:
         """Remove gradients, so that nothing accumulates into them, and gradient hooks."""
@@ -211,11 +192,6 @@ class _TensorBefore:
 
 def _place_of(x: Tensor) -> tuple[Any, ...]:
     return storage_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype
-
-
-def _is_ours(kind: type) -> bool:
-    """Whether a class is outside the standard library, torch and NumPy."""
-    return kind.__module__.partition(".")[0] not in _NOT_OURS
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import GeneratorType
 from typing import Any
 
 import torch
@@ -45,10 +44,6 @@ from brevact.reports.step import StepLoss, device_of, peak_of_step
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
 BY_DEFAULT = "The model has no backward quantizer: brevact.quantize_backward(model) would store this."
-GENERATOR = (
-    "The forward of the model is a generator, whose body runs behind the hooks of the module; let it pack by a block "
-    "around the loop: with brevact.backward_quant(model): ..."
-)
 NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
@@ -185,8 +180,6 @@ class MemoryOfPass:
             if plain_bytes[name] or saved_bytes[name]
         )
         note = note if rows else _why_nothing(model, self._arguments, plain.has_graph)
-        if saved.is_generator:
-            note = GENERATOR
         return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
 
 
@@ -202,7 +195,6 @@ class _Measured:
     ops: list[OpMemory] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
     has_graph: bool = False
-    is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
         rows = [row for row in self.ops if row.layer == layer]
@@ -346,8 +338,6 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             with measuring_hooks(*recorder.hooks):
                 try:
                     output = run(model)
-                    if isinstance(output, GeneratorType):
-                        found.is_generator, output = True, list(output)
                     note_contexts("", output)
                 finally:
                     held.clear()  # regions refer to it until garbage collection, and later steps would share it

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED, ON_BACKWARD, PACKED
-from brevact.quantizers.checks import check_int
-from brevact.tables import MIB, plot_bars, size_text, text_table, write_csv
+from brevact.tables import MIB, MOST_BARS, plot_bars, size_text, text_table, write_csv
 
 
 @dataclass(frozen=True)
@@ -165,20 +164,16 @@ class MemoryReport:
         )
         write_csv(path, [("layer", "kind", "plain_bytes", saved, "note", *peaks), *lines])
 
-    def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Plot plain and saved bytes as a pair of bars per layer.
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plot plain and saved bytes as a pair of bars per layer, of the 40 largest; the last pair sums up all others.
 
         Args:
             path: image file to write; its extension selects the format.
-            max_layers: layers to show, at least 1; one pair of bars sums up the smaller ones.
 
         Raises:
             ImportError: matplotlib is not installed.
-            TypeError: ``max_layers`` is not an int.
-            ValueError: ``max_layers`` is less than 1.
         """
-        check_int("max_layers", max_layers, 1)
-        rows = _largest(self.rows, max_layers)
+        rows = _largest(self.rows)
         series = {
             f"plain, {self.plain_bytes / MIB:.1f} MiB": [row.plain_bytes / MIB for row in rows],
             f"{self._stored}, {self.saved_bytes / MIB:.1f} MiB": [row.saved_bytes / MIB for row in rows],
@@ -192,10 +187,10 @@ def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
     return row.layer or "(model)", row.kind, size_text(row.plain_bytes), size_text(row.saved_bytes), ratio
 
 
-def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
-    if len(rows) <= count:
+def _largest(rows: tuple[LayerMemory, ...]) -> list[LayerMemory]:
+    if len(rows) <= MOST_BARS:
         return list(rows)
-    chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])
+    chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: MOST_BARS - 1])
     others = [row for row in rows if row not in chosen]
     rest = LayerMemory(
         f"{len(others)} other layers", "", sum(r.plain_bytes for r in others), sum(r.saved_bytes for r in others)

@@ -30,7 +30,7 @@ from brevact.reports.gradients import gradient_report
 from brevact.reports.in_place import is_compiled, kept_random_state
 from brevact.reports.memory import memory_of, report_of_graphs
 from brevact.reports.memory_table import MemoryReport
-from brevact.reports.step import StepLoss
+from brevact.reports.step import StepLoss, device_of
 from brevact.tables import MIB
 from brevact.user_lines import warn
 
@@ -141,11 +141,6 @@ def moved(value: Any, device: torch.device) -> Any:
         found = [moved(each, device) for each in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter, or the CPU."""
-    return next((x.device for x in model.parameters()), torch.device("cpu"))
 
 
 def has_others() -> bool:
@@ -309,7 +304,7 @@ class TrainingPolicy:
         self._compiled = model if is_compiled(model) else compiled
         try:
             with kept_random_state():
-                self._start(model, batches, prepare or (lambda batch: moved(batch, device_of(model))))
+                self._start(model, batches, prepare or (lambda batch: moved(batch, device_of(model, ()))))
             if self._resumed is not None:
                 noise_count(self._resumed["noise_count"])
                 self._resumed = None
@@ -396,7 +391,7 @@ class TrainingPolicy:
                 _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
                 options = {"quick": True, "progress": self._shows_progress}
                 fitted = functools.partial(self.spec.policy_for, model, self._batches, self._loss, **options)
-                rules = in_one_process(lambda: fitted().to_json(), device_of(model))
+                rules = in_one_process(lambda: fitted().to_json(), device_of(model, ()))
             policy = self.fitted = Policy.from_json(rules)
         quantize_backward(model, policy)
         self._has_attached = True

@@ -116,6 +116,21 @@ def test_cross_entropy_of_sure_logits_has_the_noise_of_others(sizes, label_smoot
     assert noise(4.0) < 3 * noise(0.5)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_near_its_targets_has_little_noise(smoothing):
+    """A student near its teacher: a gradient is small beside the probabilities, whose errors it must not have."""
+    logits = torch.randn(512, 10) * 2
+    target = (logits + torch.randn(512, 10) / 20).softmax(1) if not smoothing else torch.randint(0, 10, (512,))
+    if smoothing:
+        logits = F.one_hot(target, 10).mul(0.9).add(0.01).log() + torch.randn(512, 10) / 20
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, target, label_smoothing=smoothing)
+
+    (_, want), (_, got) = run_loss(loss, logits, None), run_loss(loss, logits, settings(bit_width=4))
+    assert 0 < (got - want).norm() < 0.3 * want.norm()
+
+
 ROWS, CLASSES = 4133, 2053  # two chunks
 TYPES, REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), ("mean", "sum", "none")
 

@@ -66,9 +66,15 @@ def test_confident_probabilities_have_gradients_of_their_size(shape):
     assert 0 < (found - expected).norm() < 0.5 * expected.norm()
 
 
+def _dice(x: Tensor, y: Tensor) -> Tensor:
+    p, target = x.softmax(1), F.one_hot(y, 10).float()
+    return 1 - (2 * (p * target).sum(0) / (p.sum(0) + target.sum(0))).mean()
+
+
 @pytest.mark.parametrize(
     "loss",
     [
+        _dice,
         lambda x, y: F.nll_loss(F.log_softmax(x, 1), y),
         lambda x, y: (torch.logsumexp(x, 1) - x.gather(1, y.unsqueeze(1)).squeeze(1)).mean(),
         lambda x, y: -torch.distributions.Categorical(logits=x).log_prob(y).mean(),
@@ -76,7 +82,7 @@ def test_confident_probabilities_have_gradients_of_their_size(shape):
 )
 @pytest.mark.parametrize("scale", [2.0, 4.0])
 def test_sure_classes_have_gradients_of_their_size(loss, scale):
-    """The error of a probability near 1 was as large as the gradient or larger: 0.7 and 1.4 of it."""
+    """The error of a probability near 1 was as large as the gradient or larger: 0.7 and 1.4 of it; Dice 0.4."""
     target = torch.randint(0, 10, (2048,))
     x = ((torch.randn(2048, 10) + 4 * F.one_hot(target, 10)) * scale).requires_grad_()
     with region(settings(bit_width=4, rounding=Rounding.DITHERED, bucket_size=512)):

@@ -150,18 +150,6 @@ def test_embedding_is_exact():
     assert torch.equal(packed.weight.grad, plain.weight.grad)
 
 
-def test_scale_bias_works_without_bias(saved_bytes):
-    layer = bnn.QuantScaleBias(8, bias=False, weight_quant=None, act_quant=StochBackward2bit)
-    with torch.no_grad():
-        layer.weight.copy_(torch.arange(8.0))
-    x = torch.randn(4, 8, 12, 12)
-    result, kept = saved_bytes(layer, x)
-    assert torch.equal(result, x * layer.weight.view(1, -1, 1, 1))
-    assert kept < x.nbytes / 4
-    result.sum().backward()
-    assert layer.weight.grad.shape == (8,)
-
-
 def test_batch_norm_to_scale_bias_loads_a_trained_batch_norm(monkeypatch):
     monkeypatch.setattr(brevitas.config, "IGNORE_MISSING_KEYS", True)
     norm = nn.BatchNorm2d(8)

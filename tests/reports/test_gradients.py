@@ -181,11 +181,8 @@ def test_gradient_report_writes_csv_and_a_picture(net, tmp_path):
         *("total", report.noise),
         report.saved_bytes,
     )
-    for count in (1, 40):
-        report.plot(tmp_path / f"{count}.png", max_layers=count)
-        assert (tmp_path / f"{count}.png").stat().st_size > 0
-    with pytest.raises(ValueError, match="max_layers: got 0"):
-        report.plot(tmp_path / "none.png", max_layers=0)
+    report.plot(tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

@@ -288,32 +288,23 @@ def test_what_a_block_adds_is_gone():
     assert all(map(same, picture(model), before))
 
 
-class State:
-    """An object with attributes, as a cache of keys and values has them."""
-
-    def __init__(self) -> None:
-        self.count, self.last, self.seen = 0, torch.zeros(2), {"passes": [0]}
-
-
 class Keeping(nn.Module):
-    """Holds state in an object, in a tensor that is no buffer and in containers, all changed by a forward pass."""
+    """Holds state in a tensor that is no buffer and in containers, all changed by a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.state, self.names = nn.Linear(4, 4), State(), {"a"}
+        self.layer, self.count, self.passes, self.names = nn.Linear(4, 4), 0, [0], {"a"}
         self.plain = torch.zeros(3, 4).expand(2, 3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.state.count += 1
-        self.state.last.add_(1)
-        self.state.seen["passes"].append(self.state.count)
-        self.names.add(str(self.state.count))
+        self.count += 1
+        self.passes.append(self.count)
+        self.names.add(str(self.count))
         self.plain[0].add_(1)
         return self.layer(x)
 
     def figures(self) -> list[Any]:
-        lists = [*self.state.seen["passes"], *self.names]
-        return [self.state.count, self.state.last.tolist(), self.plain.tolist(), lists]
+        return [self.count, self.plain.tolist(), *self.passes, *sorted(self.names)]
 
 
 def test_state_in_attributes_is_as_it_was():

@@ -442,21 +442,6 @@ def test_a_model_without_a_policy_has_would_in_its_numbers_names(tmp_path):
     assert not report.would_save and "would" not in str(report)
 
 
-def test_a_forward_that_is_a_generator_is_measured_and_told():
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x).sigmoid()
-                yield x
-
-    report = brevact.memory_report(brevact.quantize_backward(Steps(), StochBackward2bit), torch.randn(128, 64))
-    assert report.plain_bytes == 4 * 4 * 128 * 64 and "is a generator" in report.note
-
-
 class KeepsOnContext(torch.autograd.Function):
     """Squares, as libraries do that hold their tensors as attributes; or saves the tensor, too."""
 

@@ -7,6 +7,8 @@ q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s
 
 It is linear in p and in t, hence unbiased. Where the probability of class y is above 1/2, what is left to 1 is saved in
 place of it, with a bit per sample: that is the size of the gradient, and p - 1 would have the error of a number near 1.
+With class probabilities or smoothing the derivative itself is saved, which is small beside p and q where they are near
+each other.
 The mean is over the weights of the targets (class indices) or over the samples (class probabilities). The negative
 log-likelihood reads log-probabilities; its gradient, -q_n, reads none.
 
@@ -70,31 +72,48 @@ class _Options(NamedTuple):
 def _cross_entropy(
     region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
 ) -> Tensor:
-    dim, dtype, has_index = options.class_dim, input.dtype, not target.is_floating_point()
+    dim, dtype = options.class_dim, input.dtype
 
     def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         out = call(input, target, weight)
         known, sure = _known_logits(region, input), None
         if known is None:
             p = torch.softmax(input, dim, dtype=out.dtype)
-            sure = keep_mask(_turn_sure(p, target, options)) if has_index else None
+            sure = keep_mask(_turn_sure(p, target, options))
             kept = region.keep(p, share=False)
         else:
             kept = reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), out.dtype)))
-        kept_target = _kept_index(region, input, target, options) if has_index else region.keep_activation(target)
-        save(ctx, kept, kept_target, sure, exact=(weight,))
+        save(ctx, kept, _kept_index(region, input, target, options), sure, exact=(weight,))
         return out
 
     def gradients(
         needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any
     ) -> tuple[Any, ...]:
-        if has_index:
-            is_new = isinstance(kept.decoder, _Probabilities)
-            of_sure = None if sure is None else sure.decode()
-            found = _of_indices(grad, kept.decode(), of_sure, target.decode(), weight, options, overwrites=is_new)
-        else:
-            found = _of_probabilities(grad, kept.decode(), target.decode(), weight, options)
+        p = kept.decode()
+        g, y, w_y = _of_samples(grad, p, target.decode(), _stretched(weight, p, options), options)
+        hit = g * w_y
+        found = p.mul_(hit) if isinstance(kept.decoder, _Probabilities) else p * hit
+        _subtract_targets(found, y, None if sure is None else sure.decode(), hit)
         return found.to(dtype), None, None
+
+    return region.apply(Formula, run, gradients, input, target, weight)
+
+
+def _soft_cross_entropy(
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+) -> Tensor:
+    dim, dtype = options.class_dim, input.dtype
+
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        out = call(input, target, weight)
+        slope, total = _slope(torch.softmax(input, dim, dtype=out.dtype), target, weight, options)
+        save(ctx, region.keep(slope, share=False), exact=(total,))
+        return out
+
+    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, total: Tensor) -> tuple[Any, ...]:
+        g = grad.unsqueeze(dim) if options.reduction == "none" else grad
+        g = g.to(total.dtype) / total if options.reduction == "mean" else g
+        return (g.to(dtype) * kept.decode()).to(dtype), None, None
 
     return region.apply(Formula, run, gradients, input, target, weight)
 
@@ -142,7 +161,7 @@ def _cross_entropy_of_rows(
                 found.mul_(factor)
             else:
                 torch.mul(kept[count].decode() if whole is None else whole[of_chunk], factor, out=found)
-            _subtract_targets(found, y[of_chunk], None if are_sure is None else are_sure[of_chunk], factor, factor)
+            _subtract_targets(found, y[of_chunk], None if are_sure is None else are_sure[of_chunk], factor)
             if found is not out:
                 out.copy_(found)
         return grad_input, None
@@ -206,14 +225,14 @@ def _turn_sure(p: Tensor, target: Tensor, options: _Options) -> Tensor:
     return sure
 
 
-def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor, total: Tensor) -> None:
-    """Subtract the targets' part from p times ``total``, (N, C, d1, ..), in place."""
+def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor) -> None:
+    """Subtract ``hit`` from the targets of p times it, (N, C, d1, ..), in place."""
     dim = 1 if grad.dim() > 1 else 0
     if sure is None:
         grad.scatter_add_(dim, y, -hit)
     else:
         of_target = grad.gather(dim, y)
-        grad.scatter_(dim, y, torch.where(sure, (total - hit) - of_target, of_target - hit))
+        grad.scatter_(dim, y, torch.where(sure, -of_target, of_target - hit))
 
 
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
@@ -240,38 +259,20 @@ def _negative_log_likelihood(
     return region.apply(Formula, run, gradients, input, target, weight)
 
 
-def _of_indices(
-    grad: Tensor,
-    p: Tensor,
-    sure: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    options: _Options,
-    *,
-    overwrites: bool,
-) -> Tensor:
-    """dL/dx for class-index targets (N, d1, ..), from p (N, C, d1, ..), 1 - p for ``sure`` targets, which may go."""
+def _slope(p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+    """p sum(q) - q, 0 for ignored samples, and the divisor of a mean."""
     dim, s = options.class_dim, options.label_smoothing
-    w = _stretched(weight, p, options)
-    g, y, w_y = _of_samples(grad, p, target, w, options)
-    hit = g * w_y * (1 - s) if s else g * w_y
-    total = hit if not s else hit + g * (s if w is None else s * w.mean())
-    grad_input = p.mul_(total) if overwrites else p * total
-    _subtract_targets(grad_input, y, sure, hit, total)
-    if s:
-        grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)
-    return grad_input
-
-
-def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
-    dim, s = options.class_dim, options.label_smoothing
-    w = _stretched(weight, p, options)
-    q = target.to(p.dtype)
-    q = q * (1 - s) + s / p.shape[dim] if s else q
+    w, exact = _stretched(weight, p, options), torch.promote_types(p.dtype, torch.float32)
+    if target.is_floating_point():
+        total = torch.full((), p.numel() / p.shape[dim], dtype=exact, device=p.device)
+        q = target.to(p.dtype) * (1 - s) + s / p.shape[dim]
+    else:
+        counts, y, w_y = _of_samples(p.new_ones(()), p, target, w, options._replace(reduction="sum"))
+        total = (counts * w_y).sum(dtype=exact)
+        total.masked_fill_(total == 0, 1)
+        q = torch.full_like(p, s / p.shape[dim]).scatter_add_(dim, y, torch.full_like(counts, 1 - s)) * counts
     q = q if w is None else q * w
-    g = grad.unsqueeze(dim) if options.reduction == "none" else grad
-    g = g / (p.numel() / p.shape[dim]) if options.reduction == "mean" else g
-    return g * (p * q.sum(dim, keepdim=True) - q)
+    return p * q.sum(dim, keepdim=True) - q, total
 
 
 def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
@@ -332,7 +333,9 @@ def _handler(apply: Callable[..., Tensor]) -> Callable:
         def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
             return func(x, y, weight=w, ignore_index=ignore_index, reduction=of_call, **more)
 
-        return (_cross_entropy_of_rows if in_chunks else apply)(region, call, options, input, target, weight)
+        is_soft = apply is _cross_entropy and (target.is_floating_point() or options.label_smoothing > 0)
+        run = _cross_entropy_of_rows if in_chunks else _soft_cross_entropy if is_soft else apply
+        return run(region, call, options, input, target, weight)
 
     return handle
 
@@ -344,7 +347,7 @@ OPS: tuple[Op, ...] = (
         Stored(
             "cross-entropy",
             "the probabilities, packed, those of targets above 1/2 by what is left to 1; index targets unpacked, those "
-            "made in the step in the smallest integers; others packed",
+            "made in the step in the smallest integers; with class probabilities or smoothing the derivative, packed",
             UNBIASED,
         ),
         is_bit_exact=False,

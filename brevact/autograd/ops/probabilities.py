@@ -13,7 +13,8 @@ leaves a bias, with independent errors e = p^ - p of mean 0:
 The bias has one sign at all voxels of a segmentation, and the gradient of the last layer's bias adds it up. So softmax
 over classes saves unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes: p^,
 rounded stochastically, so that errors are independent, e^2 at 1 bit per element, whose product with g is added, and the
-most probable class k: g - g_k takes the place of g, since dL/dx is the same for both.
+most probable class k, without its probability: g - g_k takes the place of g, since dL/dx is the same for both, and
+dL/dx_k is minus the sum of the others.
 
 Attention (the last of three or more dimensions, more than 32 keys) shares one packed copy of p with the product that
 reads p next. Its gradient is of p^ / sum(p^), and of the order of Var(p^) is its bias.
@@ -65,19 +66,22 @@ _MOST_CLASSES_OF_SCORES = 32
 
 
 def _saves_errors(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
-    """Save the output and its squared errors, both packed for this op alone, and the most probable classes."""
-    p = out.detach()
+    """Save the most probable classes, the others' probabilities and squares of their errors, for this op alone."""
+    places = out.detach().max(dim, keepdim=True).indices
+    p = out.detach().scatter(dim, places, 0)
     of_p, of_squares = _settings_of(region.settings)
     kept = with_settings(region, of_p).keep(p, share=False)
     errors = kept[1].decode(kept[0]).float() - p
-    most_probable = keep_places(p.max(dim, keepdim=True).indices, region.settings, (p.shape[dim],), 0)
+    most_probable = keep_places(places, region.settings, (p.shape[dim],), 0)
     return kept, with_settings(region, of_squares).keep(errors.square(), share=False), most_probable
 
 
 def _of_classes(grad: Tensor, dim: int, kept: Any, squares: Any, most_probable: Any) -> Tensor:
-    grad = grad - grad.gather(dim, most_probable.decode())
+    places = most_probable.decode()
+    grad = grad - grad.gather(dim, places)
     found = softmax_backward(grad, kept.decode(), dim, grad.dtype)
-    return found.addcmul_(squares.decode().to(grad.dtype), grad)
+    found.addcmul_(squares.decode().to(grad.dtype), grad)
+    return found.scatter_(dim, places, -found.sum(dim, keepdim=True))
 
 
 _OF_CLASSES = _Rule(_saves_errors, _of_classes)
@@ -202,8 +206,8 @@ def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim:
 
 _STORED = Stored(
     "softmax",
-    "the output, packed, squares of its errors at 1 bit, and the most probable class; in attention over more than 32 "
-    "keys the output, packed, shared with its readers",
+    "the most probable class and the others' probabilities, packed, and squares of their errors at 1 bit; in attention "
+    "over more than 32 keys the output, packed, shared with its readers",
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored(
