@@ -151,16 +151,14 @@ def test_logits_in_chunks_of_rows_have_torchs_loss_and_gradient(dtype, reduction
     torch.testing.assert_close(grad, expected, rtol=8 * eps, atol=8 * eps * expected.abs().max().item())
 
 
-def test_logits_in_chunks_of_rows_may_be_passed_twice_and_in_batches_of_gradients():
+def test_logits_in_chunks_of_rows_may_be_passed_twice():
     x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (ROWS,))
     with region(EXACT_VALUES):
         loss = F.cross_entropy(x * 1, target, reduction="none")
     ones = torch.ones_like(loss)
     (first,) = torch.autograd.grad(loss, x, ones, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x, ones, retain_graph=True)
-    (both,) = torch.autograd.grad(loss, x, torch.stack([ones, 2 * ones]), is_grads_batched=True)
-    assert torch.equal(first, second) and torch.equal(both[0], first)
-    torch.testing.assert_close(both[1], 2 * first, rtol=4e-7, atol=0)
+    assert torch.equal(first, second)
 
 
 def test_no_more_than_logits_and_their_gradient_is_there_at_once():
