@@ -291,7 +291,8 @@ def _is_read(package: str) -> bool:
     if package not in READ:
         return True
     names, first, last = READ[package]
-    version, number = "of unknown version", (-1,)
+    version = "of unknown version"
+    number: tuple[int, ...] = (-1,)
     for name in reversed(names.split()):
         with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
             version = metadata.version(name)

@@ -85,11 +85,9 @@ class Region:
         self._of_ops: dict[tuple[str, bool], Region] = {}
 
     def __enter__(self) -> Region:
-        if running.waiting and self.packs:
-            running.prepare()
         self.parent = active.regions[-1] if active.regions else None
-        if self.packs and not sys.modules.keys().isdisjoint(running.waiting_for):
-            running.prepare_libraries()
+        if self.packs and not sys.modules.keys().isdisjoint(running.waiting):
+            running.prepare()
         self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:

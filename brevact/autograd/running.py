@@ -144,36 +144,30 @@ def leave_forward(module: nn.Module, caller: FrameType) -> None:
             return
 
 
-#: Functions still to run, in order.
-waiting: list[Callable[[], None]] = []
-#: Functions that wait for another library, by its module: a name in the module, and the function.
-waiting_for: dict[str, tuple[str, Callable[[], None]]] = {}
+#: Functions still to run, by the module that they wait for, each with a name in the module.
+waiting: dict[str, list[tuple[str, Callable[[], None]]]] = {}
 _lock = threading.Lock()
 
 
 def before_first_region(function: Callable[[], None]) -> None:
     """Run a function once in this process, before the next region that packs is entered."""
-    waiting.append(function)
-
-
-def prepare() -> None:
-    with _lock:
-        while waiting:
-            waiting[0]()
-            del waiting[0]
+    when_imported("torch", "Tensor", function)
 
 
 def when_imported(module: str, name: str, function: Callable[[], None]) -> None:
     """Run a function once, before the first packing region after ``module`` is imported and has attribute ``name``."""
-    waiting_for[module] = name, function
+    waiting.setdefault(module, []).append((name, function))
 
 
-def prepare_libraries() -> None:
+def prepare() -> None:
     with _lock:
-        for module, (name, function) in list(waiting_for.items()):
-            if hasattr(sys.modules.get(module), name):
-                del waiting_for[module]
-                function()
+        for module in waiting.keys() & sys.modules.keys():
+            for each in list(waiting[module]):
+                if hasattr(sys.modules[module], each[0]):
+                    each[1]()
+                    waiting[module].remove(each)
+            if not waiting[module]:
+                del waiting[module]
 
 
 NO_TRANSFORMS = (

@@ -152,7 +152,7 @@ def test_addresses_that_torch_and_this_package_take_end_nothing():
     norm, quantizer, eight = nn.LayerNorm(64), brevact.quantizer(StochBackward2bit), settings(bit_width=8)
     of_torch = eval("lambda x: x.data_ptr()", {"__name__": "torch.nn.modules.rnn"})
     with region(eight):
-        y = norm(torch.randn(64, 64) * 1)
+        y = norm(torch.randn(64, 64))
         for call in (of_torch, quantizer.quantize, lambda x: torch.ops.brevact_writes.declared(x.new_zeros(1), x)):
             call(y)
             assert known_values.find(y, eight) is not None
@@ -167,7 +167,7 @@ def test_operators_of_libraries_that_were_read_write_what_they_declare(monkeypat
         monkeypatch.setattr(library_functions, "DECLARING", {namespace})
         rows._row_of_operator.cache_clear()
         with region(eight):
-            y = norm(torch.randn(64, 64) * 1)
+            y = norm(torch.randn(64, 64))
             torch.ops.brevact_writes.reading(y)
             assert (known_values.find(y, eight) is not None) == stays
 
