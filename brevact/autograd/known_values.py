@@ -46,25 +46,19 @@ class IntegerCodes(Decoder):
     The last code is NaN if it is spare. If not, a mask of one bit per element follows if any integer is NaN; on devices
     that this check would wait for, z is NaN instead, and with it all decoded values.
 
-    ``layout`` is that of q, with its floating-point type. Code 0 is ``minimum``, and ``step`` is the distance between
-    neighbouring integers. A spare code represents no integer (a narrow range, three values in two bits).
+    ``layout`` is that of q, with its floating-point type. Code 0 is ``minimum``. A spare code, of a narrow range,
+    represents no integer.
     """
 
     layout: Layout
     bit_width: int
     minimum: int
-    step: int
     nbytes: int = field()  # otherwise the base class's value would be the default
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        codes = self.layout.flatten(q)
-        if self.minimum or self.step != 1:
-            codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
-        offset = zero_point.detach().clone()
-        if self.has_spare:
-            codes = codes.nan_to_num(self._last)
-            return pack_codes(codes.to(torch.uint8), self.bit_width), offset, scale.detach()
+        """Return the tensors of integers without a spare code."""
+        codes, offset = self.layout.flatten(q) - self.minimum, zero_point.detach().clone()
         poison = q.sum(dtype=torch.float32).mul_(0.0)
         if is_on_host(q):
             mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
@@ -83,8 +77,6 @@ class IntegerCodes(Decoder):
         packed, zero_point, _, *mask = tensors
         codes = unpack_codes(packed, self.bit_width, self.layout.numel)
         q = codes.to(self.layout.dtype)
-        if self.step != 1:
-            q = q.mul_(self.step)
         if self.minimum:
             q = q.add_(self.minimum)
         if self.has_spare:
@@ -99,9 +91,7 @@ class IntegerCodes(Decoder):
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
-        found = None
-        if not mask and self.step == 1:
-            found = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
+        found = None if mask else _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
             return self.integers(tensors) * scale
         out = self.layout.empty(packed.device)

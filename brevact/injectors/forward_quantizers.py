@@ -74,15 +74,15 @@ def rescaling_quantizer(stock: Callable, quant: bv.RescalingIntQuant, x: Tensor)
     return known.quantize(region, x, reads_elements=True)
 
 
-def _exactly(stock: Callable, quant: nn.Module, *args: Any) -> Any:
+def _exactly(stock: Callable, quant: nn.Module, x: Tensor, *before: Tensor) -> Any:
     """Run stock ops, whose tensors stay unpacked: a rounding error of x / s, or of a term of the gradient of a bit
     width, a difference of large sums, would be no noise.
     """
-    region, x = packing_region(), args[-1]
+    region = packing_region()
     if region is None or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     with region.hooks.suspended:
-        found = stock(quant, *args)
+        found = stock(quant, *before, x)
     region.mark(found if isinstance(found, Tensor) else found[0], is_weight=region.is_weight(x))
     return found
 
@@ -90,9 +90,8 @@ def _exactly(stock: Callable, quant: nn.Module, *args: Any) -> Any:
 def _int_quant(
     stock: Callable, quant: bv.IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
 ) -> Any:
-    given = scale, zero_point, scale, zero_point
-    out = _quantize(quant, bit_width, x, *given)
-    return _exactly(stock, quant, scale, zero_point, bit_width, x) if out is None else out
+    out = _quantize(quant, bit_width, x, scale, zero_point, scale, zero_point)
+    return _exactly(stock, quant, x, scale, zero_point, bit_width) if out is None else out
 
 
 def _decoupled_int_quant(
@@ -106,8 +105,8 @@ def _decoupled_int_quant(
     x: Tensor,
 ) -> Any:
     out = _quantize(quant, bit_width, x, scale, zero_point, pre_scale, pre_zero_point)
-    given = pre_scale, pre_zero_point, scale, zero_point, bit_width, x
-    return _exactly(stock, quant, *given) if out is None else out
+    given = pre_scale, pre_zero_point, scale, zero_point, bit_width
+    return _exactly(stock, quant, x, *given) if out is None else out
 
 
 def _quantize(quant: Any, bit_width: Tensor, x: Tensor, *given: Tensor) -> Any:

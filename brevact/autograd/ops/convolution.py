@@ -137,15 +137,6 @@ def _sample_by_sample(
     return grad_input, *totals
 
 
-def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Split ``padding="same"`` as torch does: the odd element is padded on the right of the input."""
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    if any(t % 2 for t in total):
-        right = [amount for t in reversed(total) for amount in (0, t % 2)]
-        input = torch.nn.functional.pad(input, right)
-    return input, tuple(t // 2 for t in total)
-
-
 def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
     return (
         region.packs_layer(input, weight, bias)

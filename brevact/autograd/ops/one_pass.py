@@ -217,7 +217,7 @@ def _one_pass(
         return None
     ends = kind.bit_width, kind.lowest, kind.highest
     plan = IntegerPlan(result.numel, *ends, rectifies, kind.clips, kind.has_spare, *places)
-    decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
+    decoder = IntegerCodes(result, kind.bit_width, kind.lowest, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
     return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), plan.groups > 1)
 

@@ -43,7 +43,7 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
 def _register_integers(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
     q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
-    decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)
+    decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, out.nbytes)
     known_values.register(out, decoder.encode(q, z, s), decoder)
 
 
