@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.offline_compiler import Launch, collected, compile_launch, resources
 from benchmarks.records import append_rows, print_table
 from brevact import triton_kernels
-from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments
+from brevact.geometry import Grid, IntegerPlan, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels.launch import Program
@@ -286,7 +286,7 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     layout = Layout.of(x)
     inner, groups = layout.groups_along(1) if by_channel else (x.numel(), 1)
     top = 2**variant.bit_width - 1
-    plan = IntegerPlan(x.numel(), variant.bit_width, 0, top, IntegerRounding.NEAREST, True, True, False, inner, groups)
+    plan = IntegerPlan(x.numel(), variant.bit_width, 0, top, True, True, False, inner, groups)
     scale, zero, packed = (
         _meta(groups, x.dtype if by_channel else torch.float32),
         _meta((), torch.float32),
@@ -303,10 +303,10 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
             triton_kernels.fake_quantize(*given, residual_of, _seed(True), x, None, packed, None, packed, flag)
             triton_kernels.fake_quantize(*given, None, None, x, x, packed, None, None, flag)
         else:
-            triton_kernels.fake_quantize_backward(*given, None, None, packed, None, None, x, None, None, None)
+            triton_kernels.fake_quantize_backward(*given, None, None, packed, None, None, x, None, None)
             residuals = residual_of, packed, None, None, packed
-            triton_kernels.fake_quantize_backward(*given, *residuals, x, None, None, parts)
-            triton_kernels.fake_quantize_backward(*given, None, None, None, x, None, x, terms, None, None)
+            triton_kernels.fake_quantize_backward(*given, *residuals, x, None, parts)
+            triton_kernels.fake_quantize_backward(*given, None, None, None, x, None, x, terms, None)
     stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
     loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
     for place, launch in enumerate(launches):

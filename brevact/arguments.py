@@ -28,9 +28,3 @@ def check_state(state: object, keys: Collection[str]) -> None:
         raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
     if set(state) != set(keys):
         raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(keys)}")
-
-
-def check_count(name: str, count: object, least: int = 1, more: str = "") -> None:
-    """Raise a ValueError unless `count` is an int of at least `least`; `more` names other accepted values."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise ValueError(f"{name}={brief(count)}; accepted is an integer of at least {least}{more}")

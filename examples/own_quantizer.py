@@ -1,7 +1,6 @@
-"""A quantizer of your own: a subclass, `.let(...)`, or any activation quantizer of Brevitas."""
+"""A quantizer of your own: a subclass, or `.let(...)`."""
 
 import torch
-from brevitas.quant import Int8ActPerTensorFloat
 
 import brevact
 
@@ -12,7 +11,7 @@ class SmallBuckets(brevact.StochBackward2bit):
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
 nearest = brevact.StochBackward4bit.let(rounding="nearest")
-brevact.quantize_backward(model, {"0": Int8ActPerTensorFloat, "2": nearest, "*": SmallBuckets})
+brevact.quantize_backward(model, {"2": nearest, "*": SmallBuckets})
 with brevact.backward_quant(model):
     loss = model(torch.randn(128, 64)).square().mean()
 loss.backward()

@@ -7,7 +7,7 @@ StochBackward2bit                                        a quantizer, or a polic
 StochBackward4bit:bucket_size=256,save_mode='...'        with settings
 StochBackward2bit+norms=StochBackward4bit                but for the norms; likewise DEFAULT+norms=StochBackward4bit
 None+blocks.2.*=StochBackward4bit                        modules by a pattern of their names, which has a dot or a star
-24x, 512MiB, peak=2GiB, noise=0.05                       the policy of least noise within a budget, by `brevact.fit`
+24x, 512MiB, noise=0.05                                 the policy of least noise within a budget, by `brevact.fit`
 """
 
 import argparse

@@ -56,7 +56,7 @@ assert Policy.load(path) == DEFAULT
 restore_backward(model)
 assert not any(name.partition(".")[0] == "brevitas" for name in sys.modules)
 
-saved = '{"brevact": "0", "rules": [{"name": "*", "quantizer": "brevitas.quant.Int8ActPerTensorFloat"}]}'
+saved = '{"brevact": "0", "rules": [{"types": ["brevact.nn.ReLU"], "quantizer": null}]}'
 for use in ("from brevact import nn", "import brevact.nn", "brevact.nn.ReLU", "Policy.from_json(saved)"):
     try:
         exec(use)

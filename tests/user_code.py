@@ -44,7 +44,6 @@ def policies(model: nn.Sequential) -> nn.Sequential:
     ablation = StochBackward2bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
     brevact.restore_backward(brevact.quantize_backward(model, StochBackward2bit))
     brevact.restore_backward(brevact.quantize_backward(model, ablation, bucket_size=64))
-    brevact.restore_backward(brevact.quantize_backward(model, Int8ActPerTensorFloat))
     brevact.restore_backward(brevact.quantize_backward(model, UniformQuantizer(bit_width=3)))
     brevact.restore_backward(
         brevact.quantize_backward(model, brevact.BackwardSettings(UniformQuantizer(), min_numel=0))

@@ -1,17 +1,14 @@
-"""Arguments of a call: bind them to positions, and find the tensors among them."""
+"""Arguments of a call, and the tensors among them."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import get_testing_overrides
 
 from brevact.private_names.of_torch import TreeSpec, is_functorch_tensor, tree_flatten, tree_unflatten
 
@@ -153,44 +150,6 @@ def as_given(result: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
     if isinstance(result, Tensor):
         return next((value for tensor, value in given if tensor is result), result)
     return type(result)(as_given(each, given) for each in result) if type(result) in (tuple, list) else result
-
-
-#: Names of operands that :func:`bound` moves to their positions.
-_OPERANDS = frozenset(("input", "other", "exponent", "mat1", "mat2", "batch1", "batch2", "mat", "vec"))
-#: NumPy's names that torch accepts for them.
-_NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",)}
-
-
-@functools.cache
-def _operands_of(func: Callable) -> tuple[str, ...]:
-    overrides = get_testing_overrides()
-    known = overrides.get(func)
-    if known is None:  # in-place variants, except Python functions
-        known = overrides.get(getattr(torch, func.__name__.removesuffix("_"), func), func)
-    try:
-        return tuple(itertools.takewhile(_OPERANDS.__contains__, inspect.signature(known).parameters))
-    except (TypeError, ValueError):
-        return ()
-
-
-@functools.cache
-def names_of_operands(func: Callable) -> frozenset[str]:
-    """Return all names that a torch function accepts for its operands."""
-    return frozenset(each for name in _operands_of(func) for each in (name, *_NUMPY_NAMES.get(name, ())))
-
-
-def bound(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move a torch function's operands from keywords to positions, except in deprecated overloads."""
-    names = _operands_of(func)
-    if not all(isinstance(x, Tensor) for x in args):
-        return args, kwargs
-    places, found = list(args), dict(kwargs)
-    for name in names[len(args) :]:
-        given = next((each for each in (name, *_NUMPY_NAMES.get(name, ())) if each in found), None)
-        if given is None:
-            break
-        places.append(found.pop(given))
-    return tuple(places), found
 
 
 class Parameters:

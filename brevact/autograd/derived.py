@@ -351,26 +351,17 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 def track_moved(
     func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> None:
-    for x in tensors:
-        if known_values.find(x) is None:
-            return
-    if tensors and known_values.find(result) is None:
-        record_exactly(bound_call(func, args, kwargs), tensors, result, known_values.find)
-
-
-def record_exactly(
-    compute: TensorFunction, tensors: list[Tensor], result: Tensor, find: Callable[[Tensor], Saved | None]
-) -> None:
-    """Record that a result is a function of tensors, if ``find`` returns a saved form of each."""
+    """Record that a result is a function of tensors, if all of them are known without a loss."""
     operands = []
     for x in tensors:
-        operand = find(x)
-        if operand is None:
+        known = known_values.find(x)
+        if known is None:
             return
-        operands.append(operand)
-    kept = function_of(compute, operands, result, is_pointwise=False)
-    if kept is not None:
-        known_values.register(result, *kept)
+        operands.append(known)
+    if operands and known_values.find(result) is None:
+        kept = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False)
+        if kept is not None:
+            known_values.register(result, *kept)
 
 
 def track_derived(

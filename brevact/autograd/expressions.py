@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,8 @@ from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
-
-class TensorFunction(Protocol):
-    """A function of tensors; unlike ``Callable``, it also matches a NamedTuple with ``__call__``."""
-
-    def __hash__(self) -> int: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+#: A function of tensors; mypy takes no NamedTuple with ``__call__`` for a ``Callable``.
+TensorFunction = Any
 
 
 class Call(NamedTuple):
@@ -104,8 +99,6 @@ class Derived(Decoder):
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
     adds: bool = field(init=False)
-    #: Whether the expression is one function of all decoded sources, each read once, and no sum.
-    is_plain: bool = field(init=False)
     how: str = field(init=False)
     depth: int = field(init=False)
     layers_without_sum: int = field(init=False)
@@ -123,9 +116,6 @@ class Derived(Decoder):
         rounded = [decoder.layers_without_sum for decoder in decoders if decoder.depth or not decoder.quality.is_exact]
         self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
-        function, operands, _ = self.expression
-        is_plain = operands == tuple(range(len(self.sources))) and not isinstance(function, ByMask)
-        self.is_plain = is_plain and not self.deep and function not in _SUMS
 
     @property
     def multiplies(self) -> bool:
@@ -154,12 +144,6 @@ class Derived(Decoder):
         return parts
 
     def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        if self.is_plain:
-            operands, start = [], 0
-            for decoder, count in self.sources:
-                operands.append(decoder.decode(tensors[start : start + count]))
-                start += count
-            return self.expression.function(*operands)  # type: ignore[operator]
         parts, deep = self.parts(tensors), self.deep
         reading = _Reading(parts, {}, self.repeated, deep)
         if not deep:
@@ -263,7 +247,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
         return None
     bits = None
     if mask is not None:
-        layout = Layout.of_sizes(decoder.shape, decoder.source.stride(tensors), decoder.dtype)
+        layout = Layout.of_sizes(decoder.shape, decoder.source.spec.layout.result_stride, decoder.dtype)
         packed, of_mask = cast("tuple[tuple[Tensor, ...], Any]", parts[cast("int", mask)])
         bits = of_mask.bits(packed, layout)
         if bits is None:

@@ -1,8 +1,8 @@
 """Caches of tensors that backward decodes or recomputes, for the readers that follow one another.
 
-For small tensors the calls take longer than the work: the last one decoded is held for the next reader, until its codes
-are freed. A recomputed weight is held from its second computation on, and small tensors decoded from a forward
-quantizer's codes for the gates of a recurrent cell, which read the same state: two megabytes in all.
+For small tensors the calls take longer than the work: what was decoded is held for the next reader, until its codes are
+freed: outputs of norms, weights that are recomputed, and codes of forward quantizers for the gates of a recurrent cell,
+which read the same state; four megabytes in all.
 
 A layer's output is held under a token, an empty tensor that each reader saves, whose storage ends with the last one. If
 hooks around the region return copies of saved tensors, each reader recomputes the output.
@@ -36,13 +36,14 @@ Decode = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class Cache(threading.local):
-    """This thread's decoded tensors, held while its owner lives; at most ``most`` elements, or one tensor if 0."""
+    """This thread's decoded tensors of at most ``most`` elements, each held while the first tensor's storage lives."""
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0
         self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
 
-    def decoded(self, owner: Any, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
+    def decoded(self, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
+        owner = tensors[0].untyped_storage()
         found = self._of.get(weakref.ref(owner))
         if found is not None:
             values, known, others, versions = found
@@ -50,8 +51,6 @@ class Cache(threading.local):
             is_same = is_same and all(map(operator.is_, others, tensors[1:]))
             if is_same and versions_of((values, *tensors)) == versions:
                 return values
-        if not self._most:
-            self._of.clear()  # frees its memory for the next one
         values = decode(tensors)
         if type(values) is Tensor and values.numel() <= MOST_HELD and not is_functorch_tensor(values):
             self._elements += values.numel()
@@ -62,31 +61,12 @@ class Cache(threading.local):
         return values
 
 
-_last, weights, beside_codes = Cache(0), Cache(1 << 21), Cache(1 << 19)
-#: Decoders that have computed their weight once.
-_computed: weakref.WeakSet[Any] = weakref.WeakSet()
+decoded = Cache(1 << 20).decoded
 
 
 def may_be_held(numel: int, codes: Tensor) -> bool:
     """Return whether a tensor of ``numel`` elements is decoded once for several readers; a GPU would wait for it."""
     return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
-
-
-def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
-    return _last.decoded(tensors[0].untyped_storage(), decoder, tensors, decode)
-
-
-def decoded_for_many(decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
-    """Return a recomputed weight, and hold it from its second computation on, as long as its own decoder lives."""
-    if decoder in _computed:
-        return weights.decoded(decoder, None, tensors, decode)  # an entry that held its owner would never end
-    _computed.add(decoder)
-    return decode(tensors)
-
-
-def decoded_beside_codes(decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
-    """Return a decoded tensor, and hold it beside its codes, the first of ``tensors``."""
-    return beside_codes.decoded(tensors[0].untyped_storage(), decoder, tensors, decode)
 
 
 #: An output, and the tensors that it was computed from, connected by a graph.

@@ -61,7 +61,6 @@ class _EnterRegion:
     inherits = False
     yields = False
     """Whether another policy around the module takes precedence: models may share the module."""
-    attachment: Attachment | None = None  # for pickles of earlier versions
 
     def __init__(
         self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...], attachment: Attachment | None
@@ -171,14 +170,6 @@ class _ExitRegion:
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
-
-    @property
-    def __name__(self) -> str:
-        """Always raises: `torch.jit.script` reads it from hooks that it compiles."""
-        raise AttributeError(
-            "torch.jit.script does not compile the forward hooks of backward quantization: call "
-            "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
-        )
 
     @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -20,22 +20,21 @@ If an op saves the quantizer's output, as codes, the quantizer saves these inste
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import decoded_beside_codes, decoded_for_many, may_be_held
+from brevact.autograd.held_outputs import decoded, may_be_held
 from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Quality, Saved, SavedByHook, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
-from brevact.geometry import IntegerPlan, IntegerRounding
+from brevact.geometry import IntegerPlan
 from brevact.quantizers import Layout, is_on_host, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
 
@@ -96,7 +95,7 @@ class IntegerCodes(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         is_held = may_be_held(self.layout.numel, tensors[0])
-        return decoded_beside_codes(self, tensors, self._decode) if is_held else self._decode(tensors)
+        return decoded(self, tensors, self._decode) if is_held else self._decode(tensors)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
@@ -105,10 +104,10 @@ class IntegerCodes(Decoder):
             found = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
             return self.integers(tensors) * scale
-        plan, order = found
         out = self.layout.empty(packed.device)
-        dims = len(self.layout.shape)
-        decode_integers(packed, plan, flat_numbers(scale, order, dims), flat_numbers(zero_point, order, dims), out)
+        if found.groups > 1:
+            scale, zero_point = scale.reshape(-1), zero_point.reshape(-1)
+        decode_integers(packed, found, scale, zero_point, out)
         return out
 
 
@@ -119,7 +118,7 @@ def _plan_of(
     of_zero_point: torch.Size,
     scale_dtype: torch.dtype,
     zero_point_dtype: torch.dtype,
-) -> tuple[IntegerPlan, tuple[int, ...] | None] | None:
+) -> IntegerPlan | None:
     layout = codes.layout
     if layout.dtype is torch.float32:
         if not scale_dtype is zero_point_dtype is torch.float32:
@@ -133,78 +132,39 @@ def _plan_of(
     places = groups_of(layout, of_scale, of_zero_point) if layout.numel and layout.is_result_dense else None
     if places is None:
         return None
-    inner, groups, repeats, rows, order = places
-    highest = codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
-    ends = codes.bit_width, codes.minimum, highest
-    plan = IntegerPlan(
-        layout.numel, *ends, IntegerRounding.NEAREST, False, False, codes.has_spare, inner, groups, repeats, rows
-    )
-    return plan, order
+    ends = codes.bit_width, codes.minimum, codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
+    return IntegerPlan(layout.numel, *ends, False, False, codes.has_spare, *places)
 
 
-class NumberPlaces(NamedTuple):
-    """Which number (scale or zero point) applies to each element, in memory order, as fields of ``IntegerPlan``.
-
-    ``order``: the dimensions along which numbers differ, in memory order; None if the numbers already have that order.
+def groups_of(layout: Layout, *numbers: torch.Size) -> tuple[int, int] | None:
+    """Return how numbers (scales, zero points) of these sizes divide memory order: consecutive elements of one number,
+    and numbers, which repeat; None along unequal dimensions, or such that are no neighbours in memory.
     """
-
-    inner: int
-    groups: int
-    repeats: int = 1
-    rows: int = 1
-    order: tuple[int, ...] | None = None
-
-
-def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
-    """Return how numbers of these sizes divide memory order; None along unequal dimensions or in more than two runs."""
     count = len(layout.shape)
     dims = {tuple(count - len(x) + i for i, size in enumerate(x) if size != 1) for x in numbers} - {()}
     if not dims:
-        return NumberPlaces(layout.numel, 1)
+        return layout.numel, 1
     if len(dims) > 1:
         return None
     (found,) = dims
     if not set(found) <= set(layout.dims):
-        return None if len(found) > 1 else NumberPlaces(*layout.groups_along(found[0]))
-    order = tuple(dim for dim in layout.dims if dim in found)
-    runs = [
-        (differ, math.prod(layout.shape[dim] for dim in dims))
-        for differ, dims in itertools.groupby(
-            layout.dims, lambda dim: dim in found
-        )  # adjacent in memory, slowest first
-    ]
-    inner = 1 if runs[-1][0] else runs.pop()[1]
-    sizes = [size for _, size in runs if runs[0][0]] or [size for _, size in runs[1:]]
-    if len(sizes) == 1:
-        places = NumberPlaces(inner, sizes[0])
-    elif len(sizes) == 3:
-        rows, repeats, columns = sizes
-        places = NumberPlaces(inner, rows * columns, repeats, rows)
-    else:
+        return None if len(found) > 1 else layout.groups_along(found[0])
+    start = layout.dims.index(found[0])
+    if tuple(layout.dims[start : start + len(found)]) != found:
         return None
-    return places if order == found else places._replace(order=order)
+    inner = math.prod(layout.shape[dim] for dim in layout.dims[start + len(found) :])
+    return inner, math.prod(layout.shape[dim] for dim in found)
 
 
-def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> Tensor:
-    """Return the numbers of a tensor with ``dims`` dimensions in its memory order, (groups,); one number unchanged."""
-    if numbers.numel() == 1:
-        return numbers.detach()
-    if order is not None:
-        own = [dim - dims + numbers.dim() for dim in order]
-        numbers = numbers.permute(own + [dim for dim in range(numbers.dim()) if dim not in own])
-    return numbers.detach().reshape(-1)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Recomputed(Decoder):
     """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
 
-    __slots__ = ("__weakref__", "compute", "nbytes")
     compute: Callable[..., Tensor]
-    nbytes: int
+    nbytes: int = field()
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return decoded_for_many(self, tensors, self._decode)
+        return decoded(self, tensors, self._decode)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():

@@ -6,6 +6,7 @@ tensors, of different numbers. Sets of other numbers, and Functions of versions 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from importlib import metadata
@@ -30,7 +31,7 @@ EXACT = "-"
 #: The tensor's Function is not in the table.
 UNKNOWN = ""
 
-#: By package: the name of its distribution, and the first and last versions that were read.
+#: By package: names of its distribution, newest first, and the first and last versions that were read.
 READ = {
     "liger_kernel": ("liger-kernel", (0, 8), (0, 8)),
     "unsloth": ("unsloth", (2024, 8), (2026, 10)),
@@ -38,7 +39,7 @@ READ = {
     "flash_attn": ("flash-attn", (2, 3), (2, 8)),
     "flash_attn_interface": ("flash-attn-3", (3, 0), (3, 0)),
     "xformers": ("xformers", (0, 0), (0, 0)),
-    "fla": ("flash-linear-attention", (0, 2), (0, 6)),
+    "fla": ("fla-core flash-linear-attention", (0, 2), (0, 6)),
     "mamba_ssm": ("mamba-ssm", (1, 2), (2, 3)),
     "causal_conv1d": ("causal-conv1d", (1, 0), (1, 7)),
     "transformer_engine": ("transformer-engine", (1, 13), (2, 20)),
@@ -143,6 +144,7 @@ fla.modules.activations.ops SwiGLUFunction SL
 fla.modules.activations.ops SwiGLULinearFunction SL-
 fla.modules.activations.ops SwishFunction S
 fla.modules.activations.ops GeLUFunction S-
+fla.modules.activations.ops FastGeLUFunction S
 fla.modules.activations SwiGLUFunction SL
 fla.modules.activations SwiGLULinearFunction SL-
 fla.modules.activations SwishFunction S
@@ -197,10 +199,7 @@ class _Normalized(NamedTuple):
 
     shape: torch.Size
     offset: float = 0.0
-
-    @property
-    def is_curved(self) -> bool:
-        return False
+    is_curved: bool = False
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
         *affine, invstd = others
@@ -214,10 +213,7 @@ class _Normalized(NamedTuple):
 class _Gated(NamedTuple):
     shape: torch.Size
     activation: Callable[[Tensor], Tensor]
-
-    @property
-    def is_curved(self) -> bool:
-        return True
+    is_curved: bool = True
 
     def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
         return (self.activation(gate) * x).view(self.shape)
@@ -294,12 +290,12 @@ def declares_writes(namespace: str) -> bool:
 def _is_read(package: str) -> bool:
     if package not in READ:
         return True
-    name, first, last = READ[package]
-    try:
-        version = metadata.version(name)
-        number = tuple(int(part) for part in version.split(".")[:2])
-    except (metadata.PackageNotFoundError, ValueError):
-        version, number = "of unknown version", (-1,)
+    names, first, last = READ[package]
+    version, number = "of unknown version", (-1,)
+    for name in reversed(names.split()):
+        with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+            version = metadata.version(name)
+            number = tuple(int(part) for part in version.split(".")[:2])
     if first <= number <= last:
         return True
     known = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in (first, last)))

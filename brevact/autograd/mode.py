@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodWrapperType
+from types import FrameType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -16,21 +14,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.call_arguments import (
-    PLAIN_TYPES,
-    as_given,
-    as_tensors,
-    bound,
-    is_stored,
-    names_of_operands,
-    tensors_of_call,
-)
+from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, is_stored, tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
 from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
-from brevact.autograd.other_code import ALGORITHMS, OPERATORS, is_in_algorithm, is_of_torch, label_of
+from brevact.autograd.other_code import ALGORITHMS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of, run_counterpart
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
@@ -40,7 +30,6 @@ from brevact.autograd.storages import any_tracked, end_known_values, find_record
 from brevact.autograd.store import INTEGERS
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
-    argument_names,
     frame_callback,
     functorch_interpreter,
     is_any_autocast_enabled,
@@ -67,9 +56,6 @@ class EagerMode(marks.RegionMode):
         if frame_callback() is not None:  # between the graphs of a compiled model
             return marks.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
-        if row is None and type(func) in OPERATORS:
-            func, args, kwargs = as_torch_function(func, args, kwargs)
-            row = ROWS.get(func)
         if row is None:
             if type(func) is MethodWrapperType:  # an attribute
                 return func(*args, **kwargs)
@@ -100,8 +86,8 @@ class EagerMode(marks.RegionMode):
             args, kwargs = as_tensors((args, kwargs), given)
             if given:
                 return as_given(self.__torch_function__(func, (), args, kwargs), given)
-        if kwargs and func in ROWS and not names_of_operands(func).isdisjoint(kwargs):
-            args, kwargs = bound(func, args, kwargs)
+        if not args and "input" in kwargs:  # the first one, whatever the order of names
+            args, kwargs = (kwargs["input"],), {name: x for name, x in kwargs.items() if name != "input"}
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
                 with region.region_for_op(row.name):
@@ -260,64 +246,3 @@ def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: 
         if result is not NotImplemented:
             return result
     return func(*args, **kwargs)
-
-
-#: Operators whose function has another name.
-_NAMES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss2d": "nll_loss"} | {
-    f"adaptive_max_pool{dims}d": f"adaptive_max_pool{dims}d_with_indices" for dims in (1, 2, 3)
-}
-#: Arguments that no torch function takes.
-_OF_OPERATORS = frozenset(("out", "layout", "implicit"))
-_REDUCTIONS = ("none", "mean", "sum")
-
-Call = tuple[Callable, tuple, dict[str, Any]]
-
-
-def _by_name() -> dict[str, Callable]:
-    """Return the functions in ``ROWS`` by name; of equal names, torch's C++ function, then a method, then Python's."""
-    ranks = {BuiltinFunctionType: 2, FunctionType: 0}
-    functions = sorted(ROWS, key=lambda func: ranks.get(type(func), 1))
-    of_python = (F.silu.__module__, torch.einsum, torch.norm)  # the rest have other arguments, or do more
-    return {
-        func.__name__: func
-        for func in functions
-        if type(func) is not FunctionType or func in of_python or func.__module__ in of_python
-    }
-
-
-_FUNCTIONS = _by_name()
-
-
-def as_torch_function(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-    name, function, names = _function_of(func)
-    if function is None or not _OF_OPERATORS.isdisjoint(kwargs):
-        return func, args, kwargs
-    if not isinstance(function, FunctionType):
-        if function is Tensor.to:
-            place = names.index("memory_format")  # keyword-only in Python
-            kwargs = dict(zip(("memory_format",), args[place:], strict=False)) | kwargs
-            args = args[:place]
-        return function, args, kwargs
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if function is torch.einsum and given.pop("path", None) is None:
-        return function, (given["equation"], *given["tensors"]), {}
-    if "self" in given:
-        given = {"input": given.pop("self")} | given
-    if isinstance(given.get("reduction"), int):
-        given["reduction"] = _REDUCTIONS[given["reduction"]]
-    if name.endswith("_"):
-        given["inplace"] = True
-    try:
-        call = inspect.signature(function).bind(**given)
-    except TypeError:
-        return func, args, kwargs
-    return function, call.args, call.kwargs
-
-
-@functools.lru_cache(maxsize=1024)
-def _function_of(func: Callable) -> tuple[str, Callable | None, tuple[str, ...]]:
-    namespace, name = str(func).split(".")[:2]
-    known = _FUNCTIONS.get(_NAMES.get(name, name)) or _FUNCTIONS.get(name.removesuffix("_"))
-    if namespace != "aten" or known is None:
-        return name, None, ()
-    return name, known, argument_names(func)

@@ -107,81 +107,52 @@ class Unpacked(PassesOn):
 
 
 class Centred(Decoder):
-    """Decoder of a norm's input minus its means, from normalized values; its last tensors are the ``statistics``."""
+    """Decoder of a norm's input minus its means, from packed normalized values; its last tensor is the spread."""
 
-    __slots__ = ("_alignment", "_dtype", "statistics")
-    statistics: int
-    _alignment: Alignment
-    _dtype: torch.dtype
-
-    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        raise NotImplementedError
-
-    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        raise NotImplementedError
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        packed, alignment = self.packed(tensors), self._alignment
-        invstd = alignment.align(alignment.inverse(tensors[-1]), packed.spec.layout.shape)
-        return denormalize(packed, None, invstd, self._dtype)
-
-    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
-
-    def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.packed(tensors).dequantize()
-
-
-class PackedDecoder(Centred):
-    """Decoder of packed normalized values; its tensors are the codes and the spread."""
-
-    __slots__ = ("_plans", "_spec", "quality")
+    __slots__ = ("_alignment", "_dtype", "_plans", "quality", "spec")
     quality: Quality
     lasts = True
+    statistics = 1
 
     def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
-        self._alignment, self._spec, self._dtype, self.statistics = alignment, spec, dtype, 1
+        self._alignment, self.spec, self._dtype = alignment, spec, dtype
         self.quality = Quality(spec.quantizer)
         self._plans: dict[torch.Size, NormalizedPlan | None] = {}  # by the sizes of deviations
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        buffer, spec, alignment = tensors[0], self._spec, self._alignment
+        packed, alignment = self.packed(tensors), self._alignment
+        spec, buffer = packed.spec, packed.buffer
         invstd = alignment.align(alignment.inverse(tensors[-1]), spec.layout.shape)
         sizes = invstd.shape
         if sizes not in self._plans:
             self._plans[sizes] = plan_of_decoding(spec, sizes, self._dtype)
         plan = self._plans[sizes]
         if plan is None or invstd.dtype is torch.float64 or type(buffer) is not Tensor or not spec.accepts(buffer):
-            return denormalize(PackedActivation(spec, buffer), None, invstd, self._dtype)
+            return denormalize(packed, None, invstd, self._dtype)
         return plan.decode_affine(buffer, reciprocal_of(invstd), None)
 
-    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        return self._spec.layout.result_stride
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tensors[:1]
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        return PackedActivation(self._spec, tensors[0])
+        return PackedActivation(self.spec, tensors[0])
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
+        return storage_report.PACKED, self.spec.layout.numel * self._dtype.itemsize
 
 
-class PackedOnBackward(Centred):
+class _PackedOnBackward(Centred):
     """Decoder of a full-precision input; its tensors are the input, a seed if it is on a device, and the statistics."""
 
-    __slots__ = ("_quantizer", "_seed", "quality")
+    __slots__ = ("_seed", "statistics")
+    lasts = False
 
-    def __init__(self, alignment: Alignment, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
-        self._alignment, self._quantizer, self._seed = alignment, quantizer, seed
-        self._dtype, self.statistics, self.quality = dtype, statistics, Quality(quantizer)
-
-    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        return Layout.of(tensors[0]).result_stride
+    def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype, seed: Any, count: int) -> None:
+        super().__init__(alignment, spec, dtype)
+        self._seed, self.statistics = seed, count
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tensors
@@ -190,7 +161,7 @@ class PackedOnBackward(Centred):
         seed = tensors[1] if self._seed is None else self._seed
         mean = tensors[-2] if self.statistics == 2 else None
         statistics = aligned(self._alignment, mean, tensors[-1], tensors[0].shape)
-        return quantize_normalized(self._quantizer, tensors[0], *statistics, seed)
+        return quantize_normalized(self.spec.quantizer, tensors[0], *statistics, seed)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
@@ -245,7 +216,7 @@ class OutputDecoder(Decoder):
     @property
     def is_affine(self) -> bool:
         """Whether packed values are multiplied by a weight, as :meth:`decode_in_one_pass` does."""
-        return self.has[0] and isinstance(self.source, PackedDecoder)
+        return self.has[0] and self.source.lasts
 
     def decode_in_one_pass(
         self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
@@ -269,7 +240,7 @@ class OutputDecoder(Decoder):
         return decode_through(packed, function, scale, shift, self.dtype, grad)
 
 
-packed_decoder = one_object_each(PackedDecoder)
+packed_decoder = one_object_each(Centred)
 output_decoder = one_object_each(OutputDecoder)
 
 
@@ -277,7 +248,7 @@ def normalized_early(kept: Saved) -> Tensor:
     """Decode, in the forward pass, the normalized values that are saved for backward; the caller may overwrite them."""
     tensors, decoder = kept
     assert isinstance(decoder, Centred)
-    return decoder.normalized(tensors)
+    return decoder.packed(tensors).dequantize()
 
 
 #: Least elements of a row with a bucket of its own: metadata add 2 % to its bytes at 4 bits.
@@ -339,9 +310,8 @@ class NormInput(NamedTuple):
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> Saved:
         seeds, quantizer = (seed,) if isinstance(seed, Tensor) else (), self._of_rows(quantizer, x)
-        decoder = PackedOnBackward(
-            self.norm.alignment, quantizer, None if seeds else seed, self.dtype, len(self.statistics)
-        )
+        spec, count = PackedSpec.of(quantizer, Layout.of(x)), len(self.statistics)
+        decoder = _PackedOnBackward(self.norm.alignment, spec, self.dtype, None if seeds else seed, count)
         return (x, *seeds, *self.statistics), decoder
 
 
@@ -351,7 +321,7 @@ def output_of(
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None
-    if decoder.stride(tensors) != out.stride():
+    if decoder.spec.layout.result_stride != out.stride():
         return None  # it would be decoded in another memory order
     sources = decoder.sources(tensors)
     affine = tuple([as_now(region, x, x is weight) for x in (weight, bias) if x is not None])

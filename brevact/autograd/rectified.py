@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +20,19 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.derived import function_of
-from brevact.autograd.saved import AS_IT_IS, Decoder, Saved, SavedByHook, one_object_each
+from brevact.autograd.saved import AS_IT_IS, Saved, SavedByHook, mapped
 from brevact.autograd.storages import find_record, is_tracked, note_held, record_of
-
-
-@dataclass(frozen=True, slots=True)
-class _Signs(Decoder):
-    """Decodes a mask to ``inside`` where it is set and 0 elsewhere, in the replaced tensor's dtype."""
-
-    mask: Decoder
-    dtype: torch.dtype
-    inside: float = 1.0
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        signs = self.mask.decode(tensors).to(self.dtype)
-        return signs if self.inside == 1.0 else signs.mul_(self.inside)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self.mask.described(tensors)
-
-
-_signs = one_object_each(_Signs)
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0) -> Saved:
     """Return the saved form of a tensor that is ``inside`` where a mask is set and 0 elsewhere."""
     tensors, decoder = mask
-    return tensors, _signs(decoder, dtype, inside)
+    return tensors, mapped(decoder, BoundCall(_signs, (Tensor, dtype, inside)))
+
+
+def _signs(mask: Tensor, dtype: torch.dtype, inside: float) -> Tensor:
+    signs = mask.to(dtype)
+    return signs if inside == 1.0 else signs.mul_(inside)
 
 
 _INVERSES: dict[str, Callable[..., Tensor]] = {

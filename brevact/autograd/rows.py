@@ -158,7 +158,7 @@ def _row_of_operator(func: Callable) -> Op:
         return Op(name=name, must_not_round=lambda region, args: name is None or region.op != name, written=written)
     function = next((found for home in (torch, Tensor, F) if callable(found := getattr(home, plain, None))), None)
     known = _UNKNOWN if function is None else ROWS.get(function, _UNKNOWN)
-    return Op(must_not_round=known.must_not_round)
+    return Op(must_not_round=known.must_not_round, is_layer=known.is_layer, looks_up=known.looks_up)
 
 
 def _written_by(name: str) -> Callable[[tuple, dict[str, Any]], list[Tensor]]:

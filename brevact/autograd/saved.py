@@ -362,22 +362,20 @@ class _Places(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class Blank(Decoder):
-    """Decoder of a tensor for which nothing is saved: of zeros, or, if its sizes alone are read, of any memory."""
+    """Decoder of a tensor of which the sizes alone are read: any memory of these sizes."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    is_zero: bool
     allows_double_backward = True
 
     @staticmethod
-    def like(x: Tensor, is_zero: bool = False) -> Saved:
-        return (), Blank(x.shape, x.stride(), x.dtype, x.device, is_zero)
+    def like(x: Tensor) -> Saved:
+        return (), Blank(x.shape, x.stride(), x.dtype, x.device)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return found.zero_() if self.is_zero else found
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

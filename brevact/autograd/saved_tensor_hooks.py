@@ -1,21 +1,18 @@
 """A region's saved-tensor hooks: they pack the tensors that torch's own ops and other code save.
 
-If a region runs torch's own convolution or batch norm in place of a Function (``run_torch``), the hooks save its input
-as the Function would, its weight and statistics unpacked. For other ops they pack floating-point activations, save
-boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors); tensors that
-ops of weights save are recomputed where possible.
+If a region runs torch's own convolution in place of a Function (``run_torch``), the hooks save its input
+as the Function would, its weight unpacked. For other ops they pack floating-point activations, save
+boolean tensors in one bit per element, and pass everything else through (weights, indices, small tensors).
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks around
 the region see each tensor that is really stored.
 
 For double backward, autograd attaches the unpacked tensor to the graph in the saved tensor's place: the second
 derivative is torch's own formula on decoded values. The second graph saves decoded tensors as their codes, without
-another error. Backward is linear in the incoming gradient, and so the second derivative in the saved gradients: these
-are packed if all other tensors that the node saves are known.
+another error, and gradients unpacked.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -29,21 +26,19 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.derived import derive, derive_output
+from brevact.autograd.derived import derive
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
-from brevact.autograd.norm_decoders import Centred, NormInput
 from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import end_known_values, find_shared, is_tracked, share_packed, storage_address
+from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
-from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import DisableTorchFunction, pop_hooks, push_hooks, top_hooks
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
@@ -83,17 +78,6 @@ class _Suspended(AbstractContextManager[None]):
 
 _is_grad_enabled = torch.is_grad_enabled
 
-#: Nodes whose backward saves only gradients, decoded tensors and weights: the second derivative is nonlinear in none.
-LINEAR_NODES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Linear", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Mul", "Exp"),
-        *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
-    )
-)
-#: Nodes whose backward pass consists of products and a sigmoid; the second derivative is quadratic in its result.
-CURVED_NODES = frozenset(("SiluBackward0",))
-
 
 @dataclass(frozen=True, slots=True)
 class _Again(Decoder):
@@ -116,17 +100,9 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         return stored.decoder.decode(stored.tensors())
     with torch.no_grad():
         tensors = stored.tensors()
-        key = stored.decoder, *((storage_address(x), x.storage_offset(), x._version) for x in tensors[1:])
-        shares = bool(tensors) and tensors[0].layout is torch.strided
-        # by the first tensor that it is decoded from: several second graphs save the same one
-        found = find_shared(tensors[0], key) if shares else None
-        if found is not None:
-            return found[0][0]
         x = stored.decoder.decode(tensors)
     if not any(x is kept for kept in tensors):
         known_values.register(x, tensors, _Again(stored.decoder))
-        if shares and not (x.is_conj() or x.is_neg()):
-            share_packed(tensors[0], key, (x,), None)
     return x
 
 
@@ -305,7 +281,7 @@ class SavedTensorHooks:
             give_up_saturated(x, self._outer)
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass inside the region; it builds the second graph (:meth:`_keep_of_second_graph`)."""
+        """Run a backward pass inside the region, which builds the second graph."""
         try:
             self.is_in_backward = True
             return func(*args, **kwargs)
@@ -316,51 +292,9 @@ class SavedTensorHooks:
         """Return whether there are no hooks around the region, or only a report's, which can be notified."""
         return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
-    def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run torch's own norm as :meth:`run_torch` does, but pack its normalized input."""
-        waiting: list[tuple[SavedByHook, Tensor]] = []  # the input is packed once its statistics exist
-
-        def pack(x: Tensor) -> _Packed:
-            if x is weight:
-                return self._pack_weight(x)
-            if x is norm.running[0] or x is norm.running[1]:
-                return self._hand_on(keep_as_it_is(x))
-            return _put_off(waiting, x.detach())
-
-        out, mean, spread = self._run(pack, norm.forward, input, weight, bias)
-        given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
-        kept = self._keep_waiting(waiting, input, given)
-        derive_output(self._region, given, kept, out, weight, bias)
-        ModelState.mark_activation(out)
-        return out
-
-    def _keep_waiting(self, waiting: list[tuple[SavedByHook, Tensor]], input: Tensor, norm: NormInput) -> Saved | None:
-        """Pack the tensors that torch's own norm has saved; return its input's saved form, which needs no means."""
-        kept = None
-        with self.suspended:
-            for stored, x in waiting:
-                if x.shape == input.shape:
-                    is_same = storage_address(x) == storage_address(input) and x.stride() == input.stride()
-                    kept = self._region.keep(input if is_same else x, norm=norm)  # with its place in the graph
-                    stored.fill(kept, self._outer)
-            for stored, x in waiting:
-                if x.shape != input.shape:
-                    is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
-                    is_zero = is_mean and kept is not None and isinstance(kept[1], Centred)
-                    stored.fill(Blank.like(x, is_zero) if is_zero else keep_as_it_is(x), self._outer)
-        return kept
-
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function of weights; saved forms, also of its result, are known once it has run."""
-        collected: list[tuple[SavedByHook, Tensor]] = []
-        result = self._run(functools.partial(_put_off, collected), func, *args, **kwargs)
-        remember(self._region, func, args, kwargs, result, [x for _, x in collected])
-        for stored, x in collected:
-            kept = self._region.keep_weight(x)
-            if kept[1] is AS_IT_IS and x.grad_fn is not None:
-                kept = (x.detach(),), AS_IT_IS
-            stored.fill(kept, self._outer)
-        return result
+        """Run a torch function of weights, which saves no activation."""
+        return self._run(self._pack_weight, func, *args, **kwargs)
 
     def _pack(self, x: Tensor) -> _Packed:
         if self._packer is not None:
@@ -369,7 +303,7 @@ class SavedTensorHooks:
             frame = sys._getframe().f_back
             if self.is_in_backward or frame is None:  # autograd's threads have no frame
                 with DisableTorchFunction():
-                    return self._hand_on(self._keep_of_second_graph(x))
+                    return self._hand_on(_keep_exactly(x, storage_report.NEEDED))
             if saves_input(frame):
                 with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
@@ -425,22 +359,6 @@ class SavedTensorHooks:
         stored.fill(kept, self._outer)
         return stored
 
-    def _keep_of_second_graph(self, x: Tensor) -> Saved:
-        """Save a backward tensor: a decoded one as its codes, a gradient packed if harmless, others unpacked."""
-        region = self._region
-        known = known_values.find(x)
-        if known is not None:
-            return reported(known)
-        node = current_autograd_node()
-        name = "" if node is None or not region.packs else node.name()
-        if not (name in LINEAR_NODES or (name in CURVED_NODES and region.settings.derives_curved)):
-            return keep_as_it_is(x)
-        if not is_activation(x) or x.numel() < region.settings.min_numel:
-            return keep_as_it_is(x, storage_report.SMALL)
-        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
-            return keep_as_it_is(x, storage_report.VARIABLE)
-        return region.keep_activation(x)
-
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Save a tensor from which a checkpoint recomputes: unpacked, unless a rule for checkpoints packs it."""
         region = self._region
@@ -472,10 +390,7 @@ class SavedTensorHooks:
         elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif unknown:
-            known = known_values.find(x)
-            if known is not None:
-                return reported(known)
-            why = unknown
+            return _keep_exactly(x, unknown)
         elif self.cast_shapes is not None and not x.requires_grad and sizes_of(x) in self.cast_shapes:
             why = storage_report.WEIGHT  # autocast's copy of a frozen weight
         else:
@@ -511,6 +426,11 @@ class SavedTensorHooks:
         return keep_small(x, self._region.settings)
 
 
+def _keep_exactly(x: Tensor, why: str) -> Saved:
+    known = known_values.find(x)
+    return keep_as_it_is(x, why) if known is None else reported(known)
+
+
 def _derives_curved(settings: BackwardSettings | None) -> bool:
     return settings is None or settings.derives_curved or settings.is_lossless
 
@@ -518,9 +438,3 @@ def _derives_curved(settings: BackwardSettings | None) -> bool:
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """Sizes other than one, sorted: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
-
-
-def _put_off(waiting: list[tuple[SavedByHook, Tensor]], x: Tensor) -> SavedByHook:
-    stored = SavedByHook()
-    waiting.append((stored, x))
-    return stored

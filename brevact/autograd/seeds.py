@@ -36,7 +36,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from brevact.arguments import check_count
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     active_fake_mode,
@@ -45,6 +44,7 @@ from brevact.private_names.of_torch import (
     watch_manual_seed,
 )
 from brevact.quantizers import draw_seed
+from brevact.quantizers.checks import check_int
 
 _BLOCK = 256  # seeds per draw on a device
 _HOST = torch.device("cpu")
@@ -81,13 +81,14 @@ def noise_count(count: int | None = None) -> int:
         The number.
 
     Raises:
-        ValueError: ``count`` is not an integer, or negative.
+        TypeError: ``count`` is not an int.
+        ValueError: ``count`` is negative.
     """
     global _first
     if count is None:
         with _lock:
             return _counts.get(torch.default_generator.initial_seed(), _first)
-    check_count("count", count, 0, ", as brevact.noise_count() returns it, or None")
+    check_int("count", count, 0)
     with _lock:  # for every seed: the generator's state may be restored later, with another seed
         _counts.clear()
         _first = count

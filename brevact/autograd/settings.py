@@ -16,6 +16,7 @@ from torch import nn
 from brevact.autograd.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_bit_width, check_bool, check_int
 
 
 class SaveMode(str, enum.Enum):
@@ -175,25 +176,11 @@ class BackwardSettings:
         except ValueError:
             accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)
             raise ValueError(f"save_mode={brief(self.save_mode)} is unknown; accepted: {accepted}") from None
-        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
-            raise ValueError(
-                f"min_numel={brief(self.min_numel)} must be an integer of at least 0 (0 packs every tensor; "
-                f"the default is {DEFAULT_MIN_NUMEL})"
-            )
-        width = self.residual_bit_width
-        if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width == 32):
-            raise ValueError(
-                f"residual_bit_width={brief(width)} must be an integer from 2 to 8, or 32 to store the input of a "
-                f"forward quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
-            )
-        _check_bits("derive_min_bits", self.derive_min_bits, 0, "0 derives nothing", DEFAULT_DERIVE_MIN_BITS)
-        _check_bits("score_bit_width", self.score_bit_width, 2, "of query and key", DEFAULT_SCORE_BIT_WIDTH)
-        if isinstance(self.recompute, bool) or not isinstance(self.recompute, int) or self.recompute < 0:
-            raise ValueError(
-                f"recompute={brief(self.recompute)} must be an integer of at least 0: multiplications and additions "
-                "that an element of a layer's output may cost to be recomputed (0 recomputes no layer, 64 cheap "
-                f"convolutions, 1024 most layers); the default is {DEFAULT_RECOMPUTE}"
-            )
+        check_int("min_numel", self.min_numel, 0)
+        check_bit_width("residual_bit_width", self.residual_bit_width, (*range(2, 9), 32))
+        check_int("derive_min_bits", self.derive_min_bits, 0, 8)
+        check_int("score_bit_width", self.score_bit_width, 2, 8)
+        check_int("recompute", self.recompute, 0)
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
         object.__setattr__(self, "keeps_elements", bool(getattr(self.quantizer, "keeps_elements", False)))
@@ -235,11 +222,7 @@ class BackwardSettings:
         )
 
     def _check_double_backward(self) -> None:
-        if not isinstance(self.double_backward, bool):
-            raise TypeError(
-                f"double_backward={brief(self.double_backward)} must be True, to differentiate gradients again "
-                "(create_graph=True), or False, the default"
-            )
+        check_bool("double_backward", self.double_backward)
         if self.double_backward and self.quantizes_forward:
             raise ValueError(
                 f"double_backward=True with {brief(self.quantizer)}: norms that go on with rounded values have no "
@@ -283,13 +266,6 @@ class BackwardSettings:
     @property
     def _fields(self) -> tuple[Any, ...]:
         return tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.init)
-
-
-def _check_bits(name: str, value: Any, least: int, meaning: str, default: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 8:
-        raise ValueError(
-            f"{name}={brief(value)} must be an integer from {least} to 8 ({meaning}); the default is {default}"
-        )
 
 
 def with_functions(

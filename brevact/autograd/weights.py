@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.storages import WeakStorage, is_tracked, referent, storage_address
+from brevact.autograd.storages import WeakStorage, referent, storage_address
 from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skip_code
 
 #: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.
@@ -30,10 +30,7 @@ _LAYER_NODES = (
 )
 #: A weight and its fake-quantized form are some 30 nodes apart.
 _MAX_NODES = 128
-#: Attribute of a storage that an op without gradients, and not of weights alone, has written to.
-_ACTIVATION = "_brevact_activation"
 _SWEEP_FLOOR = 64
-_is_grad_enabled = torch.is_grad_enabled
 
 
 def is_parameter(x: Tensor | None) -> bool:
@@ -96,16 +93,12 @@ class ModelState:
                 node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and storage_address(x):  # there is none in a transform
                 storage = x.untyped_storage()
-                storage.__dict__.pop(_ACTIVATION, None)
                 if len(self._derived) >= self._sweep_at:
                     self._derived = {key: known for key, known in self._derived.items() if not known.expired()}
                     self._sweep_at = max(_SWEEP_FLOOR, 2 * len(self._derived))
                 self._derived[storage._cdata] = WeakStorage(storage)
-            else:
-                if self._derived:
-                    self._derived.pop(storage_address(x), None)
-                if type(x) is Tensor and not _is_grad_enabled() and storage_address(x):  # as in a Function's forward
-                    x.untyped_storage().__dict__[_ACTIVATION] = True
+            elif self._derived:
+                self._derived.pop(storage_address(x), None)
 
     def close(self) -> None:
         if self._owner is None:
@@ -179,22 +172,11 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
     if node is None:
         return storage_address(x) in state or (x._is_view() and x._base is not None and is_weight(x._base, state))
     marked = node.metadata.get(WEIGHT_NUMEL)
-    if marked is None and is_tracked(x) and _ACTIVATION in x.untyped_storage().__dict__:
-        _mark_result_of_function(x)
-        marked = node.metadata.get(WEIGHT_NUMEL)
     if marked is None:
         marked = _largest_behind(node)
         if not marked:
             node.metadata[WEIGHT_NUMEL] = 0  # the graph is not walked again
     return bool(0 < x.numel() <= marked)
-
-
-def _mark_result_of_function(x: Tensor) -> None:
-    """Mark the result of a library's Function of weights; its forward's ops marked it as an activation."""
-    for made in (x, x._base):
-        node: Any = None if made is None else node_of(made)
-        if isinstance(node, BackwardCFunction) and any(parent is None for parent, _ in node.next_functions):
-            node.metadata[WEIGHT_NUMEL] = 0
 
 
 def _largest_behind(node: Any) -> int:

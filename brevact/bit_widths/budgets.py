@@ -1,10 +1,10 @@
-"""Budgets of `fit` and `Adaptive`: bytes or peak of a training step, or noise."""
+"""Budgets of `fit` and `Adaptive`: bytes of a training step, or noise."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,21 +85,6 @@ def _step(hull: list[Option], place: int, item: int) -> tuple[float, int]:
     return -_gain(hull[place], hull[place + 1]), item
 
 
-def most_within(allowed: float, peak_with: Callable[[float], int], first: float, fits: float, exceeds: float) -> float:
-    """Return the most saved bytes that were tried, from `first` on, whose peak is within the budget, or `fits`."""
-    value = first
-    for number in range(TRIES):
-        value = max(fits, min(exceeds, value))
-        room = allowed - peak_with(value)
-        fits, exceeds = (max(fits, value), exceeds) if room >= 0 else (fits, min(exceeds, value))
-        value += room
-        if 0 <= room <= SLACK * allowed or exceeds - fits <= SLACK * fits:
-            break
-        if room < 0 and (number or value <= fits):
-            value = (fits + exceeds) / 2
-    return fits
-
-
 #: Fraction of the noise budget to aim at, since measurements scatter.
 _AIM = 0.95
 #: Bisection steps between the least and the most bytes: resolves a byte in a terabyte.
@@ -123,24 +108,20 @@ class Budget:
     saved_bytes: float | None
     noise: float | None
     time: float | None = None
-    peak_bytes: float | None = None
 
     def bytes_of(self, plain_bytes: int) -> float:
-        """Return the most bytes to save, infinite for a budget of noise or of the peak."""
+        """Return the most bytes to save, infinite for a budget of noise."""
         if self.ratio is not None:
             return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
-    def takes_all(self, plain_bytes: int, plain_peak: int) -> bool:
+    def takes_all(self, plain_bytes: int) -> bool:
         """Return whether full precision meets the budget; never with a budget of noise."""
-        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes and self.allows_peak(plain_peak)
-
-    def allows_peak(self, peak: int) -> bool:
-        return self.peak_bytes is None or peak <= self.peak_bytes
+        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes
 
     def is_met_by(self, report: FitReport) -> bool:
         is_quiet = self.noise is None or report.harm <= self.noise
-        return report.saved_bytes <= self.bytes_of(report.plain_bytes) and is_quiet and self.allows_peak(report.peak)
+        return report.saved_bytes <= self.bytes_of(report.plain_bytes) and is_quiet
 
     def check_bytes(self, plain_bytes: int, least: int) -> None:
         """Raise a BudgetRefusal if both 1 bit everywhere and full precision save more than the budget."""
@@ -150,16 +131,6 @@ class Budget:
                 f"{self.text} is not possible: 1 bit in each layer that packs stores {least / MIB:.2f} of "
                 f"{plain_bytes / MIB:.2f} MiB; accepted are a ratio up to {ratio:g}, and saved_bytes from {least} on",
                 least,
-            )
-
-    def check_peak(self, plain_peak: int, least: int) -> None:
-        """Raise a BudgetRefusal if both 1 bit everywhere and full precision have a peak above the budget."""
-        nearest = min(least, plain_peak)
-        if not self.allows_peak(nearest):
-            raise BudgetRefusal(
-                f"{self.text} is not possible: with 1 bit in each layer that packs the peak of a step is "
-                f"{least / MIB:.2f} of {plain_peak / MIB:.2f} MiB; accepted is peak_bytes from {nearest} on",
-                nearest,
             )
 
     def choose(
@@ -181,18 +152,17 @@ def budget_of(
     *,
     ratio: float | None = None,
     saved_bytes: float | None = None,
-    peak_bytes: float | None = None,
     noise: float | None = None,
     time: float | None = None,
 ) -> Budget:
     """Return the budget; raises a ValueError or a TypeError if there is none, or a limit is not a number above 0."""
-    given = {"ratio": ratio, "saved_bytes": saved_bytes, "peak_bytes": peak_bytes, "noise": noise, "time": time}
+    given = {"ratio": ratio, "saved_bytes": saved_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
     if not stated.keys() - {"time"} or {"ratio", "saved_bytes"} <= stated.keys():
         raise ValueError(
             f"got {', '.join(stated) or 'no budget'}; accepted is one of ratio=24 (times less) and "
-            "saved_bytes=512 * 2**20, or peak_bytes=2 * 2**30 (of a step), or noise=0.05 (of minibatch noise), or "
-            "several of these three; and with each of them time=1.15 (of a step over that at full precision)"
+            "saved_bytes=512 * 2**20, or noise=0.05 (of minibatch noise), or noise and one of these; and with each of "
+            "them time=1.15 (of a step over that at full precision)"
         )
     for name, value in stated.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -200,7 +170,7 @@ def budget_of(
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value}; accepted is a number above 0")
     text = ", ".join(f"{name}={value}" for name, value in stated.items())
-    return Budget(text, ratio, saved_bytes, noise, time, peak_bytes)
+    return Budget(text, ratio, saved_bytes, noise, time)
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.bit_widths.budgets import SLACK, TRIES, Budget, BudgetRefusal, budget_of, most_within
+from brevact.bit_widths.budgets import SLACK, TRIES, Budget, BudgetRefusal, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
     FIRST_WIDTH,
@@ -38,7 +38,7 @@ from brevact.reports.gradient_noise import (
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import MemoryReport
-from brevact.reports.step import StepLoss, peak_of_step, step_report
+from brevact.reports.step import StepLoss, step_report
 from brevact.tables import progress_bar
 from brevact.user_lines import warn
 
@@ -140,7 +140,6 @@ def fit(
     *,
     ratio: float | None = None,
     saved_bytes: int | None = None,
-    peak_bytes: int | None = None,
     noise: float | None = None,
     time: float | None = None,
     double_backward: bool = False,
@@ -157,21 +156,14 @@ def fit(
     policy, and corrects it until the bytes fit and the noise is within a factor of 1.5 of the prediction.
     ``policy.report`` has the result. Noise and squared bias are added, in units of the noise between minibatches.
 
-    The peak of a step is the most bytes that PyTorch allocates above the step's start, on the device of the batch, as
-    in :func:`brevact.step_report`. ``fit`` measures the peak of each choice of widths, and takes the peak's excess over
-    the saved bytes (gradients, decoded tensors, workspaces) off the bytes of the next choice, until the peak fits.
-
     Layers are recomputed (``recompute=``) if the bytes or the noise need that, and with a budget of bytes alone until
     noise is below 0.01: ``fit`` tries increasing levels, up to 4096 multiplications per element. With ``time`` it takes
     the highest level whose steps take no longer.
 
     Cost with B batches and G layers that pack tensors (24 in EfficientNetV2 nano): B + 1 + 2 (G + 1) passes, two more
-    per layer that gets 1 or 2 bits, 10 per measured policy (at most 3), 4 for the peaks at full precision and at
-    1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this once per level of
-    recomputation.
-
-    Full-precision passes take the memory of packed ones, since they write saved tensors to a temporary file (in
-    ``TMPDIR``), except the timed passes of a budget of ``time``.
+    per layer that gets 1 or 2 bits, 8 per measured policy (at most 3), and some 20 forward passes for bytes. All this
+    once per level of recomputation. On a GPU, full-precision passes save their tensors in the host's memory, except
+    the timed passes of a budget of ``time``.
 
     ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
@@ -195,7 +187,6 @@ def fit(
         loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
         ratio: how many times fewer bytes to save than plain PyTorch.
         saved_bytes: most bytes to save for a batch like the first.
-        peak_bytes: highest peak of a step with a batch like the first, in bytes; alone or with another budget.
         noise: highest sum of noise and squared bias, in units of minibatch noise; alone or with a budget of bytes.
         time: longest step, as a multiple of a plain step; with another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
@@ -219,7 +210,7 @@ def fit(
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
     check_batches(batches, "fit(model, batches, loss, ratio=24)")
     check_loss(loss)
-    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, peak_bytes=peak_bytes, noise=noise, time=time)
+    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, noise=noise, time=time)
     if len(batches) < 2:
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
@@ -232,7 +223,6 @@ def fit(
     batches = batches[: effort.batches]
     with progress_bar("fit", None, progress) as on_pass, in_place(model):
         exact = exact_gradients(model, batches, loss, on_pass)
-        plain_peak = peak_of_step(model, batches[0], loss, packs=False)
         memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
         times: Mapping[int, float] = {0: 0.0}
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
@@ -240,7 +230,7 @@ def fit(
 
         def fit_at(recompute: int) -> Policy:
             options = {"double_backward": double_backward, "recompute": recompute}
-            fitting = _Fit(model, batches, loss, budget, exact, memory, plain_peak, on_pass, options, effort)
+            fitting = _Fit(model, batches, loss, budget, exact, memory, on_pass, options, effort)
             return fitting.policy(times[recompute])
 
         policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
@@ -254,7 +244,7 @@ def _warn_of_noise(report: FitReport) -> None:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
             "between minibatches, the least that was found; training will suffer. Store more bytes (a smaller ratio=, "
-            "a larger saved_bytes= or peak_bytes=), or accept it by noise="
+            "a larger saved_bytes=), or accept it by noise="
         )
 
 
@@ -273,7 +263,6 @@ class _Fit:
         budget: Budget,
         exact: ExactGradients,
         memory: MemoryOfPass,
-        plain_peak: int,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
         effort: _Effort,
@@ -287,53 +276,28 @@ class _Fit:
         self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
         #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
-        self._plain_peak = plain_peak
-        least = dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))
-        self._least_bytes, self._least_peak = self._groups.saved_bytes(least), self._peak(least)
-        #: Most bytes to save; below those of the budget where a peak is to fit.
-        self._limit = self._budget.bytes_of(self._groups.plain_bytes)
-        if self._budget.peak_bytes is not None:  # other tensors alive at the peak stay
-            self._limit = min(self._limit, self._budget.peak_bytes - self._least_peak + self._least_bytes)
 
     def policy(self, time: float) -> Policy:
         return self._best(self._reports(), time)
 
     def _reports(self) -> list[FitReport]:
         groups, budget = self._groups, self._budget
-        budget.check_bytes(groups.plain_bytes, self._least_bytes)
-        budget.check_peak(self._plain_peak, self._least_peak)
-        if not groups.costs or budget.takes_all(groups.plain_bytes, self._plain_peak):
+        budget.check_bytes(groups.plain_bytes, groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS))))
+        if not groups.costs or budget.takes_all(groups.plain_bytes):
             return [self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))]
         for source in groups.costs:
             self._known.measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
         for _ in range(self._effort.rounds):
-            widths = self._within_peak()
+            widths = self._within_bytes()
             found.append(self._measured(widths))
             if self._is_right(found[-1], widths):
                 break
         return found
 
-    def _within_peak(self) -> dict[str, int]:
-        """Return the best widths by known noise whose measured bytes and peak are within the budget."""
-        allowed = self._budget.peak_bytes
-        if allowed is None or self._budget.noise is not None:
-            return self._within_bytes()
-        found: dict[float, dict[str, int]] = {self._least_bytes: dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))}
-
-        def peak_with(limit: float) -> int:
-            self._limit = limit
-            found[limit] = self._within_bytes()
-            return self._peak(found[limit])
-
-        plain_bytes = self._groups.plain_bytes
-        most = min(plain_bytes, self._budget.bytes_of(plain_bytes))
-        self._limit = most_within(allowed, peak_with, self._limit, self._least_bytes, most)
-        return found[self._limit]
-
     def _within_bytes(self) -> dict[str, int]:
-        """Return the best widths by known noise whose measured bytes are within the limit, but hardly below it."""
-        groups, limit = self._groups, self._limit
+        """Return the best widths by known noise whose measured bytes are within the budget, but hardly below it."""
+        groups, limit = self._groups, self._budget.bytes_of(self._groups.plain_bytes)
         for _ in range(TRIES):
             widths = self._chosen()
             with storing(self._model, groups.quantizers(widths)):
@@ -350,7 +314,8 @@ class _Fit:
         while True:
             items = [known.options(source) for source in groups.costs]
             others = groups.fixed_bytes + self._more_bytes
-            chosen = self._budget.choose(items, self._limit - others, self._factor, known.rest)
+            limit = self._budget.bytes_of(groups.plain_bytes)
+            chosen = self._budget.choose(items, limit - others, self._factor, known.rest)
             widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
             unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
             for source in unknown:
@@ -359,7 +324,6 @@ class _Fit:
                 return widths
 
     def _measured(self, widths: Mapping[str, int]) -> FitReport:
-        peak = self._peak(widths)
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory.measured()
@@ -387,8 +351,6 @@ class _Fit:
             bias_error=bias.error,
             passes=self._passes,
             groups=groups,
-            peak=peak,
-            plain_peak=self._plain_peak,
         )
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
@@ -422,14 +384,6 @@ class _Fit:
         report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
         return replace(policy, layers=layers_of(self._model), report=report)
-
-    def _peak(self, widths: Mapping[str, int]) -> int:
-        with without_policy(self._model):
-            attach_policy(self._model, self._groups.policy(widths))
-            peak = peak_of_step(self._model, self._batches[0], self._loss, packs=True)
-        self._count()
-        self._count()
-        return peak
 
     def _memory_with(self, quantizer: Any) -> MemoryReport:
         with storing(self._model, {"": quantizer}):

@@ -95,8 +95,8 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
 
             - A policy: "default", "recompute", "conv_net", "transformer", or "none" for full precision.
             - A backward quantizer by name, with settings after a colon.
-            - A budget: "24x" (times fewer bytes), "512MiB" (B, KiB, MiB, GiB), "peak=2GiB" (of a step), "noise=0.05"
-              (in minibatch noise), or several of these and the time of a step, "60x noise=0.002 time=1.15".
+            - A budget: "24x" (times fewer bytes), "512MiB" (B, KiB, MiB, GiB), "noise=0.05" (in minibatch noise), or
+              two of these and the time of a step, "60x noise=0.002 time=1.15".
             - The path of a file that ``Policy.save`` wrote, ending in ".json".
 
     Returns:

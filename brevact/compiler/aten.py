@@ -220,19 +220,30 @@ def scaled(node: Any) -> tuple[Any, float]:
 
 
 def is_softmax(node: Any) -> bool:
-    """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions."""
+    """Whether a node is a softmax over classes; attention's have more than 32 keys in the last of some dimensions.
+
+    So are its probabilities without those above 1/2.
+    """
+    dim = dim_of_softmax(node.args[1] if packet_of(node) is aten.where else node)
+    shape = node.meta["val"].shape
+    return dim is not None and (len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32)
+
+
+def dim_of_softmax(node: Any) -> int | None:
     if packet_of(node) in CASTS:
         node = node.args[0]
-    above, below = (*node.args, None, None)[:2]
+    above, below = (*getattr(node, "args", ()), None, None)[:2]
     names = [packet_of(each) for each in (node, above, below)]
     if names != [aten.div, aten.exp, aten.sum] or below.args[0] is not above:
-        return False
-    shape, dim = node.meta["val"].shape, below.args[1][0] % node.meta["val"].dim()
-    return len(shape) < 3 or dim < len(shape) - 1 or shape[dim] <= 32
+        return None
+    return int(below.args[1][0] % node.meta["val"].dim())
 
 
 def classes_of(node: Any) -> int | None:
-    """The dimension of classes of exp(x - log(sum of exponentials)); None for other nodes."""
+    """The dimension of classes of a softmax or of exp(x - log(sum of exponentials)); None for other nodes."""
+    dim = dim_of_softmax(node)
+    if dim is not None:
+        return dim if isinstance(node.meta["val"].shape[dim], int) else None
     while packet_of(node) in CASTS | SAME:
         node = node.args[0]
     x: Any = node.args[0] if packet_of(node) is aten.exp else None

@@ -572,7 +572,10 @@ class Packing:
             self.analyse()
 
     def save_what_lacks_to_one(self) -> None:
-        """Save 1 - p for a row's probability p above 1/2, and its place: sure networks' gradients are of that size."""
+        """Save 1 - p for a row's probability p above 1/2, and its place: sure networks' gradients are of that size.
+
+        A softmax saves the place alone; p is what the others' sum lacks to 1.
+        """
         cast = prims.convert_element_type.default
         options = {"start": 1, "step": 1, "dtype": torch.int64, "requires_grad": False}
         for each in self.dependence.saved:
@@ -581,9 +584,9 @@ class Packing:
                 continue
             count, shape = _shape(p)[dim], [-1 if axis == dim else 1 for axis in range(len(_shape(p)))]
 
-            def turn(x: fx.Node, place: fx.Node, places: fx.Node, p: fx.Node = p) -> fx.Node:
+            def turn(x: fx.Node, lacks: fx.Node, place: fx.Node, places: fx.Node, p: fx.Node = p) -> fx.Node:
                 is_sure = self._like(p, self.call(aten.eq.Tensor, places, place))
-                left = self.call(aten.add.Tensor, self.call(aten.neg.default, x), 1)
+                left = self.call(aten.add.Tensor, self.call(aten.neg.default, lacks), 1)
                 return self._like(p, self.call(aten.where.self, is_sure, left, x))
 
             with self.insert_after(p):
@@ -592,8 +595,13 @@ class Packing:
                 sure = self.call(aten.where.ScalarOther, self.call(aten.gt.Scalar, p, 0.5), places, 0)
                 place = self.call(aten.amax.default, self.call(cast, sure, torch.float32), [dim], True)
                 place = self.call(cast, place, torch.uint8 if count < 256 else torch.int32)
-                left = turn(p, place, places)
-                again = turn(left, place, places)
+                if table.dim_of_softmax(p) is None:
+                    lacks = left = turn(p, p, place, places)
+                else:  # offsets of its gradient cancel where the sum is 1
+                    is_other = self._like(p, self.call(aten.ne.Tensor, places, place))
+                    left = self._like(p, self.call(aten.where.ScalarOther, is_other, p, 0))
+                    lacks = self._like(p, self.call(aten.sum.dim_IntList, left, [dim], True))
+                again = turn(left, lacks, place, places)
             self.integers.know(place, (0, count))
             for nodes in (self.live, self.activations):
                 nodes.add(left)

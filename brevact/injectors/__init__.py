@@ -1,16 +1,15 @@
 """Backward quantizers in Brevitas' dialect: injector classes for the activation slots of a layer.
 
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
-it. ``backward_settings_from`` resolves it, or a Brevitas activation injector (``BrevitasQuantizer``), into a region's
-settings. Importing this package makes every Brevitas injector picklable (``brevact.injectors.injector_type``) and gives
-Brevitas' own layers ``act_quant=`` (``brevact.injectors.stock_layers``); the first packing region makes Brevitas'
-forward quantizers save few bits inside of regions (``brevact.injectors.forward_quantizers``).
+it. ``backward_settings_from`` resolves it into a region's settings. Importing this package makes every Brevitas
+injector picklable (``brevact.injectors.injector_type``) and gives Brevitas' own layers ``act_quant=``
+(``brevact.injectors.stock_layers``); the first packing region makes Brevitas' forward quantizers save few bits inside
+of regions (``brevact.injectors.forward_quantizers``).
 """
 
 import types
 import typing
 
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import NearestRounding as NearestRounding

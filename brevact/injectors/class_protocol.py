@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dependencies import Injector, value
@@ -23,11 +22,9 @@ from brevact.private_names.of_brevitas import IS_INSTALLED
 from brevact.quantizers.brief import did_you_mean
 
 if TYPE_CHECKING or IS_INSTALLED:
-    import brevitas.inject.enum as brevitas_enums
-    import brevitas.quant as brevitas_quant
     from brevitas.inject import ExtendedInjector
 else:
-    ExtendedInjector, brevitas_enums, brevitas_quant = Injector, ModuleType("enum"), ModuleType("quant")
+    ExtendedInjector = Injector
 if TYPE_CHECKING:
     from typing_extensions import Self
 

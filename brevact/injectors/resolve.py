@@ -12,15 +12,8 @@ from dependencies.exceptions import DependencyError
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer, is_act_quantizer, quantizes_parameters
-from brevact.injectors.class_protocol import (
-    ExtendedInjector,
-    Fragment,
-    InjectorClass,
-    brevitas_quant,
-    is_injector,
-    written_value,
-)
+from brevact.injectors.brevitas_injectors import is_act_quantizer, quantizes_parameters
+from brevact.injectors.class_protocol import ExtendedInjector, Fragment, is_injector, written_value
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
@@ -29,17 +22,9 @@ from brevact.quantizers.brief import brief
 BackwardQuantizer: TypeAlias = type[ExtendedInjector] | ActivationQuantizer | BackwardSettings | nn.Module
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
-    "an activation quantizer of Brevitas (brevitas.quant.Int8ActPerTensorFloat, ...), "
     "an activation quantizer object (quantize and is_stochastic: brevact.quantizers.ActivationQuantizer), or "
     "BackwardSettings"
 )
-#: Settings of a region, accepted beside those of Brevitas' injectors.
-_OF_REGION = (
-    *("save_mode", "min_numel", "residual_bit_width", "derive_min_bits", "score_bit_width", "recompute"),
-    "double_backward",
-)
-#: Filled in by Brevitas' layers and proxies.
-_FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")
 
 
 def backward_settings_from(source: Any, argument: str = "source", /, **overrides: Any) -> BackwardSettings:
@@ -49,14 +34,12 @@ def backward_settings_from(source: Any, argument: str = "source", /, **overrides
     >>> backward_settings_from(StochBackward2bit, bucket_size=128).quantizer.bucket_size
     128
 
-    A Brevitas activation injector then quantizes only for backward. Errors call the source by ``argument``.
+    Errors call the source by ``argument``.
     """
     if isinstance(source, BackwardInjectorType):
         injector = source.let(**overrides) if overrides else source
         _refuse_forward_quant(injector)
         return resolve(injector)
-    if is_act_quantizer(source):
-        return _settings_of_brevitas(source, overrides)
     settings = _built_settings(source, argument)
     return _replaced(settings, overrides) if overrides else settings
 
@@ -90,20 +73,6 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         )
 
 
-def _settings_of_brevitas(source: InjectorClass, overrides: dict[str, Any]) -> BackwardSettings:
-    """Build a quantizer from a Brevitas activation injector; a name that it does not look up raises."""
-    own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
-    quantizer = BrevitasQuantizer(source.let(**own) if own else source)
-    accepted = quantizer.asked - {*_FROM_BREVITAS, "group_size", "group_dim"}
-    for name, value in own.items():
-        if name not in accepted:
-            raise unknown_setting(name, value, source.__name__, accepted | set(_OF_REGION))
-    of_region = {name: getattr(source, name) for name in _OF_REGION if name in source}
-    return BackwardSettings(
-        quantizer, **of_region | {name: overrides[name] for name in _OF_REGION if name in overrides}
-    )
-
-
 def _built_settings(source: Any, argument: str) -> BackwardSettings:
     if isinstance(source, BackwardSettings):
         return source
@@ -122,6 +91,11 @@ def _description(source: Any) -> str:
             return (
                 f"{source.__name__}, which quantizes a weight or a bias, and no activations; put it into weight_quant= "
                 "or bias_quant= of a Brevitas layer"
+            )
+        if is_act_quantizer(source):
+            return (
+                f"{source.__name__}, which quantizes the forward pass: put it into input_quant=, act_quant= or "
+                "forward_quant= of a Brevitas layer; for backward pass StochBackward8bit"
             )
         if "proxy_class" in source:
             return f"{source.__name__}, which quantizes no activations by itself"
@@ -152,8 +126,6 @@ def _fix(source: Any) -> str:
 
 
 def _fix_of_name(name: str) -> str:
-    if is_act_quantizer(getattr(brevitas_quant, name, None)):
-        return f"pass the class itself, without quotes: brevitas.quant.{name}; "
     leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
     nearest = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
     return f"pass the class itself, without quotes: {nearest[0]}; " if nearest else ""
@@ -161,9 +133,6 @@ def _fix_of_name(name: str) -> str:
 
 def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:
     quantizer = settings.quantizer
-    if isinstance(quantizer, BrevitasQuantizer):
-        of_region = {name: getattr(settings, name) for name in _OF_REGION}
-        return _settings_of_brevitas(quantizer.source, of_region | overrides)
     of_settings = _settable(settings) - {"quantizer"}
     of_quantizer = _settable(quantizer)
     for name, value in overrides.items():

@@ -10,7 +10,7 @@ from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.brevitas_quantizer import build_tensor_quant, is_act_quantizer
+from brevact.injectors.brevitas_injectors import is_act_quantizer, names_looked_up
 from brevact.injectors.class_protocol import InjectorClass, added_values, written_values
 from brevact.injectors.injector_type import (
     ACT_PREFIX,
@@ -159,7 +159,7 @@ def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
 def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: dict[str, Any]) -> None:
     """Raise for a forward quantizer's setting that it never looks up, which Brevitas would ignore."""
     unknown = [name for name in prefixed if name.removeprefix(FORWARD_PREFIX) not in quant]
-    asked = build_tensor_quant(quant.let(**overrides))[1] if unknown else frozenset()
+    asked = names_looked_up(quant.let(**overrides)) if unknown else frozenset()
     for name in unknown:
         if name.removeprefix(FORWARD_PREFIX) not in asked:
             accepted = {

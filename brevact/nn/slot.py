@@ -12,7 +12,6 @@ from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.injectors.stock_layers import ACT_PREFIX, check_keywords, fill_slot, pop_settings
-from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief, did_you_mean
 
 
@@ -22,9 +21,9 @@ class BackwardSlot:
     List it first: ``class ReLU(BackwardSlot, torch.nn.ReLU)``. The layer's whole forward then runs in a region with
     that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay the base class's.
 
-    ``act_quant`` is a backward injector class, a Brevitas activation injector (which here quantizes only for backward),
-    an activation quantizer, another layer's ``act_quant`` (to share its settings), or None for a plain layer, which
-    ignores ``act_`` settings, as Brevitas does, but raises for a name that is a setting of no backward quantizer.
+    ``act_quant`` is a backward injector class, an activation quantizer, another layer's ``act_quant`` (to share its
+    settings), or None for a plain layer, which ignores ``act_`` settings, as Brevitas does, but raises for a name that
+    is a setting of no backward quantizer.
     """
 
     act_quant: BackwardQuantProxy | None
@@ -96,7 +95,6 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
     if not overrides:
         return
     settings = {ACT_PREFIX + name for injector in derived(BackwardQuantSolver) for name in known_names(injector)}
-    settings |= {ACT_PREFIX + name for injector in derived(ActQuantSolver) for name in injector.__dependencies__}
     for name, value in overrides.items():
         if name in settings:
             continue

@@ -149,8 +149,7 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     (152, torch.Size([256]))
 
     Args:
-        source: backward quantizer, such as ``StochBackward2bit``, or a Brevitas activation quantizer, such as
-            ``Int8ActPerTensorFloat``.
+        source: backward quantizer, such as ``StochBackward2bit``.
         **overrides: settings that replace those of ``source``.
 
     Returns:
@@ -186,9 +185,6 @@ def backward_quant(
     >>> loss.backward()
     >>> with brevact.backward_quant():  # the policy brevact.DEFAULT
     ...     loss = (x @ weight).relu().sum()
-
-    A Brevitas activation quantizer quantizes each tensor by its own statistics alone, since nothing identifies a
-    block's tensor from one run to the next.
 
     A block packs even in modules in eval mode, unless gradients are off.
 
@@ -265,8 +261,6 @@ def quantize_backward(
     ...     F.cross_entropy: None,  # full precision, wherever it is called
     ...     "*": brevact.StochBackward2bit,
     ... })
-
-    A Brevitas activation quantizer quantizes only for backward here, each tensor by its own statistics.
 
     ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
     model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,

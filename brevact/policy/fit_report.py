@@ -56,8 +56,6 @@ class FitReport:
         groups: layers that pack, in the order of the forward pass.
         recompute: maximum multiplications per element of recomputed layers.
         time: time of a step at this level of recomputation, as a multiple of a plain step; 0 if not measured.
-        peak: measured peak bytes that PyTorch allocates in a step, above those at its start; 0 if not measured.
-        plain_peak: ``peak`` without backward quantization.
     """
 
     budget: str
@@ -73,8 +71,6 @@ class FitReport:
     groups: tuple[FittedGroup, ...] = ()
     recompute: int = 0
     time: float = 0.0
-    peak: int = 0
-    plain_peak: int = 0
 
     @property
     def ratio(self) -> float:
@@ -110,8 +106,6 @@ class FitReport:
             f"bias² {self.bias:.4f} ± {self.bias_error:.4f} (predicted together: {self.predicted:.4f}), "
             "in units of minibatch noise"
         )
-        if self.peak:
-            text += f"; peak of a step {self.peak / MIB:.2f} of {self.plain_peak / MIB:.2f} MiB"
         if self.time:
             text += f"; a step takes {self.time:.2f} times as long"
         if self.recompute:
@@ -126,7 +120,8 @@ class FitReport:
     def from_plain(cls, plain: Any) -> FitReport:
         """Return the report that :meth:`to_plain` wrote; raises a TypeError for another form."""
         if isinstance(plain, dict):  # earlier files have fields that reports no longer have
-            plain = {name: value for name, value in plain.items() if name not in ("predicted_time", "predicted_peak")}
+            former = ("predicted_time", "predicted_peak", "peak", "plain_peak")
+            plain = {name: value for name, value in plain.items() if name not in former}
         _check_fields(cls, plain, "report")
         for each in plain["groups"]:
             _check_fields(FittedGroup, each, "report, groups")

@@ -138,7 +138,7 @@ class Policy:
         """Write the policy as JSON, with the version of the package.
 
         Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
-        ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings.
+        ``brevact.policy.predicates`` can be saved, with backward quantizers of brevact and their settings.
 
         >>> import brevact, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")

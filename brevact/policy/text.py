@@ -87,8 +87,8 @@ def budget_of(words: str) -> dict[str, float] | None:
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
-    >>> budget_of("60x noise=0.002 time=1.15"), budget_of("peak=2GiB")
-    ({'ratio': 60.0, 'noise': 0.002, 'time': 1.15}, {'peak_bytes': 2147483648})
+    >>> budget_of("60x noise=0.002 time=1.15")
+    {'ratio': 60.0, 'noise': 0.002, 'time': 1.15}
     """
     if len(words.split()) < 2 or _one_budget(words) is not None:
         return _one_budget(words)
@@ -104,20 +104,16 @@ def budget_of(words: str) -> dict[str, float] | None:
 
 
 def _one_budget(words: str) -> dict[str, float] | None:
-    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))\s*([A-Za-z]*)", words)
+    found = re.fullmatch(rf"(noise=|time=|)([-+]?(?:{_NUMBER}))\s*([A-Za-z]*)", words)
     if found is None:
         return None
     prefix, number, unit = found[1], float(found[2]), found[3]
-    accepted = {"": ("x", *_UNITS), "peak=": (*_UNITS,)}.get(prefix, ("",))
+    accepted = ("",) if prefix else ("x", *_UNITS)
     size = number * _UNITS.get(unit, 1)
     if not 0 < size < math.inf or (unit == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
     if unit not in accepted or words != "".join(found.groups()):
-        raise ValueError(
-            f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}), peak=2GiB, noise=0.05 or time=1.15"
-        )
-    if prefix == "peak=":
-        return {"peak_bytes": int(size)}
+        raise ValueError(f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}), noise=0.05 or time=1.15")
     if prefix:
         return {prefix.removesuffix("="): number}
     return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
@@ -136,7 +132,7 @@ def _literal(text: str) -> object:
 
 _ACCEPTED = (
     'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '
-    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB", "peak=2GiB", "noise=0.05" or '
+    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB", "noise=0.05" or '
     '"60x time=1.2", and the path of a JSON file'
 )
 _FULL_PRECISION = Policy({"": None})

@@ -25,17 +25,15 @@ _NAMES = {
     "brevitas.proxy.parameter_quant": "BiasQuantProxyFromInjectorBase WeightQuantProxyFromInjectorBase",
     "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
     "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
-    "brevitas.quant.solver": "ActQuantSolver",
     "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
     "brevitas.core.function_wrapper": (
-        "Abs CeilSte DPURoundSte FloatClamp FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "
+        "Abs CeilSte DPURoundSte FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "
         "ScalarSignedClampMinSte TensorClamp TensorClampSte"
     ),
-    "brevitas.core.function_wrapper.shape": "OverTensorView",
     "brevitas.core.function_wrapper.stochastic_round": "StochasticRoundSte",
     "brevitas.core.quant": "BinaryQuant ClampedBinaryQuant DecoupledIntQuant IntQuant RescalingIntQuant TernaryQuant",
     "brevitas.core.quant.delay": "_NoDelay",
-    "brevitas.core.quant.float": "FloatQuant min_internal_scale",
+    "brevitas.core.quant.float": "FloatQuant",
     "brevitas.core.restrict_val": ("FloatRestrictValue _ClampValue _RestrictClampValue _RestrictValue"),
     "brevitas.core.scaling": (
         "ConstScaling IntScaling ParameterFromRuntimeStatsScaling ParameterScaling PowerOfTwoIntScaling "
@@ -51,8 +49,6 @@ _NAMES = {
         "ParameterFromRuntimeZeroPoint ParameterFromStatsFromParameterZeroPoint ParameterZeroPoint "
         "StatsFromParameterZeroPoint ZeroZeroPoint"
     ),
-    "brevitas.function.ops_ste": "binary_sign_ste ternary_sign_ste",
-    "brevitas.utils.torch_utils": "float_internal_scale",
 }
 for _module, _names in _NAMES.items():
     for _name in _names.split():

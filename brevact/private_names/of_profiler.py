@@ -6,17 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-
-class Allocation(NamedTuple):
-    """A block that PyTorch's allocator handed out (positive bytes) or took back (negative)."""
-
-    time: int
-    """Nanoseconds since the epoch, as of `time.time_ns`."""
-    address: int
-    nbytes: int
-
+from typing import Any
 
 _LEVEL = "KINETO_LOG_LEVEL"
 _one_at_a_time = threading.RLock()  # two profilers in two threads crash the process
@@ -40,15 +30,3 @@ def allocations(profile: Any) -> Iterator[int]:
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             yield event.nbytes()
-
-
-def allocations_in_time(profile: Any, device: str) -> list[Allocation]:
-    """Return a finished ``torch.profiler.profile``'s allocations on a kind of device, oldest first."""
-    found, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == device:
-            fields = event.extra_fields
-            found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size))
-    return sorted(found, key=lambda each: each.time)

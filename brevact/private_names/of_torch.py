@@ -27,7 +27,6 @@ current_graph_task = find("torch._C._current_graph_task_id")  #: -1 outside of a
 #: Number of tensors and Python objects that hold the storage at an address.
 count_holders = find("torch._C._storage_Use_Count")
 #: The graph node whose backward this thread runs; None outside of one.
-current_autograd_node = find("torch._C._current_autograd_node")
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback")
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction")
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
@@ -113,18 +112,9 @@ disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", fallback=(True,))
-#: Whether a tensor is a batch of ``is_grads_batched``, adding and removing its dimension; then ``torch.func.vmap``'s.
+#: Whether a tensor is a batch of ``is_grads_batched``, and of ``torch.func.vmap``.
 is_batched = find("torch._C._functorch.is_legacy_batchedtensor")
-add_legacy_batch_dim = find("torch._add_batch_dim")
-remove_legacy_batch_dim = find("torch._remove_batch_dim")
 is_functorch_batched = find("torch._C._functorch.is_batchedtensor")
-level_of = find("torch._C._functorch.maybe_get_level")
-add_batch_dim = find("torch._C._functorch._add_batch_dim")
-remove_batch_dim = find("torch._C._functorch._remove_batch_dim")
-outside_of_transform = find("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
-_ExcludeDispatchKeys = find("torch._C._ExcludeDispatchKeyGuard")
-_DispatchKeySet = find("torch._C.DispatchKeySet")
-_key_named = find("torch._C._dispatch_key_parse")
 #: torch's error message if saved-tensor hooks are off; None if they are on.
 why_hooks_are_off = find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack")
@@ -134,11 +124,6 @@ tree_unflatten = find("torch.utils._pytree.tree_unflatten")
 
 if not TYPE_CHECKING:
     TreeSpec = find("torch.utils._pytree.TreeSpec")
-
-
-def outside_of_legacy_vmap() -> Any:
-    """Return a context in which ``is_grads_batched`` does not refuse random numbers."""
-    return _ExcludeDispatchKeys(_DispatchKeySet(_key_named("VmapMode")))
 
 
 def parts_of_coo(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,14 +202,6 @@ has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 
 #: The schemas of an operator of `torch.ops`, by "namespace::name".
 schemas_of_operator = find("torch._C._jit_get_schemas_for_operator")
-
-
-def argument_names(operator: Any) -> tuple[str, ...]:
-    """Return the argument names of a ``torch.ops`` operator: of an overload, or the default one."""
-    overload = operator if hasattr(operator, "_schema") else getattr(operator, "default", None)
-    return () if overload is None else tuple(argument.name for argument in overload._schema.arguments)
-
-
 softmax_backward = find("torch.ops.aten._softmax_backward_data.default")
 fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default")
 fused_rms_norm = find("torch.ops.aten._fused_rms_norm")

@@ -1,33 +1,24 @@
 """Fake quantization to integers and its gradient, one pass over the elements each: the definitions in plain torch.
 
-The ops of ``brevitas.core.quant.IntQuant``, in their order, compute each element and round once each; sums are those of
-`torch.sum`: results equal Brevitas' bit for bit. Kernels of these names write the same bytes.
+The ops of ``brevitas.core.quant.IntQuant``, in their order, compute each element and round once each: results, and
+terms of sums, equal Brevitas' bit for bit. Kernels of these names write the same bytes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding
+from brevact.geometry import DEFAULT_BLOCK, IntegerPlan
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec
-
-ROUNDINGS: dict[IntegerRounding, Callable[[Tensor], Tensor]] = {
-    IntegerRounding.NEAREST: torch.round,
-    IntegerRounding.FLOOR: torch.floor,
-    IntegerRounding.CEIL: torch.ceil,
-    IntegerRounding.TO_ZERO: lambda x: torch.sign(x) * torch.floor(torch.abs(x)),
-    IntegerRounding.DPU: lambda x: torch.where((x < 0.0) & (x - x.floor() == 0.5), x.ceil(), x.round()),
-}
 
 
 @run_by_kernels
@@ -87,7 +78,6 @@ def fake_quantize_backward(
     residual: Tensor | None,
     target: Tensor,
     terms: Tensor | None,
-    sums: Tensor | None,
     parts: Tensor | None,
 ) -> None:
     """Gradients of the elements and of their scale, in the order of Brevitas' ops.
@@ -98,52 +88,43 @@ def fake_quantize_backward(
     sum of -g s and of g', for which a ReLU in front sets nothing to 0. Clipping and q are recomputed from x without
     codes; a ReLU in front of a zero point that learns demands that.
 
-    `grad` and the written `target` are dense in the memory order of the codes. The mask is None for all elements, with
-    residuals, and for x without codes; `values`, x behind the ReLU, is None with residuals or without sums of the
-    scale. No integer was NaN, unless a code is spare. Of the results, each None if unwanted, `terms` are the (k, n)
-    terms of the sums, k = 2, or 4 if the zero point learns; `sums` are (k,), as `torch.sum` adds them; `parts` are (k,
-    64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to last, 0 for
-    columns that the last block lacks. Their first two rows are left alone if there are neither codes nor x.
+    `grad` and the written `target` are dense in the memory order of the codes. There are `values`, x behind the ReLU;
+    or residuals with their codes; or a mask, None for all elements. No integer was NaN, unless a code is spare. Of the
+    results, at most one of which is wanted, `terms` are the (k, n) terms of the sums, k = 2, or 4 if the zero point
+    learns; `parts` are (k, 64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block,
+    first to last, 0 for columns that the last block lacks. Their first two rows are left alone with a mask.
     """
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
     through = g * s
-    left = passes = inside = q = None
-    if codes is None and values is not None:
-        _, rounded, q, passes = _quantized(flat_memory(values, n), plan, scale, zero_point)
-        inside = _inside(rounded, plan)
-    elif residual is not None and residual_of is not None:
-        left = g.new_empty(n)
-        residual_of.decode(residual, PackedSpec.of(residual_of, Layout.of(left)), left)
-        passes = left != residual_of.clipped
+    passes = inside = None
+    steps = q = g
+    if values is not None:
+        v = flat_memory(values, n)
+        _, rounded, q, passes = _quantized(v, plan, scale, zero_point)
+        inside, steps, q = _inside(rounded, plan), v / s, q - _each(zero_point, plan)
+    elif codes is not None and residual is not None and residual_of is not None:
+        steps = g.new_empty(n)
+        residual_of.decode(residual, PackedSpec.of(residual_of, Layout.of(steps)), steps)
+        passes = steps != residual_of.clipped
+        q = _integers(codes, plan, g.dtype) - _each(zero_point, plan)
+        q = torch.where(passes, q * 0.0, q)
     elif mask is not None:
         passes = reference.unpack(mask, 1, n, DEFAULT_BLOCK).bool()
     clipped = through if passes is None else torch.where(passes, through, 0.0)
     flat_memory(target, n).copy_(clipped / s)
-    wanted = [each for each in (terms, sums, parts) if each is not None]
-    if not wanted:
+    wanted = terms if parts is None else parts
+    if wanted is None:
         return
-    found = []
-    if codes is not None or values is not None:
-        q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
-        if left is None:
-            steps = flat_memory(values, n) / s  # type: ignore[arg-type]
-        else:
-            steps, q = left, torch.where(passes, q * 0.0, q)  # type: ignore[arg-type]
-        found += [g * q, -clipped * (steps / s)]
-    if len(wanted[0]) == 4:
+    found = [g * q, -clipped * (steps / s)] if q is not g else []
+    if len(wanted) == 4:
         found += [-through, clipped if inside is None else torch.where(inside, through, 0.0)]
-    if terms is not None:
-        terms[-len(found) :] = torch.stack(found)
-    if sums is not None:
-        sums[-len(found) :] = torch.stack([each.sum() for each in found])
-    if parts is not None:
-        parts[-len(found) :] = torch.stack([_columns(each) for each in found])
+    wanted[-len(found) :] = torch.stack(found if parts is None else [_columns(each) for each in found])
 
 
 @run_by_kernels
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    """Decode (q - z) s from packed integers q, by plan (whatever its rounding) and numbers of `fake_quantize`."""
+    """Decode (q - z) s from packed integers q, by plan and numbers of `fake_quantize`."""
     q = _integers(codes, plan, target.dtype) - _each(zero_point, plan)
     flat_memory(target, plan.numel).copy_(q * _each(scale, plan))
 
@@ -153,7 +134,7 @@ def _quantized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x / s + z of elements behind a ReLU, this rounded, and clipped, and where there is a gradient."""
     shifted = v / _each(scale, plan) + _each(zero_point, plan)
-    rounded = ROUNDINGS[plan.rounding](shifted)
+    rounded = shifted.round()
     q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
     q = torch.where(q < plan.lowest, float(plan.lowest), q)
     passes = _inside(rounded, plan)
@@ -191,6 +172,4 @@ def _each(of_groups: Tensor, plan: IntegerPlan) -> Tensor:
     """A number for each element, or one for all, which leaves the type of elements alone."""
     if of_groups.numel() == 1:
         return of_groups.reshape(())
-    place, columns = torch.arange(plan.numel, device=of_groups.device) // plan.inner, plan.groups // plan.rows
-    row = place // (columns * plan.repeats) % plan.rows
-    return of_groups[row * columns + place % columns]
+    return of_groups[torch.arange(plan.numel, device=of_groups.device) // plan.inner % plan.groups]

@@ -27,7 +27,7 @@ from brevact.autograd.running import nodes_behind
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
-from brevact.reports.peak import saved_in_file
+from brevact.reports.peak import saved_on_host
 
 #: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
@@ -244,8 +244,8 @@ def exact_gradients(
 
 
 def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:
-    """Return the gradients of a pass without backward quantization, in the memory of a packed one."""
-    with regions_disabled(is_compiled(model)), saved_in_file(model):
+    """Return the gradients of a pass without backward quantization, whose saved tensors take no memory of a GPU."""
+    with regions_disabled(is_compiled(model)), saved_on_host(model):
         return gradients(model, batch, loss, seed)
 
 

@@ -6,7 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
 from typing import Any
@@ -87,9 +87,9 @@ def memory_report(
     True
 
     If the loss is a tensor of one element, further plain and packed steps run its backward pass and measure the peak:
-    the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The plain step writes
-    saved tensors to a temporary file, but counts them as if they were in memory. The peak consists of saved bytes,
-    gradients, and tensors that are decoded or computed at that moment:
+    the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The plain peak is
+    None on a GPU without room for it. The peak consists of saved bytes, gradients, and tensors that are decoded or
+    computed at that moment:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
@@ -135,7 +135,9 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             model.train()
         if device_of(model, batch).type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
             return report
-        packed, plain = (peak_of_step(model, batch, loss, packs=packs) for packs in (True, False))
+        packed, plain = peak_of_step(model, batch, loss, packs=True), None
+        with suppress(torch.OutOfMemoryError):
+            plain = peak_of_step(model, batch, loss, packs=False)
     return replace(report, plain_peak=plain, packed_peak=packed)
 
 

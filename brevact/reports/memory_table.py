@@ -75,7 +75,7 @@ class MemoryReport:
             ``brevact.DEFAULT``: tables, files and plots then say "would store".
         scope: the part of a step that was not measured; "" for a whole step.
         plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
-            start; None if no backward pass was measured.
+            start; None if no backward pass was measured, or the step does not fit into the GPU's memory.
         packed_peak: the same with backward quantization.
     """
 
@@ -118,11 +118,10 @@ class MemoryReport:
             numbers=3,
             notes=[row.note for row in self.rows],
         )
-        if self.plain_peak is not None and self.packed_peak is not None:
-            table += (
-                f"\npeak of a step: {size_text(self.plain_peak)} plain, {size_text(self.packed_peak)} packed, "
-                f"{self.peak_ratio:.1f} times less"
-            )
+        if self.packed_peak is not None:
+            plain = "out of memory" if self.plain_peak is None else size_text(self.plain_peak)
+            less = "" if self.peak_ratio is None else f", {self.peak_ratio:.1f} times less"
+            table += f"\npeak of a step: {plain} plain, {size_text(self.packed_peak)} packed{less}"
         remarks = " ".join(filter(None, (self.note, self.scope)))
         table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
@@ -160,7 +159,7 @@ class MemoryReport:
             path: file to write.
         """
         saved = "would_save_bytes" if self.would_save else "saved_bytes"
-        peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak} if self.plain_peak is not None else {}
+        peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak} if self.packed_peak is not None else {}
         lines = (
             (row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()) for row in self.rows
         )

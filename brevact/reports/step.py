@@ -21,7 +21,7 @@ from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled
-from brevact.reports.peak import peak_by_file, peak_of
+from brevact.reports.peak import peak_of
 from brevact.tables import size_text, text_table, write_csv
 
 __all__ = ["StepReport", "step_report"]
@@ -177,12 +177,11 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
 
 
 def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    """Return the peak of a step in training mode, with the model's policy, or without it in as little memory."""
+    """Return the peak of a step in training mode, with the model's policy or without it."""
     with in_place(model):
         if not model.training:
             model.train()
-        step, device = step_of(model, batch, loss, packs=packs), device_of(model, batch)
-        return peak_of(step, device) if packs else peak_by_file(step, model, device)
+        return peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch))
 
 
 def _seconds_of(

@@ -39,8 +39,8 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
             returns for a batch with labels.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``mix_schedule``, ``noise_every``, ``memory`` and ``quick_fit`` of
-            :class:`TrainingPolicy`; steps are those of the optimizer.
+        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+            optimizer.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.
@@ -112,7 +112,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         # It shares the trainer's graphs.
         compiled: Any = torch.compile(model, **options) if args.torch_compile else None
-        self.policy.begin(model, batches, loss, steps=state.max_steps, progress=progress, compiled=compiled)
+        self.policy.begin(model, batches, loss, progress=progress, compiled=compiled)
         self._enter_trainer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

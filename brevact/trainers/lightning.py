@@ -44,8 +44,8 @@ class LightningCallback(Callback):
         loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
             ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``mix_schedule``, ``noise_every``, ``memory`` and ``quick_fit`` of
-            :class:`TrainingPolicy`; steps are those of the optimizer.
+        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+            optimizer.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.
@@ -72,11 +72,10 @@ class LightningCallback(Callback):
         batches = trainer.train_dataloader if self._batches is None else self._batches
         if isinstance(batches, Mapping) or (self._batches is None and isinstance(batches, list | tuple)):
             raise ValueError("batches: the training data are several loaders; pass batches=, a list of batches")
-        steps = int(trainer.estimated_stepping_batches) if trainer.estimated_stepping_batches < float("inf") else None
         self._steps = trainer.global_step
         loss = self._loss or _loss_of(trainer)
         prepare, progress = _prepare_of(trainer, pl_module), trainer.progress_bar_callback is not None
-        self.policy.begin(pl_module, batches, loss, steps=steps, prepare=prepare, progress=progress)
+        self.policy.begin(pl_module, batches, loss, prepare=prepare, progress=progress)
         if "training_step" not in vars(pl_module):  # else it was compiled together with the module
             step: Any = type(pl_module).training_step
             self._training_step = in_region(step)

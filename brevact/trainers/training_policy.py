@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.arguments import check_count, check_model, check_state
+from brevact.arguments import check_model, check_state
 from brevact.autograd import has_region
 from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.attach import quantize_backward, region_of_step, restore_backward
-from brevact.policy.mixing import MixSchedule, checked_plan
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import has_policy
-from brevact.policy.text import settings_of
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_bool
+from brevact.quantizers.checks import check_bool, check_int
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.in_place import is_compiled, kept_random_state
@@ -37,12 +35,6 @@ from brevact.tables import MIB
 from brevact.user_lines import warn
 
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
-
-
-def check_steps(**intervals: Any) -> None:
-    for name, steps in intervals.items():
-        if steps is not None:
-            check_count(name, steps, more=", or None")
 
 
 def check_run(batches: Any, loss: Any) -> None:
@@ -59,7 +51,7 @@ def check_values(state: Any, own: Mapping[str, Any]) -> None:
     """Raise a TypeError or a ValueError unless this is a training policy's own state."""
     check_state(state, own)
     for name in ("steps", "noise_count"):
-        check_count(f"state: {name}", state[name], 0)
+        check_int(f"state: {name}", state[name], 0)
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
         if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
             raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
@@ -81,30 +73,6 @@ def spec_of(policy: Any) -> PolicySpec | None:
         Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
     return PolicySpec(re.sub(r" at 0x[0-9a-f]+", "", text), policy)  # the same in the process that resumes
-
-
-def mix_of(words: str) -> tuple[str, dict[str, Any]]:
-    """Return kind and settings of a schedule of mixing probabilities; raises a TypeError or a ValueError.
-
-    >>> mix_of("cosine:start=0.9,end=0.1")
-    ('cosine', {'start': 0.9, 'end': 0.1})
-    """
-    if not isinstance(words, str):
-        raise TypeError(
-            f"mix_schedule={brief(words)} of type {type(words).__name__}; accepted is a text: "
-            '"cosine:start=0.9,end=0.1"'
-        )
-    kind, separator, rest = words.partition(":")
-    settings = settings_of(rest.split(",")) if separator else {}
-    accepted = ("start", "end", "steps", "stairs")
-    for name in settings:
-        if name not in accepted:
-            raise ValueError(f"mix_schedule={words!r}: {name} is not known; accepted are {', '.join(accepted)}")
-    try:
-        checked_plan({"start": 0.0, "end": 0.0, "steps": 1, "stairs": 4, **settings, "kind": kind})
-    except ValueError as error:
-        raise ValueError(f"mix_schedule={words!r}: {error}") from error
-    return kind, settings
 
 
 def refuse_to_fit(model: nn.Module) -> None:
@@ -247,17 +215,13 @@ class TrainingPolicy:
     >>> policy.end()  # detaches the policy
 
     Args:
-        policy: text for :func:`brevact.parse_policy`, or a policy for :func:`brevact.quantize_backward`; None for the
-            policy that the model has.
+        policy: text for :func:`brevact.parse_policy`, whose budget is fitted by ``brevact.fit(..., quick=True)``, or a
+            policy for :func:`brevact.quantize_backward`; None for the policy that the model has.
         adapt_every: steps between measurements of the layers' sensitivities (:class:`brevact.Adaptive`), which move
             bits between layers at constant bytes; None for fixed widths.
-        mix_schedule: schedule of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
-            "cosine:start=0.9,end=0.1"; ``steps`` defaults to the length of the run. None for no schedule.
         noise_every: steps between measurements of the gradients' noise; None for no measurements.
         memory: whether to measure saved bytes when the run begins, by two forward passes of the model, which take no
             more memory than a step.
-        quick_fit: whether to fit a budget by ``brevact.fit(..., quick=True)``, by a pass per layer before the first
-            step; False takes two or more.
 
     Raises:
         OSError: ``policy`` is the path of an unreadable file.
@@ -270,22 +234,19 @@ class TrainingPolicy:
         policy: Any = "default",
         *,
         adapt_every: int | None = None,
-        mix_schedule: str | None = None,
         noise_every: int | None = None,
         memory: bool = True,
-        quick_fit: bool = True,
     ) -> None:
         check_bool("memory", memory)
-        check_bool("quick_fit", quick_fit)
         #: The requested policy; None for the policy that the model has.
         self.spec: PolicySpec | None = spec_of(policy)
         #: The policy fitted to a budget; None without a budget.
         self.fitted: Policy | None = None
         self._shows_progress = True
-        self._quick_fit = quick_fit
-        check_steps(adapt_every=adapt_every, noise_every=noise_every)
+        for name, steps in (("adapt_every", adapt_every), ("noise_every", noise_every)):
+            if steps is not None:
+                check_int(name, steps, 1)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
-        self._mix = None if mix_schedule is None else mix_of(mix_schedule)
         #: Bytes that a training step saves, measured when the run begins; None before.
         self.memory: MemoryReport | None = None
         self._resumed: Mapping[str, Any] | None = None
@@ -299,7 +260,6 @@ class TrainingPolicy:
         self._has_attached = False
         self._steps = 0
         self._noise: float | None = None
-        self._schedule: MixSchedule | None = None
         self._compiled: nn.Module | None = None
         self._has_graphs = False  # whether `memory` is of compiled graphs
         #: The object that moves bits between layers in this run, or None.
@@ -311,7 +271,6 @@ class TrainingPolicy:
         batches: Iterable[Any] = (),
         loss: Loss | None = None,
         *,
-        steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
         progress: bool = True,
         compiled: nn.Module | None = None,
@@ -326,19 +285,17 @@ class TrainingPolicy:
                 ``adapt_every`` and ``noise_every``. An iterator loses the batches that are taken from it.
             loss: takes the model and a batch, and returns a scalar; needed if ``batches`` are. It runs in the region of
                 the model, as in ``with brevact.backward_quant(model):``.
-            steps: number of steps of the run, for a schedule without ``steps``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
             progress: whether fitting a budget shows a bar.
             compiled: ``torch.compile(model)``, if the loop calls that: the saved bytes are those of its graphs.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
-            ValueError: the model already has a policy; batches, a loss or steps are missing; or an error of
-                :func:`brevact.fit`, :class:`brevact.Adaptive` or :class:`brevact.MixSchedule`.
+            ValueError: the model already has a policy; batches or a loss are missing; or an error of
+                :func:`brevact.fit` or :class:`brevact.Adaptive`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
         check_run(batches, loss)
-        check_steps(steps=steps)
         self.end()  # of an interrupted run
         self._shows_progress = progress
         owner = _owners[model]() if model in _owners else None
@@ -352,7 +309,7 @@ class TrainingPolicy:
         self._compiled = model if is_compiled(model) else compiled
         try:
             with kept_random_state():
-                self._start(model, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
+                self._start(model, batches, prepare or (lambda batch: moved(batch, device_of(model))))
             if self._resumed is not None:
                 noise_count(self._resumed["noise_count"])
                 self._resumed = None
@@ -360,9 +317,7 @@ class TrainingPolicy:
             self.end()
             raise
 
-    def _start(
-        self, model: nn.Module, batches: Iterable[Any], steps: int | None, prepare: Callable[[Any], Any]
-    ) -> None:
+    def _start(self, model: nn.Module, batches: Iterable[Any], prepare: Callable[[Any], Any]) -> None:
         state = self._resumed
         needed = self._needs_batches(state)
         measures = self._measures_memory
@@ -380,11 +335,6 @@ class TrainingPolicy:
                 "begin(model, batches, loss)"
             )
         self._attach(model, None if state is None else state["rules"])
-        if self._mix is not None:
-            kind, settings = self._mix
-            if kind != "constant" and "steps" not in settings and steps is None:
-                raise ValueError(f'mix_schedule={kind!r}: the run has no known length; add it: "{kind}:steps=1000"')
-            self._schedule = MixSchedule(model, kind, **{"steps": max(1, steps or 1), **settings})
         if state is not None:
             self._load(state)
 
@@ -444,7 +394,7 @@ class TrainingPolicy:
             refuse_to_fit(model)
             if rules is None:
                 _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
-                options = {"quick": self._quick_fit, "progress": self._shows_progress}
+                options = {"quick": True, "progress": self._shows_progress}
                 fitted = functools.partial(self.spec.policy_for, model, self._batches, self._loss, **options)
                 rules = in_one_process(lambda: fitted().to_json(), device_of(model))
             policy = self.fitted = Policy.from_json(rules)
@@ -473,8 +423,6 @@ class TrainingPolicy:
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
                 if self.adaptive.bit_widths != before:
                     self._measure_graphs()
-            if self._schedule is not None:
-                self._schedule.step()
             if self._noise_every is not None and self._steps % self._noise_every == 0:
                 assert self._loss is not None
                 batches, loss = self._batches[: _BATCHES // 2], self._loss
@@ -482,7 +430,7 @@ class TrainingPolicy:
                 self._noise = report.noise
 
     def figures(self) -> dict[str, float]:
-        """Return metrics for a logger: MiB saved, and at full precision; noise; mean bit width; mixing probability.
+        """Return metrics for a logger: MiB saved, and at full precision; noise; mean bit width.
 
         The noise is the last measurement, or a fitted policy's, in units of the noise between minibatches. Unknown
         metrics are left out.
@@ -500,8 +448,6 @@ class TrainingPolicy:
             found["brevact/bit_width"] = sum(widths) / len(widths)
         if self._noise is not None:
             found["brevact/noise"] = self._noise
-        if self._schedule is not None:
-            found["brevact/mix_prob"] = self._schedule.mix_prob
         return found
 
     def end(self) -> None:
@@ -530,7 +476,6 @@ class TrainingPolicy:
             "steps": self._steps,
             "noise": self._noise,
             "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
-            "mix_schedule": None if self._schedule is None else self._schedule.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -568,8 +513,7 @@ class TrainingPolicy:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps, self._noise = state["steps"], state["noise"]
-        for name, part in (("adaptive", self.adaptive), ("mix_schedule", self._schedule)):
-            if part is not None and state[name] is not None:
-                part.load_state_dict(state[name])
         if self.adaptive is not None:
+            if state["adaptive"] is not None:
+                self.adaptive.load_state_dict(state["adaptive"])
             self._measure_graphs()

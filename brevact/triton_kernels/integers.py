@@ -34,28 +34,17 @@ from brevact.triton_kernels.tiles import (
 
 BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
-_FLOOR, _CEIL, _TO_ZERO, _DPU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 _UNALIGNED = ["scale_ptr", "zero_ptr", "levels_ptr", "steps_ptr", "seed_ptr", "missing_ptr"]
-_SIZES = ["numel", "inner", "groups", "repeats", "rows"]
+_SIZES = ["numel", "inner", "groups"]
 
 
 @triton.jit
-def _group(
-    i: tl.constexpr, first, row, column, stride, inner, groups, repeats, rows,
-    NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Groups of plane i of a tile; NESTED: in several rows, see `integers.IntegerPlan`, of fewer than 2^31 elements."""
-    if NESTED:
-        columns = groups // rows
-        start = first % (inner * columns * repeats * rows)
-        place = (start.to(tl.int32) + (row * BLOCK + i * stride + column)) // inner
-        group = place // (columns * repeats) % rows * columns + place % columns
-    else:
-        offset = row * BLOCK + i * stride
-        if RAGGED or not ALIGNED:
-            offset += column
-        group = group_of(first, offset, inner, groups)
-    return group
+def _group(i: tl.constexpr, first, row, column, stride, inner, groups, BY_ROW: tl.constexpr):
+    """Groups of plane i of a tile, per row if BY_ROW, else per element."""
+    offset = row * BLOCK + i * stride
+    if not BY_ROW:
+        offset += column
+    return group_of(first, offset, inner, groups)
 
 
 @triton.jit
@@ -67,22 +56,6 @@ def _number(pointer, group, valid, dtype: tl.constexpr, NUMBERS_ROUND: tl.conste
     if NUMBERS_ROUND:
         number = settle(number, dtype)
     return number
-
-
-@triton.jit
-def _rounded(t, ROUNDING: tl.constexpr):
-    if ROUNDING == _FLOOR:
-        r = tl.floor(t)
-    elif ROUNDING == _CEIL:
-        r = tl.ceil(t)
-    elif ROUNDING == _TO_ZERO:
-        r = tl.where(t < 0.0, tl.ceil(t), tl.floor(t))
-    elif ROUNDING == _DPU:
-        below = tl.floor(t)
-        r = tl.where((t < 0.0) & (t - below == 0.5), below + 1.0, rint(t))
-    else:
-        r = rint(t)
-    return r
 
 
 @triton.jit
@@ -123,10 +96,10 @@ def _integer(codes, i: tl.constexpr, lowest, BIT_WIDTH: tl.constexpr, HAS_SPARE:
 def fake_quantize_kernel(
     x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
     out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-    lowest, highest, numel, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    lowest, highest, numel, inner, groups,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     TOP: tl.constexpr = (1 << WIDTH) - 1
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -141,7 +114,7 @@ def fake_quantize_kernel(
                 valid = element_mask(i, row, column, stride, limit, RAGGED)
                 group = 0
                 if SCALES or ZEROS:
-                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
                 scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
                 zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
                 pointers = first + (row * BLOCK + i * stride + column)
@@ -150,7 +123,7 @@ def fake_quantize_kernel(
                 if RECTIFIES:
                     v = tl.where(x < 0.0, 0.0, x)
                 t = _shifted(v, scale, zero, dtype)
-                r = _rounded(t, ROUNDING)
+                r = rint(t)
                 q = _clipped(r, lowest, highest)
                 tl.store(out_ptr + pointers, cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
                 if values_ptr is not None:
@@ -195,17 +168,17 @@ def fake_quantize_backward_tile(
     g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
     target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
     parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    lowest, highest, first, row, column, stride, limit, inner, groups,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = g_ptr.dtype.element_ty
-    AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
+    AGAIN: tl.constexpr = values_ptr is not None
     LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
     ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    if values_ptr is not None:
+    if AGAIN:
         values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
     if codes_ptr is not None:
         place = codes_ptr + first // 8 * BIT_WIDTH
@@ -222,7 +195,7 @@ def fake_quantize_backward_tile(
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         group = 0
         if SCALES or ZEROS:
-            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+            group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
         scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
         zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
         pointers = first + (row * BLOCK + i * stride + column)
@@ -234,7 +207,7 @@ def fake_quantize_backward_tile(
             v = x
             if RECTIFIES:
                 v = tl.where(x < 0.0, 0.0, x)
-            r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
+            r = rint(_shifted(v, scale, zero, dtype))
             clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
         elif residual_ptr is not None:
             code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
@@ -245,16 +218,12 @@ def fake_quantize_backward_tile(
         tl.store(target_ptr + pointers, cast(tl.div_rn(clipped, tl.zeros_like(clipped) + scale), dtype), mask=valid)
         if LEARNS:
             if AGAIN:
-                q = _clipped(r, lowest, highest)
-            else:
-                q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
-            q = settle(q - zero, dtype)
-            if residual_ptr is not None:  # not clipped: x / s - q in place of x / s, and NaN or 0 in place of q
+                q = settle(_clipped(r, lowest, highest) - zero, dtype)
+                steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
+            else:  # where not clipped, x / s - q in place of x / s, and NaN or 0 in place of q
+                q = settle(_integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE) - zero, dtype)
                 q = tl.where(code_of_residual != 0, q * 0.0, q)
                 steps = left
-            else:
-                x = widen(values[i])
-                steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
             slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
             term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
             if terms_ptr is not None:
@@ -287,10 +256,10 @@ def fake_quantize_backward_kernel(
     g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
     target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
     parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-    lowest, highest, numel, inner, groups, repeats, rows,
-    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
+    lowest, highest, numel, inner, groups,
+    BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, in the same tiles."""
     first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
@@ -298,8 +267,8 @@ def fake_quantize_backward_kernel(
         g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
         target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
         parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
-        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+        lowest, highest, first, row, column, stride, whole, inner, groups,
+        BIT_WIDTH, WIDTH, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED,
         RAGGED=False,
     )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS, IN_INT64=True)
@@ -308,17 +277,17 @@ def fake_quantize_backward_kernel(
             g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
             target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
             parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
-            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
-            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+            lowest, highest, first, row, column, stride, count, inner, groups,
+            BIT_WIDTH, WIDTH, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED,
             RAGGED=True,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def decode_integers_kernel(
-    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, numel, inner, groups, repeats, rows,
+    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, numel, inner, groups,
     BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = target_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
@@ -330,7 +299,7 @@ def decode_integers_kernel(
                 valid = element_mask(i, row, column, stride, limit, RAGGED)
                 group = 0
                 if SCALES or ZEROS:
-                    group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
+                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
                 scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
                 zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
                 q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
@@ -341,8 +310,6 @@ def decode_integers_kernel(
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _LARGEST_CODE = 8
 """Bits."""
-_MOST_NESTED = 2**31 - 2**15
-"""Elements in which the kernels count the places of scales in several rows."""
 
 
 def fake_quantize(
@@ -359,7 +326,7 @@ def fake_quantize(
     residual: Tensor | None,
     missing: Tensor | None,
 ) -> None:
-    if not _reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > _LARGEST_CODE):
+    if not _reads(x, scale, zero_point, out, values) or (codes is not None and plan.bit_width > _LARGEST_CODE):
         return NotImplemented
     packs = residual is not None and seed is not None
     levels, steps = residual_of.rows(x.device) if packs else (None, None)
@@ -383,40 +350,30 @@ def fake_quantize_backward(
     residual: Tensor | None,
     target: Tensor,
     terms: Tensor | None,
-    sums: Tensor | None,
     parts: Tensor | None,
 ) -> None:
-    """Torch adds the terms of sums: its order of a sum on a device is its own."""
-    if not _reads(grad, plan, scale, zero_point, values, target, terms, sums):
+    if not _reads(grad, scale, zero_point, values, target, terms):
         return NotImplemented
     if codes is not None and plan.bit_width > _LARGEST_CODE:
         return NotImplemented
-    if sums is not None and terms is None:
-        padded = -(-plan.numel // DEFAULT_BLOCK) * DEFAULT_BLOCK  # each row starts aligned
-        terms = grad.new_empty(len(sums), padded)[:, : plan.numel]
     numbers = scale.numel() > 1, zero_point.numel() > 1
     levels, width = (None, 1) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
     itemsize = grad.itemsize
     program = _program(fake_quantize_backward_kernel, plan, grad.dtype, grad.is_cuda, numbers, itemsize, width)
     program.run(*(grad, scale, zero_point, levels, codes, mask, values, residual, target), *_four(terms), *_four(parts))
-    if sums is not None and terms is not None:
-        for place in range(0 if codes is not None or values is not None else 2, len(sums)):
-            sums[place] = terms[place].sum()
 
 
 def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
-    if plan.bit_width > _LARGEST_CODE or not _reads(target, plan, scale, zero_point):
+    if plan.bit_width > _LARGEST_CODE or not _reads(target, scale, zero_point):
         return NotImplemented
     numbers = scale.numel() > 1, zero_point.numel() > 1
     program = _program(decode_integers_kernel, plan, target.dtype, target.is_cuda, numbers, target.itemsize)
     program.run(codes, scale, zero_point, target)
 
 
-def _reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
+def _reads(x: Tensor, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels read and write these tensors, as on the CPU: of 16 bits several scales are of that type."""
     if any(each is not None and each.dtype is not x.dtype for each in others):
-        return False
-    if plan.rows > 1 and plan.inner * plan.groups * plan.repeats >= _MOST_NESTED:
         return False
     if x.dtype is torch.float32:
         return scale.dtype is zero_point.dtype is torch.float32
@@ -429,7 +386,7 @@ def _program(
     width: int = 1,
 ) -> Program:  # fmt: skip
     """The program for elements of so many bytes; `numbers`: several scales, zero points; `width`: of a residual."""
-    aligned = plan.rows == 1 and plan.inner % (DEFAULT_BLOCK // 8) == 0
+    aligned = plan.inner % (DEFAULT_BLOCK // 8) == 0
     if any(numbers) and not aligned:
         itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill
     values = {
@@ -437,14 +394,12 @@ def _program(
         "lowest": float(plan.lowest),
         "highest": float(plan.highest),
         "WIDTH": width,
-        "ROUNDING": int(plan.rounding),
         "RECTIFIES": plan.rectifies,
         "CLIPS": plan.clips,
         "HAS_SPARE": plan.has_spare,
         "SCALES": numbers[0],
         "ZEROS": numbers[1],
         "NUMBERS_ROUND": on_gpu and dtype is not torch.float32,
-        "NESTED": plan.rows > 1,
         "ALIGNED": aligned,
     }
     geometry = Geometry(plan.numel, plan.bit_width, DEFAULT_BLOCK, plan.inner, plan.groups, True)

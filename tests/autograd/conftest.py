@@ -5,7 +5,7 @@ import torch
 
 from brevact.cpu_kernels import launch
 
-collect_ignore = ["interpreted_liger.py"]  # imports libraries, for a second, and has no examples
+collect_ignore = ["interpreted_fla.py", "interpreted_liger.py"]  # import libraries, for seconds, and have no examples
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import brevact
-from brevact import LosslessBackward, StochBackward2bit, StochBackward8bit
+from brevact import LosslessBackward, StochBackward2bit
 from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.autograd.storage_report import NO_FLOATS, recording
 from tests.autograd.measuring import Mirrored, settings, watch_saved
@@ -213,34 +212,6 @@ def test_division_by_complex_numbers_stays_exact():
             out = x / y
         grads.append(torch.autograd.grad(torch.view_as_real(out).sum(), [x, y], retain_graph=True))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-class Kernel(nn.Module):
-    """The kernel of a diagonal state space, a function of parameters alone, and the convolution by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_dt, self.log_decay = nn.Parameter(torch.rand(16) - 4), nn.Parameter(torch.zeros(16, 8))
-        self.frequency = nn.Parameter(math.pi * torch.arange(8.0).repeat(16, 1))
-        self.factor = nn.Parameter(torch.randn(16, 8, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rate = (-self.log_decay.exp() + 1j * self.frequency) * self.log_dt.exp().unsqueeze(-1)
-        powers = torch.exp(rate.unsqueeze(-1) * torch.arange(x.shape[-1]))
-        kernel = 2 * torch.einsum("hn,hnl->hl", torch.view_as_complex(self.factor), powers).real
-        return torch.fft.irfft(torch.fft.rfft(x, 256) * torch.fft.rfft(kernel, 256), 256)[..., :128]
-
-
-def test_what_is_made_of_weights_is_recomputed():
-    module, x = Kernel(), torch.randn(4, 16, 128)
-    _, expected = run(module, x, None)
-    for chosen in (settings(min_numel=256), BackwardSettings(brevact.quantizer(StochBackward8bit), min_numel=256)):
-        with watch_saved() as saved, region(chosen):
-            module(x.requires_grad_() * 1)
-        assert not any(t.is_complex() and t.numel() >= 16 * 8 * 128 for t in saved.tensors)
-    _, grads = run(module, x, chosen)
-    for grad, reference in zip(grads, expected, strict=True):
-        assert (grad - reference).norm() < 0.1 * reference.norm()
 
 
 def test_a_product_of_complex_data_and_a_weight_is_an_activation():

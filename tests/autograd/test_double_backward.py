@@ -208,7 +208,7 @@ def test_masks_stand_for_what_rectifiers_save(name):
     "call", [torch.autograd.grad, lambda out, x, create_graph: out.backward(create_graph=create_graph)]
 )
 def test_second_graph_keeps_the_codes_of_what_was_decoded(call):
-    """Inside a region, the second graph saves decoded tensors as the same codes, gradients as others."""
+    """Inside a region, the second graph saves decoded tensors as the same codes."""
 
     def step(inside: bool) -> tuple[set[int], list[Tensor]]:
         weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)
@@ -234,7 +234,7 @@ def test_second_graph_keeps_the_codes_of_what_was_decoded(call):
     assert len(codes) == 2 and not any(kept.data_ptr() in codes for kept in outside)
     codes, inside = step(inside=True)
     assert codes <= {kept.data_ptr() for kept in inside}
-    assert sum(kept.nbytes for kept in inside) < sum(kept.nbytes for kept in outside) / 2
+    assert sum(kept.nbytes for kept in inside) < sum(kept.nbytes for kept in outside)
 
 
 class Bilinear(nn.Module):
@@ -310,7 +310,7 @@ def test_without_the_setting_the_error_names_it():
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_other_values_of_the_setting_are_refused(value):
-    with pytest.raises(TypeError, match=r"double_backward=.* must be True, .*or False"):
+    with pytest.raises(TypeError, match=r"double_backward: got .* True and False"):
         brevact.quantize_backward(Energy(), StochBackward4bit, double_backward=value)
 
 
@@ -367,28 +367,6 @@ def test_fake_quantized_layers():
     assert all(itertools.starmap(torch.equal, zip(square(lossless, x), expected, strict=True)))
     _, packed = twins(make, StochBackward8bit, double_backward=True, min_numel=0)
     assert 0 < error_between(square(packed, x), expected) < MOST_ERROR
-
-
-def test_gradients_that_the_second_graph_packs_leave_no_bias():
-    """|mean of draws - exact| within five standard errors, where the first gradient is exact and later ones linear."""
-    torch.manual_seed(0)
-    layer, x, weights = nn.Linear(48, 48, bias=False), torch.randn(64, 48), torch.randn(64, 48)
-
-    def second(settings: BackwardSettings | None) -> tuple[Tensor, Tensor]:
-        leaf = x.clone().requires_grad_()
-        with region(settings):
-            out = layer(layer(leaf).relu())  # masks are exact, and so is the first gradient
-            (grad,) = torch.autograd.grad(out, leaf, weights, create_graph=True)
-        return grad.detach(), *torch.autograd.grad(grad, layer.weight, x)
-
-    first, exact = second(None)
-    draws = 300
-    drawn = [second(settings_of(StochBackward2bit)) for _ in range(draws)]
-    assert all(torch.equal(grad, first) for grad, _ in drawn)
-    found = torch.stack([each for _, each in drawn]).double()
-    standard_error = found.std(0) / draws**0.5
-    assert float(standard_error.min()) > 0
-    assert bool(((found.mean(0) - exact).abs() <= 5 * standard_error).all())
 
 
 @pytest.mark.parametrize("function", ["pow", "div", "log", "norm"])

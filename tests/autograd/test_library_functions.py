@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from brevact.autograd.other_code import find, name_of, watch_forward
 from tests.autograd.library_stand_ins import STAND_INS
 from tests.autograd.measuring import Mirrored, watch_saved
 from tests.autograd.sync_batch_norm import SavesStatistics
+from tests.libraries import run_interpreted
 
 MASK = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) > 0.1
 #: Functions that are there on a CPU, as functions of one tensor.
@@ -104,18 +106,30 @@ def test_stand_ins_are_the_functions_that_they_stand_for(path):
     torch.testing.assert_close(found, expected)
 
 
-@every_stand_in
-def test_lossless_gradients_are_equal_and_others_unbiased(path):
-    call, x = call_of(path), activation()
+def check_gradients(call: Callable[[Tensor], Tensor], draws: int = DRAWS) -> None:
+    """Results and lossless gradients are equal bit for bit, others unbiased."""
+    x = activation()
     out, expected = gradient(call, x)
     assert all(map(torch.equal, gradient(call, x, LosslessBackward), (out, expected)))
-    found = [gradient(call, x, StochBackward4bit.let(min_numel=0)) for _ in range(DRAWS)]
+    found = [gradient(call, x, StochBackward4bit.let(min_numel=0)) for _ in range(draws)]
     assert all(torch.equal(each, out) for each, _ in found)
     errors = torch.stack([each - expected for _, each in found])
     along, variance = (errors * expected).sum((1, 2)), float(errors.square().sum((1, 2)).mean())
     assert variance > 0
     # A bias of second order is a curvature times the variance.
-    assert abs(float(along.mean())) <= 5 * float(along.std()) / DRAWS**0.5 + variance
+    assert abs(float(along.mean())) <= 5 * float(along.std()) / draws**0.5 + variance
+
+
+@every_stand_in
+def test_lossless_gradients_are_equal_and_others_unbiased(path):
+    check_gradients(call_of(path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is there on Linux alone")
+@pytest.mark.exhaustive
+def test_gradients_of_fla_are_equal_or_unbiased():
+    pytest.importorskip("fla", reason="not installed: fla-core (pip install '.[test]')")
+    run_interpreted("tests.autograd.interpreted_fla")
 
 
 @every_stand_in

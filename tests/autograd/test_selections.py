@@ -15,6 +15,10 @@ from tests.autograd.exactness import INDEX, MAP, MASK, OTHER, assert_exact, run_
 #: Ops without a counterpart that need exact saved elements.
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "median": torch.median,
+    "max": torch.max,
+    "amin": lambda x: x.amin((0, -1), True),
+    "maximum": lambda x: torch.maximum(x, OTHER),
+    "smallest of two": lambda x: torch.min(x, x[:1] * 0.5),
     "index_select by another type": lambda x: x.index_select(-1, INDEX[0, 0, 0].int()),
     "index from the end": lambda x: x[:, INDEX[0, 0, 0] % 4 - 4],
     "index with uint8": lambda x: x[MASK.byte()],
@@ -69,57 +73,8 @@ def test_ops_that_compare_what_they_save_are_exact(function):
     assert_exact(function, torch.randn(MAP))
 
 
-@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.max, torch.min])
-def test_ties_and_nan_are_shared_as_torch_shares_them(function):
-    nan, inf = float("nan"), float("inf")
-    a, b = torch.tensor([nan, 1.0, 2.0, nan, 3.0, inf, inf]), torch.tensor([1.0, nan, 2.0, nan, 1.0, inf, -inf])
-    expected = run_exactly(lambda a, b: function(a, b).nan_to_num(), [a, b], None)[1]
-    grads = run_exactly(lambda a, b: function(a, b).nan_to_num(), [a, b], 1)[1]
-    for grad, reference in zip(grads, expected, strict=True):
-        assert torch.equal(grad, reference)
-
-
 @pytest.mark.parametrize("bounds", [(-0.5, 0.75), (None, 0.75), (-0.5, None)])
 def test_clamp_gives_torchs_gradient_at_its_bounds(bounds):  # which differs between versions
     x = torch.tensor([-1.0, -0.5, 0.0, 0.75, 1.0, float("nan"), float("inf")])
     (expected,), (grad,) = (run_exactly(lambda x: x.clamp(*bounds), [x], bit_width)[1] for bit_width in (None, 1))
     assert torch.equal(grad, expected)
-
-
-@pytest.mark.parametrize("shapes", [((5, 4), (4,)), ((5, 1), (1, 4)), ((), (3,))])
-@pytest.mark.parametrize("function", [torch.maximum, torch.minimum])
-def test_extremes_of_two_tensors_broadcast(function, shapes):
-    a, b = (torch.randn(shape) for shape in shapes)
-    assert_exact(function, a, b)
-    assert_exact(lambda a: function(a, b), a)
-    assert_exact(lambda b: function(a.double(), b), b)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.max,
-        torch.min,
-        torch.amax,
-        lambda x: x.amax(-1),
-        lambda x: x.amin((0, -1), True),
-        lambda x: torch.amax(x, dim=(), keepdim=True),
-        lambda x: torch.amin(x, dim=[1]),
-    ],
-)
-@pytest.mark.parametrize("x", [torch.randn(4, 5), torch.ones(4, 5), torch.arange(20.0).view(4, 5) % 3])
-def test_extremes_share_the_gradient_among_equal_elements(function, x):
-    assert_exact(function, x)
-    x = x.clone()
-    x[1, 2] = float("nan")
-    expected, grads = (run_exactly(lambda x: function(x), [x], bits)[1] for bits in (None, 1))
-    torch.testing.assert_close(grads, expected, equal_nan=True)
-
-
-def test_extremes_of_one_number():
-    for function in (torch.max, torch.amax, torch.min):
-        assert_exact(function, torch.tensor(2.0))
-
-
-def test_amax_takes_no_dimension_as_all():
-    assert_exact(lambda x: torch.amax(x, None), torch.randn(MAP))

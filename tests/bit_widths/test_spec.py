@@ -46,8 +46,6 @@ def test_parse_policy_reads_settings_also_of_policies():
         ("3000B", {"saved_bytes": 3000}),
         ("noise=5e-2", {"noise": 0.05}),
         ("60x noise=0.002", {"ratio": 60.0, "noise": 0.002}),
-        ("peak=1.5GiB", {"peak_bytes": 3 * 2**29}),
-        ("60x peak=2MiB", {"ratio": 60.0, "peak_bytes": 2**21}),
         ("512MiB noise=0.01 time=1.15", {"saved_bytes": 2**29, "noise": 0.01, "time": 1.15}),
     ],
 )
@@ -99,15 +97,12 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
             id="deep",
         ),
         ("StochBackward2bit:bucket_size={[]:1}", ValueError, "bucket_size: got .* of type str"),
-        ("24", ValueError, r"24: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\), peak=2GiB, noise=0\.05"),
-        *(
-            (text, ValueError, f"{text}: a budget is written")
-            for text in ("24X", "512MB", "peak=2GB", "peak=5", "2g", "1 x")
-        ),
+        ("24", ValueError, r"24: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\), noise=0\.05"),
+        *((text, ValueError, f"{text}: a budget is written") for text in ("24X", "512MB", "2g", "1 x")),
         ("noise=0.05x", ValueError, "a budget is written"),
         ("-3x", ValueError, "got -3; accepted is a number above 0"),
         ("noise=-1", ValueError, "got -1; accepted is a number above 0"),
-        ("peak=0B", ValueError, "accepted is a number above 0"),
+        ("peak=2GiB", ValueError, 'a budget such as "24x", "512MiB", "noise=0.05"'),
         ("-3", ValueError, "got -3; accepted is a number above 0"),
         ("24x 30x", ValueError, "30x says ratio a second time"),
         ("24x time=0", ValueError, "got 0; accepted is a number above 0"),

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from brevitas.quant import Int8ActPerTensorFloat
 from torch import distributed, nn
 
 import brevact
@@ -53,7 +52,6 @@ def test_gradients_are_what_the_quantizer_decodes(dtype):
         brevact.SignMagnitudeBackward,
         brevact.StochU8Backward,
         brevact.LosslessBackward,
-        Int8ActPerTensorFloat,
     ],
     ids=lambda source: source.__name__,
 )

@@ -12,7 +12,7 @@ import brevact
 SCRIPT = """
 import brevact, brevitas.config, torch
 import brevitas.nn as qnn
-from brevitas.quant import Int8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import Int8ActPerTensorFloat, Uint8ActPerTensorFloat
 import brevact.nn as bnn
 from brevact.injectors import StochBackward2bit
 
@@ -51,9 +51,6 @@ for build in (
     assert packed_bytes < plain_bytes, (packed_bytes, plain_bytes)
     result.sum().backward()
     assert packed.weight.grad.isfinite().all()
-
-for quant in (Int8ActPerTensorFloat, ShiftedUint8ActPerTensorFloat):
-    assert (brevact.quantizer(quant).quantize(x).dequantize() - x).abs().max() < 0.05
 
 stock = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat)
 both = qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Uint8ActPerTensorFloat)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from brevitas.quant import Int8WeightPerTensorFloat, Int16Bias, Uint8ActPerTensorFloat
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Int16Bias, Uint8ActPerTensorFloat
 from brevitas.quant.scaled_int import TruncTo8bit
 from torch import nn
 
@@ -60,7 +60,7 @@ def test_backward_settings_from_refuses_settings_of_another_type():
         (UniformQuantizer, r"is no backward quantizer; make a quantizer of this class first: UniformQuantizer\(\);"),
         ("StochBackward2bit", r"of type str.*pass the class itself, without quotes: StochBackward2bit;"),
         ("brevact.StochBackwrd4bit", r"pass the class itself, without quotes: StochBackward4bit;"),
-        ("Int8ActPerTensorFloat", r"pass the class itself, without quotes: brevitas\.quant\.Int8ActPerTensorFloat;"),
+        (Int8ActPerTensorFloat, r"Int8ActPerTensorFloat, which quantizes the forward pass: .*StochBackward8bit"),
         ("2", "got '2' of type str, which is no backward quantizer; accepted"),
         (2, "of type int.*for 2 bits: StochBackward2bit;"),
         (True, "got True of type bool, which is no backward quantizer; accepted"),

@@ -172,11 +172,6 @@ def test_traced_programs_store_what_torch_stores():
         assert not packed and len(floats) > 4
 
 
-def test_scripting_says_what_to_do():
-    with pytest.raises(AttributeError, match=r"brevact\.restore_backward"):
-        torch.jit.script(quantized(mlp()).eval())
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_rounded_norms_are_not_lost_silently(training):
     model = quantized(mlp(), L4ForwardBackward).train(training)

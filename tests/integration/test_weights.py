@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-#: Weights that are made of weights, which are recomputed.
+#: Weights that are made of weights.
 MADE = {"merged lora", "weight_norm", "spectral_norm", "orthogonal", "pruned", "fake-quantized", "transposed"}
 
 
@@ -122,8 +122,10 @@ def test_no_weight_is_packed_and_every_activation_is(name, autocast):
     assert none == 0 and activations >= 2 and (name not in MADE or max(weights) >= WIDTH**2)
     packed, kept, left = stored(quantized(model, StochBackward2bit, bucket_size=64), autocast)
     assert (packed, left) == (activations, 0)
-    if name in MADE:
+    if name == "fake-quantized":  # it is computed again
         assert sum(kept) < sum(weights)
+    elif name in MADE:
+        assert sum(kept) <= sum(weights)
     else:  # autocast's copies of parameters are made again
         assert kept == ([] if autocast else weights)
 

@@ -47,7 +47,7 @@ class Moving(nn.Module):
         return self.conv(self.move(self.a(x), self.b(2 * x)))
 
 
-QUANTIZERS = ("constant", "parameter", "parameter_per_channel", "binary", "shifted")
+QUANTIZERS = ("constant", "parameter", "parameter_per_channel", "shifted")
 #: Pooling of a tensor that was moved before is followed if all its elements have one scale.
 POOLED_AFTER_A_MOVE = ("max_pool1d", "max_pool_of_channels_last")
 

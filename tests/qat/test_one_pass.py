@@ -4,7 +4,7 @@ import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas import quant
-from brevitas.inject.enum import FloatToIntImplType, ScalingImplType
+from brevitas.inject.enum import ScalingImplType
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
@@ -29,7 +29,6 @@ LAYERS = {
         "scaling_init": 1.5,
     },
     "power_of_two": {"act_quant": quant.Int8ActPerTensorFixedPoint},
-    "floor": {"act_quant": quant.Int8ActPerTensorFloat, "float_to_int_impl_type": FloatToIntImplType.FLOOR},
 }
 #: Sizes with full and ragged blocks, several runs of a sum, and dimensions of one element.
 SHAPES = {

@@ -4,7 +4,7 @@ import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas.quant import Int8WeightPerChannelFloat
-from brevitas.quant.mx_quant_ocp import MXInt8Act, MXInt8Weight, ShiftedMXUInt8Weight
+from brevitas.quant.mx_quant_ocp import MXInt8Act, MXInt8Weight
 from brevitas.quant_tensor import QuantTensor
 from torch import nn
 
@@ -23,7 +23,7 @@ def plans(monkeypatch):
     return found
 
 
-def compare(make, shape, dtype=torch.float32, memory_format=torch.contiguous_format):
+def compare(make, shape, dtype=torch.float32):
     results = []
     for policy in (None, LosslessBackward):
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ def compare(make, shape, dtype=torch.float32, memory_format=torch.contiguous_for
         if policy is not None:
             brevact.quantize_backward(model, policy, min_numel=0)
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(shape, generator=generator).to(dtype, memory_format=memory_format).requires_grad_()
+        x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
         out = model(x)
         out = out.value if isinstance(out, QuantTensor) else out
         grad = torch.randn(out.shape, generator=generator).to(out.dtype)
@@ -57,41 +57,6 @@ def test_groups_of_a_linear_layer(plans):
     compare(make, (ROWS, FEATURES))
     assert {plan and plan.plan.groups for plan in plans} == {ROWS * FEATURES // GROUP, 32 * FEATURES // GROUP}
     assert {plan and plan.plan.inner for plan in plans} == {GROUP}
-
-
-@pytest.mark.parametrize("channels", [32, 24])  # the second is padded
-@pytest.mark.parametrize("shifted", [False, True])
-def test_groups_of_channels_of_a_convolution(channels, shifted, plans):
-    """Elements of a group are as far from each other as a kernel, or an image, is large."""
-
-    def make():
-        return qnn.QuantConv2d(
-            *(channels, 8, 3),
-            bias=False,
-            weight_quant=ShiftedMXUInt8Weight if shifted else MXInt8Weight,
-            weight_group_size=GROUP,
-            input_quant=MXInt8Act,
-            input_group_size=GROUP,
-            input_group_dim=1,
-        )
-
-    compare(make, (2, channels, 8, 8))
-    assert {(plan and plan.plan.rows, plan.plan.repeats) for plan in plans} == {(4, GROUP), (16, GROUP)}
-
-
-def test_groups_of_channels_that_lie_last(plans):
-    def make():
-        return qnn.QuantIdentity(act_quant=MXInt8Act, group_size=GROUP, group_dim=1)
-
-    compare(make, (2, 32, 8, 8), memory_format=torch.channels_last)
-    assert {plan and plan.plan[-4:] for plan in plans} == {(GROUP, 2 * 2 * 64, 1, 1)}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_groups_of_channels_of_16_bits(dtype, plans):
-    options = {"weight_quant": MXInt8Weight, "weight_group_size": GROUP}
-    compare(lambda: qnn.QuantConv2d(32, 8, 3, bias=False, **options), (2, 32, 8, 8), dtype)
-    assert plans and all(plan and plan.plan.rows == 16 for plan in plans)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

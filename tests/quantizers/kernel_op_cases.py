@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels import launch as launch_on_cpu
-from brevact.geometry import Grid, IntegerPlan, IntegerRounding, Place, Segments, UniformPlan, packed_bytes
+from brevact.geometry import Grid, IntegerPlan, Place, Segments, UniformPlan, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
 from brevact.quantizers.backends import without_kernels
 from brevact.quantizers.formats.uniform.quantizer import plan_of
@@ -72,33 +72,24 @@ def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
 
 
 def _of_integers(name: str) -> list[tuple[Any, ...]]:
-    """Roundings, ends, one scale and one for each of some groups, with a ReLU in front or not."""
-    return [call for number, rounding in enumerate(IntegerRounding) for call in _of_rounding(name, rounding, number)]
+    """Ends, one scale and one for each of some groups, with a ReLU in front or not."""
+    return [call for number in range(3) for call in _of_ends(name, number)]
 
 
-def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tuple[Any, ...]]:
+def _of_ends(name: str, number: int) -> list[tuple[Any, ...]]:
     ends = ((4, 0, 15, False), (4, -7, 7, True), (8, -128, 127, False), (2, -2, 1, False), (3, -3, 3, True))
     calls: list[tuple[Any, ...]] = []
-    of_float32 = (
-        (_N, _N, 1),
-        (_N, 73, 15),
-        (2048, 1, 8),
-        (_N, 73, 5),
-        (1600, 64, 5),
-        (2304, 1, 144, 8, 16),
-        (1800, 3, 60, 5, 4),
-    )
-    divisions = *of_float32, (_N, _N, 1), (_N, 73, 5), (1600, 1, 8), (2304, 1, 144, 8, 16)
-    types = *[torch.float32] * len(of_float32), torch.bfloat16, torch.float16, torch.bfloat16, torch.float16
-    for place, ((numel, inner, groups, *nested), dtype) in enumerate(zip(divisions, types, strict=True)):
+    of_float32 = (_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5), (1600, 64, 5)
+    divisions = *of_float32, (_N, _N, 1), (_N, 73, 5), (1600, 1, 8)
+    types = *[torch.float32] * len(of_float32), torch.bfloat16, torch.float16, torch.bfloat16
+    for place, ((numel, inner, groups), dtype) in enumerate(zip(divisions, types, strict=True)):
         bit_width, lowest, highest, spare = ends[(number + place) % len(ends)]
         rectifies, clips = bool(place % 2), bool((number + place) % 3)
-        plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups, *nested)
+        plan = IntegerPlan(numel, bit_width, lowest, highest, rectifies, clips, spare, inner, groups)
         x, scale = (torch.randn(numel) * highest).to(dtype), torch.rand(groups) + 0.3
         scale = scale.to(dtype) if groups > 1 else scale
         x[:6] = torch.tensor((0.0, -0.0, 0.5, -0.5, -1.5, float("nan") if spare or name == "fake_quantize" else 1.0))
-        has_zero_points = place == 1 or nested
-        zero_point = torch.randint(0, highest + 1, (groups,)).to(dtype) if has_zero_points else torch.zeros(1)
+        zero_point = torch.randint(0, highest + 1, (groups,)).to(dtype) if place in (1, 7) else torch.zeros(1)
         residual_of = ResidualQuantizer(bit_width=2 + (number + place) % 7)
         sizes = [packed_bytes(numel, width, 512) for width in (bit_width, 1, residual_of.bit_width)]
         floats, one = Unwritten(numel, dtype), Unwritten(1, pattern=0)
@@ -120,26 +111,18 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
             calls.append((packed[0], *given, floats))
             continue
         grad, x = torch.randn(numel).to(dtype), x.relu() if rectifies else x
-        terms, sums = Unwritten(2 * numel, dtype, shape=(2, -1)), Unwritten(2, dtype)
-        parts = Unwritten(128 * -(-numel // 512), torch.float32, shape=(2, -1))
+        for rows in (2, 4):  # of zero points that learn, too
+            terms = Unwritten(rows * numel, dtype, shape=(rows, -1))
+            parts = Unwritten(64 * rows * -(-numel // 512), torch.float32, shape=(rows, -1))
+            calls += [
+                (grad, *given, None, None, None, x, None, floats, terms, None),
+                (grad, *given, None, None, None, x, None, floats, None, parts),
+                (grad, *given, residual_of, packed[0], None, None, packed[2], floats, terms, None),
+                (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, parts),
+            ]
         calls += [
-            (grad, *given, None, packed[0], packed[1], x, None, floats, terms, sums, None),
-            (grad, *given, None, packed[0], packed[1], x, None, floats, None, sums, None),
-            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, sums, None),
-            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, None, parts),
-            (grad, *given, None, None, None, x, None, floats, None, sums, None),
-            (grad, *given, None, None, None, x, None, floats, terms, None, parts),
-            (grad, *given, None, None, packed[1], None, None, floats, None, None, None),
-        ]
-        terms, sums = Unwritten(4 * numel, dtype, shape=(4, -1)), Unwritten(4, dtype)  # of zero points that learn, too
-        parts = Unwritten(256 * -(-numel // 512), torch.float32, shape=(4, -1))
-        calls += [
-            (grad, *given, None, None, None, x, None, floats, terms, sums, None),
-            (grad, *given, None, None, None, x, None, floats, None, sums, None),
-            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, sums, None),
-            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, None, parts),
-            (grad, *given, None, None, packed[1], None, None, floats, None, sums, None),
-            (grad, *given, None, None, packed[1], None, None, floats, terms, None, None),
+            (grad, *given, None, None, packed[1], None, None, floats, None, None),
+            (grad, *given, None, None, packed[1], None, None, floats, terms, None),
         ]
     return calls
 
@@ -205,6 +188,10 @@ def _of_segments(
 _ON_DEVICE = frozenset(("fake_quantize", "fake_quantize_backward", "decode_integers"))
 
 
+def _has_16_bits(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def check_kernel_op(
     name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None
 ) -> None:
@@ -216,8 +203,9 @@ def check_kernel_op(
         there, here = _placed(arguments, device), _placed(arguments, device if name in _ON_DEVICE else "cpu")
         with without_kernels():
             returned, expected = launch(*there), reference(*here)
-        if name == "fake_quantize_backward" and arguments[-1] is not None and launchers is launch_on_cpu:
-            assert returned is NotImplemented  # GPUs alone are asked for parts of sums
+        is_of_integers = any(isinstance(each, IntegerPlan) for each in arguments)
+        if is_of_integers and launchers is launch_on_cpu and any(map(_has_16_bits, there)):
+            assert returned is NotImplemented  # integers of these types have no kernel on a CPU
             continue
         assert returned is not NotImplemented
         found = [x for x in there if isinstance(x, Tensor)] + list(_tensors(returned))

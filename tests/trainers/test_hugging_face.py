@@ -107,12 +107,6 @@ def test_run_without_a_callback_goes_on_with_one(run, callback, tmp_path):
     assert "brevact/saved_mib" in trainer.state.log_history[-2]
 
 
-def test_schedule_of_mixtures_ends_with_the_run(run, callback, tmp_path):
-    trainer = run.trained(tmp_path, callback("StochBackward2bit4bitMix", mix_schedule="linear:start=0.8,end=0.4"))
-    rows = [row["brevact/mix_prob"] for row in trainer.state.log_history if "loss" in row]
-    assert rows == [pytest.approx(0.6), pytest.approx(0.4)]
-
-
 def test_callbacks_refuse_to_stand_in_a_trainer_twice(run, callback, tmp_path):
     for callbacks in ([twice := callback(memory=False), twice], [callback(memory=False), callback(memory=False)]):
         with pytest.raises(ValueError, match=r"a trainer takes (it once|one)"):

@@ -13,7 +13,6 @@ from brevact.autograd.ops import (
     probabilities,
     products,
     saved_by_torch,
-    selections,
     smooth,
     torch_fake_quantization,
     vector_norms,
@@ -22,7 +21,7 @@ from brevact.autograd.ops.op import Op
 
 #: All rows, in the order of docs/how.md.
 OPS: tuple[Op, ...] = (
-    *(*convolution.OPS, *norms.OPS, *smooth.OPS, *masks.OPS, *masks.DROPOUTS, *selections.OPS, *pooling.OPS),
+    *(*convolution.OPS, *norms.OPS, *smooth.OPS, *masks.OPS, *masks.DROPOUTS, *pooling.OPS),
     *(*products.OPS, *attention.OPS, *probabilities.OPS, *losses.OPS, *vector_norms.OPS),
     *(*lookups.OPS, *products.ELEMENTWISE, *torch_fake_quantization.OPS, *saved_by_torch.OPS),
 )

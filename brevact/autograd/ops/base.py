@@ -20,42 +20,20 @@ from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved, Strides, lay_out
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
-from brevact.private_names import of_torch
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     active_fake_mode,
     disable_modes,
     is_batched,
     is_functorch_batched,
-    level_of,
 )
 from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
 
-#: Batch levels that torch allows for ``is_grads_batched``; it does not expose those of a tensor.
-_LEGACY_LEVELS = range(1, 65)
-
-
-def run_by_rows(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Call ``backward`` for each row of the innermost batch of ``grads``; return its results batched."""
-    given = [grad for grad in grads if grad is not None]
-    if any(map(is_functorch_batched, given)):
-        level = max(map(level_of, given))
-        add, remove, outside = of_torch.add_batch_dim, of_torch.remove_batch_dim, of_torch.outside_of_transform
-    else:
-        add, remove = of_torch.add_legacy_batch_dim, of_torch.remove_legacy_batch_dim
-        outside = of_torch.outside_of_legacy_vmap
-        level = next(level for level in _LEGACY_LEVELS if any(len(remove(grad, level, 0, 0)) for grad in given))
-    batches = [() if grad is None else remove(grad, level, 0, 0) for grad in grads]  # (0, ...) if not at this level
-    with outside():
-        rows = [
-            backward(ctx, *(batch[i] if len(batch) else grad for batch, grad in zip(batches, grads, strict=True)))
-            for i in range(max(map(len, batches)))
-        ]
-        results = zip(*(row if isinstance(row, tuple) else (row,) for row in rows), strict=True)
-        stacked = [None if of_row[0] is None else torch.stack(of_row) for of_row in results]
-    return tuple(None if batch is None else add(batch, 0, level) for batch in stacked)
-
-
+_NO_BATCHES = (
+    "a batch of gradients (is_grads_batched=True, torch.func.vmap over torch.autograd.grad) went through an op with "
+    "backward-quantized activations: run one backward pass for each gradient, or set double_backward=True, which "
+    "leaves these ops to PyTorch"
+)
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -144,7 +122,7 @@ class Formula(torch.autograd.Function):
             if grad is not None:
                 is_defined = True
                 if (is_batched(grad) or is_functorch_batched(grad)) and not _is_compiling():
-                    return run_by_rows(Formula.backward, ctx, grads)
+                    raise RuntimeError(_NO_BATCHES)
         if not is_defined:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, None, *ctx.gradients(ctx.needs_input_grad[3:], *grads, *load(ctx))
@@ -346,27 +324,6 @@ def compute_from_weight(
 
     with DisableTorchFunction():
         return region.apply_to_weight(OfWeight, run, through, *tensors)
-
-
-def compute_from_quotient(region: Keeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute a function of x / scale, saving only the quotient, unpacked; ``compute``: no random numbers, no state."""
-
-    def run(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        quotient = x / scale
-        save(ctx, exact=(quotient, scale))
-        out = compute(quotient, scale)
-        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, quotient: Tensor, scale: Tensor) -> tuple[Any, ...]:
-        through, of_scale = gradients_of(compute, [quotient, scale], (True, needs[1]), grad)
-        assert through is not None
-        if of_scale is not None:
-            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
-        return through / scale if needs[0] else None, of_scale
-
-    with DisableTorchFunction():
-        return region.apply(Formula, run, gradients, x, scale)
 
 
 @functools.cache

@@ -84,22 +84,18 @@ def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: 
     return compute_from_weight(region, compute, *weights)
 
 
-def absolute_percentile(
-    region: Keeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
-) -> Tensor:
-    """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient. ``values``: ReLU of ``x``."""
+def absolute_percentile(region: Keeper, x: Tensor, q: float, dim: int | None, keepdim: bool) -> Tensor:
+    """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient."""
     storage_report.report_op(absolute_percentile)
     with DisableTorchFunction(), region.hooks.suspended:
-        flat = x.view(-1) if dim is None else x.reshape(-1)
-        known = (x if values is None else values).detach()
+        flat, known = x.view(-1) if dim is None else x.reshape(-1), x.detach()
         if dim is None:
             index = kth_magnitude(known.view(-1), _rank(q, known.numel()))[1].view(1)
         else:
             index = torch.kthvalue(known.abs(), _rank(q, known.shape[dim]), dim=dim, keepdim=True)[1]
             others = torch.arange(index.numel(), device=x.device).view(index.shape)
             index = index * x.shape[1] + others if dim in (0, -2) else others * x.shape[1] + index
-        picked = flat.index_select(0, index.view(-1)).view(() if dim is None else index.shape)
-        found = (picked if values is None else picked.relu()).abs()
+        found = flat.index_select(0, index.view(-1)).view(() if dim is None else index.shape).abs()
         return found if keepdim or dim is None else found.squeeze(dim)
 
 

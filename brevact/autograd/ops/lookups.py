@@ -3,15 +3,6 @@
 Gradients by the elements do not depend on them: torch saves a gather's or a reflected or replicated border's input for
 its sizes alone. A sampling grid is saved exactly: packed points would lie between other elements. dL/dgrid is linear in
 the packed input: unbiased.
-
-``scatter_reduce`` saves indices, and for extremes which were chosen. With an index i_e for each element e of the source
-x, the result y and its gradient g:
-
-    sum, mean     dL/dx_e = g[i_e] / N[i_e],  N the number of elements that meet there, 1 for a sum
-    amax, amin    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
-
-Elements are only compared, yet torch saves source, target and result. Masks of one bit per element hold the same
-information; the gradient is torch's to the last bit.
 """
 
 from __future__ import annotations
@@ -24,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import Kind
-from brevact.autograd.ops.base import Formula, blank, is_inplace, requires_grad, run_inside, save
+from brevact.autograd.ops.base import Formula, blank, requires_grad, run_inside, save
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.saved import Keeper, Saved
-from brevact.autograd.store import keep_mask, keep_places
+from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import nn_pad
 
 aten = torch.ops.aten
@@ -77,76 +67,6 @@ def _places_in_bags(tensors: Sequence[Tensor]) -> int:
 _LOOKUPS = ("gather", "take_along_dim", "index_add", "index_copy")
 _STORED_MASK = Stored("masked_select", MASKS, EXACT)
 
-
-_EXTREMES = frozenset(("amax", "amin"))
-
-
-def _can_store(region: Keeper, input: Any, dim: Any, index: Any, source: Any) -> bool:
-    """Return whether torch would save large elements: plain tensors of one dtype, beside an index."""
-    if not (region.is_activation(input) and region.is_activation(source) and isinstance(index, Tensor)):
-        return False
-    if not isinstance(dim, int) or not requires_grad(input, source) or input.dtype != source.dtype:
-        return False
-    largest = max(input.numel(), source.numel())
-    same = input.dim() == source.dim() > 0 and -input.dim() <= dim < input.dim()
-    return same and source.numel() > 0 and largest >= region.settings.min_numel and input.device == source.device
-
-
-def _scatter_reduce(
-    region: Keeper,
-    func: Callable,
-    input: Any,
-    dim: Any,
-    index: Any,
-    src: Any = None,
-    reduce: Any = None,
-    *,
-    include_self: Any = True,
-    **kwargs: Any,
-) -> Any:
-    if kwargs or reduce not in ("sum", "mean", *_EXTREMES) or not _can_store(region, input, dim, index, src):
-        return NotImplemented  # products are singular
-    if index.shape != src.shape:
-        return NotImplemented
-    inplace, shape = is_inplace(func, (), {}), src.shape
-
-    def run(ctx: Any, x: Tensor, i: Tensor, source: Tensor) -> Tensor:
-        before = x.clone() if inplace and reduce in _EXTREMES else x
-        out: Tensor = func(x, dim, i, source, reduce, include_self=include_self)
-        masks: tuple[Saved, ...] = ()
-        if reduce in _EXTREMES:
-            masks = keep_mask(before == out), keep_mask(source == out.gather(dim, i))
-        if inplace:
-            ctx.mark_dirty(x)
-        save(ctx, *masks, keep_places(i, region.settings, x.shape))
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
-        *masks, i = (each.decode() for each in kept)
-        grad_input, of_source = grad, None
-        if masks:
-            of_input, of_source = (mask.to(grad.dtype) for mask in masks)
-            grad = grad / of_input.scatter_add(dim, i, of_source)
-            grad_input = of_input * grad
-        elif reduce == "mean":
-            counts = torch.ones_like(grad) if include_self else torch.zeros_like(grad)
-            counts = counts.scatter_add(dim, i, grad.new_ones(()).expand(shape))
-            grad = grad_input = grad / counts.masked_fill_(counts == 0, 1)
-        grad_source = grad.gather(dim, i)
-        if of_source is not None:
-            grad_source = of_source * grad_source
-        return grad_input if include_self else grad_input.scatter(dim, i, 0), None, grad_source
-
-    return region.apply(Formula, run, gradients, input, index, src)
-
-
-_REDUCED = Stored(
-    "`scatter_reduce` (sum, mean, amax, amin)",
-    "the indices; of extremes, masks of 1 bit per element",
-    EXACT,
-)
-
-
 OPS = (
     Op(everywhere(*_LOOKUPS), stored=_STORED, saves=Saves.SIZES, places=places_in_first),
     Op(everywhere("take"), stored=_STORED, saves=Saves.SIZES, places=lambda tensors: tensors[0].numel()),
@@ -168,5 +88,4 @@ OPS = (
         places=places_in_first,
     ),
     Op(everywhere("constant_pad_nd", "put", "masked_fill", "masked_scatter"), saves=Saves.PLACES),
-    Op((torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_), _scatter_reduce, _REDUCED),
 )

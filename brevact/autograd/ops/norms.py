@@ -62,31 +62,18 @@ from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
 def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    """Run a norm; under double backward, torch's own on its input less its means."""
     settings, trains = region.settings, requires_grad(input, weight, bias)
     rounds = norm.has_mean and settings.quantizes_forward
     reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
     if not (reacts and input.numel()):
         return NotImplemented
-    if settings.double_backward:
-        return _by_torch(region, norm, input, weight, bias)
     if rounds and not (torch.is_grad_enabled() and trains):
         return _run_levels(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
     if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
         norm.packing = _plan_of_call(settings, norm, input, weight, bias)
-        found = NotImplemented if norm.packing is not None else _by_torch(region, norm, input, weight, bias)
-        if found is not NotImplemented:
-            return found
     out: Tensor = region.apply(Formula, functools.partial(_save, region, norm), None, input, weight, bias)
     ModelState.mark_activation(out)
     return out
-
-
-def _by_torch(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
-    if isinstance(norm, Frozen) or region.settings.for_normalized is not None or not requires_grad(input, weight):
-        return NotImplemented
-    runner = region.torch_runner(input, *norm.running)
-    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
 
 
 def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -334,7 +321,6 @@ OPS = (
             (getattr(F, name), getattr(torch, name)),
             functools.partial(_norm, name),
             _STORED,
-            twice=name in ("batch_norm", "layer_norm", "group_norm"),  # instance norm saves its input in another layout
             rounds_forward=name != "rms_norm",
             is_bit_exact=False,
             is_layer=True,

@@ -1,13 +1,13 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels support its arithmetic.
 
 They support tensors on the CPU and on GPUs (copied if they have gaps in memory), with one scale or several, in the
-tensor's own dtype or float32: one scale per index of a dimension or of several, or one per group of elements. Saved
-bytes and gradients equal those of the ops of ``fake_quantization`` bit for bit.
+tensor's own dtype or float32: one scale per index of a dimension or of several, or one per group of neighbours.
+Results and gradients equal those of Brevitas' ops bit for bit.
 
-The gradient of a scale, and of a learned zero point, is a sum. On the CPU, kernels add in torch's order. On a GPU they
-write the terms and torch adds them, so the sum equals that of stock ops on that GPU. With few-bit residuals in place of
-x, bits are not guaranteed: kernels write sums of eight terms, first to last (``integer_ops.fake_quantize_backward``),
-and torch adds these in an order that depends on sizes alone.
+The gradient of a scale, and of a learned zero point, is a sum. Kernels write the terms and torch adds them, so the sum
+equals that of stock ops on the device. With few-bit residuals in place of x, bits are not guaranteed: kernels write
+sums of eight terms, first to last (``integer_ops.fake_quantize_backward``), and torch adds these in an order that
+depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
+from brevact.autograd.known_values import IntegerCodes, groups_of
 from brevact.autograd.saved import Saved, decoder_of_mask, decoder_of_packed
-from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, IntegerRounding, packed_bytes
+from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, packed_bytes
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer
 from brevact.quantizers.backends import kernels_for
@@ -30,10 +30,11 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind(NamedTuple):
+    """Integers that kernels round to the nearest; a narrow range reserves the last, spare code for NaN."""
+
     bit_width: int
     lowest: int
     highest: int
-    rounding: IntegerRounding
     clips: bool
     has_spare: bool
 
@@ -41,8 +42,7 @@ class Kind(NamedTuple):
 class OnePass(NamedTuple):
     """How kernels quantize tensors of given sizes.
 
-    ``layout`` is the result's. ``by_group``: there are several scales, and torch adds their gradients. ``order``
-    permutes the scales' dimensions to memory order; None if they are in it already.
+    ``layout`` is the result's. ``by_group``: there are several scales, and torch adds their gradients.
     """
 
     plan: IntegerPlan
@@ -50,7 +50,6 @@ class OnePass(NamedTuple):
     code_decoder: IntegerCodes
     mask_decoder: Any
     by_group: bool
-    order: tuple[int, ...] | None
 
     def quantize(
         self,
@@ -65,8 +64,8 @@ class OnePass(NamedTuple):
     ) -> Quantized | None:
         """Quantize and pack the tensors that the gradient needs; None if a NaN has no code.
 
-        ``x`` may be the input or output of a ReLU, whose output ``values`` receives. ``residual_of`` packs
-        rounding errors.
+        ``x`` may be the input or output of a ReLU, whose output ``values`` receives. ``residual_of`` packs rounding
+        errors.
         """
         plan, layout = self.plan, self.layout
         x = self._dense(x)
@@ -112,60 +111,45 @@ class OnePass(NamedTuple):
         Scales' are None if only a mask is saved; zero points' are None unless they are learned. Without codes,
         everything is recomputed from ``values``, the ReLU's output.
         """
-        plan, layout, given = self.plan, self.layout, grad
-        if not layout.matches(grad):
-            grad = self._dense(grad)
-        values = None if values is None else self._dense(values)
+        plan, layout = self.plan, self.layout
+        own = None if layout.matches(grad) else Layout.of(grad)
+        # Stock ops add in the order of a gradient without gaps, and in that of the result for others.
+        like = None if own is None or not own.is_dense or own.numel != plan.numel else grad
+        grad, values = self._dense(grad), None if values is None else self._dense(values)
         target, rows = torch.empty_like(grad), 4 if zero_learns else 2
-        terms = sums = parts = None
+        terms = parts = None
         if codes is not None or values is not None or zero_learns:
-            if not grad.is_cpu and residual is not None and not self.by_group:
-                parts = grad.new_empty(
-                    rows, -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8), dtype=torch.float32
-                )
-            elif self.by_group or grad is not given or grad.dtype is not torch.float32 or not grad.is_cpu:
-                terms = _terms(grad, rows, plan.numel)  # torch adds them in its own order
+            if residual is not None and not self.by_group:
+                columns = -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8)
+                parts = grad.new_empty(rows, columns, dtype=torch.float32)
             else:
-                sums = grad.new_empty(rows)
-        fake_quantize_backward(
-            *(grad, plan, *self._flat(scale, zero_point), residual_of, codes, mask, values, residual),
-            *(target, terms, sums, parts),
-        )
-        first = 0 if codes is not None or values is not None else 2
+                terms = _terms(grad, rows, plan.numel)  # torch adds them in its own order
+        numbers = self._flat(scale, zero_point)
+        fake_quantize_backward(grad, plan, *numbers, residual_of, codes, mask, values, residual, target, terms, parts)
         found: list[Tensor | None] = [None] * 4
-        if terms is not None:
-            for place in range(first, rows):
+        for place in range(0 if codes is not None or values is not None else 2, rows):
+            number = scale if place < 2 else zero_point
+            if terms is not None:
                 each = layout.restore(terms[place])
-                if grad is not given and (place in (0, 2) or not plan.clips):  # the order in which stock ops add
-                    each = torch.empty_like(given).copy_(each)
-                found[place] = each.sum_to_size(scale.shape if place < 2 else zero_point.shape)
-        elif sums is not None or parts is not None:
-            totals = (parts.sum(1) if sums is None else sums).unbind()  # type: ignore[union-attr]
-            for place in range(first, rows):
-                number = scale if place < 2 else zero_point
-                found[place] = totals[place].view(number.shape) if number.dim() else totals[place]
-        if grad is not given and not plan.clips:  # without a mask in x's order, stock ops keep the gradient's
-            target = torch.empty_like(given).copy_(target)
+                if like is not None and (place in (0, 2) or not plan.clips):
+                    each = torch.empty_like(like).copy_(each)
+                found[place] = each.sum_to_size(number.shape)
+            elif parts is not None:
+                total = parts[place].sum()
+                found[place] = total.view(number.shape) if number.dim() else total
+        if like is not None and not plan.clips:  # without a mask in x's order, stock ops keep the gradient's
+            target = torch.empty_like(like).copy_(target)
         of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = found
         return target, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
 
     def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         if not self.by_group:
             return scale, zero_point
-        dims = len(self.layout.shape)
-        return flat_numbers(scale, self.order, dims), flat_numbers(zero_point, self.order, dims)
+        return scale.detach().reshape(-1), zero_point.detach().reshape(-1)
 
     def _dense(self, x: Tensor) -> Tensor:
         is_dense = x.dtype is self.layout.dtype and self.layout.matches(x)
         return x if is_dense else self.layout.empty(x.device).copy_(x.detach())
-
-    def takes(self, grad: Tensor) -> bool:
-        if grad.dtype is not self.layout.dtype:
-            return False
-        if self.layout.matches(grad):
-            return True
-        own, is_known = Layout.of(grad), self.plan.clips or not self.plan.rectifies
-        return is_known and own.is_dense and own.numel == self.layout.numel and not grad.is_neg()
 
 
 class Quantized(NamedTuple):
@@ -176,9 +160,15 @@ class Quantized(NamedTuple):
 
 
 def one_pass_for(
-    kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
+    kind: Kind | None,
+    rectifies: bool,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    pre_scale: Tensor,
+    pre_zero_point: Tensor,
 ) -> OnePass | None:
-    if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
+    if kind is None or not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
         return None
@@ -225,14 +215,11 @@ def _one_pass(
     places = groups_of(result, of_scale, of_zero_point)
     if places is None:
         return None
-    inner, groups, repeats, rows, order = places
-    plan = IntegerPlan(
-        result.numel, kind.bit_width, kind.lowest, kind.highest, kind.rounding, rectifies, kind.clips, kind.has_spare,
-        inner, groups, repeats, rows,
-    )  # fmt: skip
+    ends = kind.bit_width, kind.lowest, kind.highest
+    plan = IntegerPlan(result.numel, *ends, rectifies, kind.clips, kind.has_spare, *places)
     decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
-    return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1, order)
+    return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), plan.groups > 1)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

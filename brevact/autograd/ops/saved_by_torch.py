@@ -15,12 +15,17 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import Kind
-from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, Op, Saves, Stored, everywhere, places_in_first
 from brevact.autograd.running import before_first_region
 from brevact.autograd.saved import Keeper
 from brevact.autograd.storages import end_known_values, storage_address
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled, watch_collectives
+
+
+def _is_whole(region: Keeper, args: tuple) -> bool:
+    """Return whether a maximum is not along a dimension, which would save only places."""
+    return not any(type(arg) is int for arg in args[1:])
 
 
 def _copies_weights(region: Keeper, args: tuple) -> bool:
@@ -67,6 +72,17 @@ OPS = (
         stored=Stored("cat, stack, pixel shuffle", NOTHING, EXACT),
         saves=Saves.PLACES,
         kind=Kind.MOVE,
+    ),
+    Op(everywhere("where"), stored=Stored("where", MASKS, EXACT), saves=Saves.PLACES),
+    Op(
+        everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"),
+        saves=Saves.PLACES,
+        places=places_in_first,
+    ),
+    Op(
+        tuple(getattr(home, name) for home in (torch, Tensor) for name in ("max", "min", "median", "nanmedian")),
+        must_not_round=_is_whole,
+        places=places_in_first,
     ),
     Op((torch.autograd.grad, torch.autograd.backward, Tensor.backward), is_backward=True),
     Op(

@@ -377,10 +377,9 @@ def _may_be_held(region: Keeper, x: Tensor) -> bool:
     return is_offered(x) or (known is not None and known[1].quality.is_curved)
 
 
-def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 2 or isinstance(args[1], bool) or not isinstance(args[1], int | float):
+def _pow(region: Keeper, func: Callable, input: Tensor, exponent: Any) -> Any:
+    if isinstance(exponent, bool) or not isinstance(exponent, int | float):
         return NotImplemented
-    input, exponent = args
     if exponent == 2:
         return keep_square(region, func, input, exponent)
     return _smooth_power(region, torch.pow, input, exponent) if exponent > 2 else NotImplemented
