@@ -222,3 +222,24 @@ class IntegerPlan(NamedTuple):
     has_spare: bool
     inner: int
     groups: int
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def are_plain(arrays: tuple[Tensor | None, ...], *, on_gpu: bool) -> bool:
+    """Whether all are plain tensors of a CPU or a GPU (ROCm as well) with memory, as kernels read them; not float64.
+
+    Subclasses, zero tensors and those of torch.func may lack memory.
+    """
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not (x.is_cuda if on_gpu else x.is_cpu) or x.dtype is torch.float64:
+                return False
+            if x.data_ptr() == 0 and x.numel():
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True

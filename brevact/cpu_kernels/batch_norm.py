@@ -31,9 +31,9 @@ from brevact.cpu_kernels.memory import (
     load,
     store,
 )
-from brevact.cpu_kernels.teams import share, takes
+from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import Place, UniformPlan, are_plain
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, GRAD, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR, GRAD_WEIGHT, GRAD_BIAS = range(11)
@@ -442,7 +442,7 @@ def batch_norm_backward(
 
 def _is_taken(x: Tensor, grad: Tensor, weight: Tensor | None) -> bool:
     """Whether the kernel reads these tensors, and no dispatch mode is there to see them read."""
-    if len_dispatch_stack() or not is_dense_map(x) or not takes((grad, x)):
+    if len_dispatch_stack() or not is_dense_map(x) or not are_plain((grad, x), on_gpu=False):
         return False
     if grad.dtype is not torch.float32 or grad.is_neg():
         return False

@@ -1,10 +1,12 @@
 # ruff: noqa: F401
 """The ops of `quantizers.kernel_ops`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
-They have the names, the parameters and the bytes of the references, take tensors that :func:`teams.takes` accepts, and
+They have the names, the parameters and the bytes of the references, take tensors that `takes` accepts, and
 return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays."""
 
 from __future__ import annotations
+
+import functools
 
 from brevact.cpu_kernels.batch_norm import (
     batch_norm,
@@ -18,7 +20,8 @@ from brevact.cpu_kernels.grids import dequantize_grid, quantize_grid
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.cpu_kernels.segments import look_up, map_levels
-from brevact.cpu_kernels.teams import takes
 from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
+from brevact.geometry import are_plain
 
+takes = functools.partial(are_plain, on_gpu=False)
 prepare()

@@ -104,13 +104,8 @@ def _stochastic(t, bits):
 
 
 @inlined
-def _low_half(word):
-    return np.uint32(word & np.uint32(0xFFFF))
-
-
-@inlined
-def _high_half(word):
-    return np.uint32(word >> np.uint32(16))
+def _half(word, shift):
+    return np.uint32(np.uint32(word >> shift) & np.uint32(0xFFFF))
 
 
 @inlined
@@ -135,19 +130,13 @@ def round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
                     _nearest(load(t3, j)),
                 )
                 store(out, j, _join(q0, q1, q2, q3, bit_width))
-        elif half:
-            for j in range(columns):
-                q0 = _stochastic(load(th, j), _high_half(load(w0, j)))
-                q1 = _stochastic(load(t1, j), _high_half(load(w1, j)))
-                q2 = _stochastic(load(t2, j), _high_half(load(w2, j)))
-                q3 = _stochastic(load(t3, j), _high_half(load(w3, j)))
-                store(out, j, _join(q0, q1, q2, q3, bit_width))
         else:
+            shift = np.uint32(16 * half)
             for j in range(columns):
-                q0 = _stochastic(load(th, j), _low_half(load(w0, j)))
-                q1 = _stochastic(load(t1, j), _low_half(load(w1, j)))
-                q2 = _stochastic(load(t2, j), _low_half(load(w2, j)))
-                q3 = _stochastic(load(t3, j), _low_half(load(w3, j)))
+                q0 = _stochastic(load(th, j), _half(load(w0, j), shift))
+                q1 = _stochastic(load(t1, j), _half(load(w1, j), shift))
+                q2 = _stochastic(load(t2, j), _half(load(w2, j), shift))
+                q3 = _stochastic(load(t3, j), _half(load(w3, j), shift))
                 store(out, j, _join(q0, q1, q2, q3, bit_width))
 
 
@@ -163,7 +152,7 @@ def round_bytes(t, columns, stochastic, w0, w1, w2, w3, out):
                 store(codes, j, np.uint8(_nearest(load(plane, j))))
         else:
             for j in range(columns):
-                store(codes, j, np.uint8(_stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift)))))
+                store(codes, j, np.uint8(_stochastic(load(plane, j), _half(load(word, j), shift))))
 
 
 @inlined

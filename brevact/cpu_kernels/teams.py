@@ -13,9 +13,6 @@ import ctypes
 import os
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
@@ -58,24 +55,3 @@ def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: i
     step = max(-(-blocks // (most_threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
     words = kernel.words(*arguments, blocks, step, 0)
     _parallel(kernel.address, words, most_threads, 0)
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether all are plain CPU tensors with memory: subclasses, zero tensors and those of torch.func may lack it.
-
-    Float64 runs in plain torch.
-    """
-    try:
-        for x in arrays:
-            if x is None:
-                continue
-            if type(x) not in _PLAIN_TYPES or not x.is_cpu or x.dtype is torch.float64:
-                return False
-            if x.data_ptr() == 0 and x.numel():
-                return False
-    except RuntimeError:  # data_ptr() of a wrapper
-        return False
-    return True

@@ -185,21 +185,6 @@ def decoded(q, m, s, top, limit):
 
 
 @inlined
-def _decode_segment(q, count, m, s, top, limit, levels, table):
-    """Replace codes by their values, in place; the levels have room for those of an uneven group."""
-    if load(table, UNEVEN) != 0 and is_flagged(s):
-        uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
-        for e in range(count):
-            store(q, e, load(levels, np.int64(load(q, e))))
-    elif is_plain(m, s, top, limit):
-        for e in range(count):
-            store(q, e, m + s * load(q, e))
-    else:
-        for e in range(count):
-            store(q, e, decoded(load(q, e), m, s, top, limit))
-
-
-@inlined
 def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, levels, table, values):
     """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
     mask = np.uint32((1 << bit_width) - 1)
@@ -225,14 +210,23 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, leve
 
 @inlined
 def _decode_segments(q, first, count, scale, minimum, limit, levels, table):
-    """Replace float32 codes by their values, in place."""
-    inner = load(table, INNER)
-    top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
+    """Replace float32 codes by their values, in place; the levels have room for those of an uneven group."""
+    inner, top = load(table, INNER), np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     e = 0
     while e < count:
         group, run = (first + e) // inner, min(inner - (first + e) % inner, count - e)
         m, s = read_metadata(scale, minimum, group)
-        _decode_segment(advance(q, e), run, m, s, top, limit, levels, table)
+        own = advance(q, e)
+        if load(table, UNEVEN) != 0 and is_flagged(s):
+            uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
+            for i in range(run):
+                store(own, i, load(levels, np.int64(load(own, i))))
+        elif is_plain(m, s, top, limit):
+            for i in range(run):
+                store(own, i, m + s * load(own, i))
+        else:
+            for i in range(run):
+                store(own, i, decoded(load(own, i), m, s, top, limit))
         e += run
 
 
@@ -303,9 +297,9 @@ def dequantize_uniform(
     table, codes, geometry = uniform_table(plan, target.dtype), buffer.data_ptr(), plan.geometry
     words = None if factor is None or place is None else words_of(mean, factor, place)
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
-    arguments = (codes, codes + plan.scale_at, codes + plan.minimum_at, 0 if other is None else other.data_ptr())
+    metadata, factors = (codes + plan.scale_at, codes + plan.minimum_at), 0 if other is None else other.data_ptr()
     norm_at = 0 if words is None else ctypes.addressof(words)
-    arguments += (target.data_ptr(), table.address, norm_at, bits)
+    arguments = (codes, *metadata, factors, target.data_ptr(), table.address, norm_at, bits)
     share(dequantize_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)

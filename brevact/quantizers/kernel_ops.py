@@ -210,7 +210,19 @@ def dequantize_uniform(
     are set to +0.
     """
     if factor is not None and place is not None:
-        _denormalize(buffer, plan, mean, factor, place, other, mask, target)
+        z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
+        dequantize_uniform(buffer, plan, None, None, None, None, None, z)
+        groups = _by_groups(z, place).mul_(factor.view(-1, 1, place.row, 1))
+        if mean is not None:
+            groups.add_(mean.view(-1, 1, place.row, 1))
+        if target.dtype is torch.float16:
+            limit = torch.finfo(target.dtype).max
+            z.clamp_(-limit, limit)
+        if other is not None:
+            z.add_(flat_memory(other, len(z)))
+        flat = flat_memory(target, len(z)).copy_(z)
+        if mask is not None:
+            mask_multiply(mask, len(z), flat, 0.0, flat)
         return
     geometry, bit_width = plan.geometry, plan.geometry.bit_width
     flat = flat_memory(target, geometry.numel)
@@ -235,31 +247,6 @@ def _decoded(q: Tensor, group: Any, buffer: Tensor, plan: UniformPlan, dtype: to
         parts = minimum.view(torch.int32)[group], scale.view(torch.int16)[group]
         return torch.where(flagged, uneven.values(q, *parts, plan.geometry.bit_width, limit), y).to(dtype)
     return y.masked_fill(flagged & (q == top), float("nan")).to(dtype)
-
-
-def _denormalize(
-    buffer: Tensor,
-    plan: UniformPlan,
-    mean: Tensor | None,
-    factor: Tensor,
-    place: Place,
-    addend: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-) -> None:
-    z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
-    dequantize_uniform(buffer, plan, None, None, None, None, None, z)
-    groups = _by_groups(z, place).mul_(factor.view(-1, 1, place.row, 1))
-    if mean is not None:
-        groups.add_(mean.view(-1, 1, place.row, 1))
-    if target.dtype is torch.float16:
-        limit = torch.finfo(target.dtype).max
-        z.clamp_(-limit, limit)
-    if addend is not None:
-        z.add_(flat_memory(addend, len(z)))
-    flat = flat_memory(target, len(z)).copy_(z)
-    if mask is not None:
-        mask_multiply(mask, len(z), flat, 0.0, flat)
 
 
 @run_by_kernels

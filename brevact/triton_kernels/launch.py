@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from brevact.geometry import Geometry, UniformPlan
+from brevact.geometry import Geometry, UniformPlan, are_plain
 from brevact.private_names.of_triton import CompiledKernel, driver, hooks
 
 THREADS = 128
 """Threads of a program, unless its tile sets another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Part(NamedTuple):
@@ -126,19 +125,7 @@ def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
-def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether all are plain CUDA or ROCm tensors with memory of their own; float64 has no hardware worth a kernel."""
-    try:
-        for x in arrays:
-            if x is None:
-                continue
-            if type(x) not in _PLAIN_TYPES or not x.is_cuda or x.dtype is torch.float64:
-                return False
-            if x.data_ptr() == 0 and x.numel():
-                return False
-    except RuntimeError:  # data_ptr() of a wrapper
-        return False
-    return True
+takes = functools.partial(are_plain, on_gpu=True)
 
 
 def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -146,5 +147,5 @@ def _looking_up(plan: UniformPlan, segments: Segments, itemsize: int) -> Program
         return None
     columns = geometry.block_size // 8
     aligned = segments.inner % columns == 0 and run % columns == 0
-    values = {"inner": segments.inner, "run": run, "slots": segments.slots, "SLOTS": segments.slots > 1}
+    values: dict[str, Any] = {"inner": segments.inner, "run": run, "slots": segments.slots, "SLOTS": segments.slots > 1}
     return over_blocks(look_up_kernel, geometry, itemsize, ALIGNED=aligned, **values, **parts_of(plan))

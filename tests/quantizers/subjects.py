@@ -208,8 +208,7 @@ def _sample(**settings: object) -> Subject:
 
 def _sign_magnitude(**settings: object) -> Subject:
     quantizer = SignMagnitudeQuantizer(**settings)
-    exact = quantizer.use_max and quantizer.scale_dtype is torch.float32
-    return Subject(quantizer, mixed_step, constant_dtype=torch.float32 if exact else None)
+    return Subject(quantizer, mixed_step, constant_dtype=torch.float32 if quantizer.use_max else None)
 
 
 def _uniform(**settings: object) -> Subject:
@@ -268,7 +267,6 @@ SUBJECTS: dict[str, Subject] = {
     "sign-magnitude-l2": _sign_magnitude(use_max=False),
     "sign-magnitude-bucket-100": _sign_magnitude(bucket=100, base_levels=1, mix_levels=64, mix_levels_prob=0.5),
     "sign-magnitude-tensor": _sign_magnitude(bucket=None, mix_levels_prob=0.5),
-    "sign-magnitude-bfloat16-scale": _sign_magnitude(scale_dtype=torch.bfloat16),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 

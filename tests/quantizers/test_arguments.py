@@ -70,7 +70,6 @@ OUT_OF_RANGE = {
         ({"bucket": 0}, "bucket: got 0"),
         ({"mix_levels_prob": float("nan")}, "mix_levels_prob: got nan"),
         ({"rounding": "up"}, "rounding: got 'up'"),
-        ({"scale_dtype": torch.float16}, "scale_dtype: got torch.float16"),
     ],
     WeibullQuantizer: [
         ({"bit_width": 5}, "bit_width: got 5; accepted are 2, 3, 4"),

@@ -19,8 +19,6 @@ smaller error.
 Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2, 5.5 and 5.6.
 """
 
-import torch
-
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeQuantizer
@@ -40,7 +38,6 @@ class SignMagnitudeBuckets(Fragment):
     use_max = True
     mix_levels = 16
     mix_levels_prob = 0.3
-    scale_dtype = torch.float32
 
     quantizer = SignMagnitudeQuantizer
 

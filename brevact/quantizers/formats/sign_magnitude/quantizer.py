@@ -20,7 +20,6 @@ from brevact.quantizers.quantizer import GridQuantizer
 from brevact.quantizers.rounding import Rounding
 
 LARGEST_LEVELS = 256
-_SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _UNITS = 65535.0
 
 
@@ -32,7 +31,6 @@ class SignMagnitudeLevels(GridQuantizer):
     bucket: int | None
     use_max: bool
     rounding: Rounding
-    scale_dtype: torch.dtype
 
     def __post_init__(self) -> None:
         check_int("levels", self.levels, 1, LARGEST_LEVELS)
@@ -40,39 +38,29 @@ class SignMagnitudeLevels(GridQuantizer):
         if not isinstance(self.use_max, bool):
             raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
         object.__setattr__(self, "rounding", between_levels(self.rounding))
-        if self.scale_dtype not in _SCALE_DTYPES:
-            accepted = " and ".join(map(str, _SCALE_DTYPES))
-            raise ValueError(
-                f"scale_dtype: got {brief(self.scale_dtype)}; accepted are {accepted} "
-                "(torch.float16 overflows at 65504)"
-            )
 
     def geometry(self, layout: Layout) -> Geometry:
         return Geometry.of_buckets(layout.numel, (2 * self.levels).bit_length(), self.bucket)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        return (Part("scale", self.scale_dtype, geometry.groups),)
+        return (Part("scale", torch.float32, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """(G,) scale of finite elements, rounded up, NaN if none; L2 norms count in 65535ths: equal on all devices."""
+        """(G,) scale of finite elements, NaN if none; L2 norms count in 65535ths: equal on all devices."""
         low, high, _, _ = kernel_ops.ranges(flat, geometry)
-        largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
+        largest = torch.maximum(-low, high)
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
             inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
             sums = kernel_ops.moments(flat, geometry, torch.zeros_like(scale), inverse)
             norm = (sums[:, 2] + sums[:, 5]).double().sqrt() * (scale.double() / torch.full_like(scale, _UNITS))
             scale = torch.maximum(norm.clamp(max=torch.finfo(torch.float32).max).float(), scale)
-        if self.scale_dtype == torch.bfloat16:
-            scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-            scale = scale.clamp(max=torch.finfo(torch.bfloat16).max)
-        empty = torch.isnan(largest)
-        return (scale.to(self.scale_dtype).masked_fill(empty, float("nan")),)  # each device has NaNs of its own
+        return (scale.masked_fill(torch.isnan(largest), float("nan")),)  # each device has NaNs of its own
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """Levels -1 to 1 in units of the scale, then NaN: 2^b codes are more than 2 * levels + 1."""
         make = _levels.__wrapped__ if active_fake_mode() else _levels  # fake tensors must not stay in the cache
-        return Grid(*make(self.levels, device), None, metadata[0].float(), marks=True)
+        return Grid(*make(self.levels, device), None, metadata[0], marks=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +93,6 @@ class SignMagnitudeQuantizer(MixingQuantizer):
         mix_levels: Magnitudes beside 0 in the other buckets.
         mix_levels_prob: Probability of `mix_levels`, from 0 to 1.
         rounding: Nearest (ties to even magnitudes) or stochastic.
-        scale_dtype: Stored type of the scale: float32, or bfloat16, rounded up.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -118,7 +105,6 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     mix_levels: int = 16
     mix_levels_prob: float = 0.3
     rounding: Rounding = Rounding.STOCHASTIC
-    scale_dtype: torch.dtype = torch.float32
 
     kind = SignMagnitudeLevels
     mixed = ("base_levels", "mix_levels", "mix_levels_prob")
