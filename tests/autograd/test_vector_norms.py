@@ -22,6 +22,17 @@ def test_norms_do_not_lend_the_rounding_of_long_vectors_to_short_ones():
         ).norm() < 0.02 * expected.norm()  # half a step of 8 bits, of vectors within 5 deviations
 
 
+def test_products_of_near_embeddings_have_little_noise():
+    """A gradient is of the size of their difference, and errors of embeddings must not be larger."""
+    x = torch.randn(64, 128)
+
+    def similarity(x: torch.Tensor) -> torch.Tensor:
+        return (F.normalize(x * 1) * F.normalize(x + x.roll(1, 1) / 10).detach()).sum()
+
+    (expected,), (grad,) = (run_exactly(similarity, [x], bits)[1] for bits in (None, 4))
+    assert 0 < (grad - expected).norm() < 0.4 * expected.norm()
+
+
 def test_zero_vectors_have_torchs_gradient():
     x = torch.randn(64, 32)
     x[::3] = 0

@@ -10,8 +10,9 @@ With n = |x| along some dimensions and u = x / n (0 where n is 0, as in torch):
 
 Given the norms, one number per vector, each is linear in the packed tensors: unbiased. Only ``normalize`` is quadratic
 in its output, saved as one packed copy that the output's readers share: a bias of -Var(y) g, that of softmax and of RMS
-norm. The packed tensor has one scale, however different the norms are: a rounding error of x itself, the step of a
-bucket's largest vector, would be divided by the norm of its smallest.
+norm. Embeddings, outputs of two dimensions, take 8 bits: in contrastive losses gradients are of the size of differences
+between near ones. The packed tensor has one scale, however different the norms are: a rounding error of x itself, the
+step of a bucket's largest vector, would be divided by the norm of its smallest.
 
 Of two tensors of equal shapes, ``cosine_similarity`` packs v - s u and u - s v themselves, those that are needed: where
 the vectors are near each other, u and v have larger errors than the difference has elements.
@@ -31,10 +32,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, requires_grad, save
+from brevact.autograd.ops.base import Formula, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 from brevact.autograd.saved import Keeper
 
+#: Bits of embeddings, normalized rows of a matrix: a contrastive loss's gradient is of the size of their differences.
+_EMBEDDING_BITS = 8
 #: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16
 
@@ -198,7 +201,9 @@ def _normalize(
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         found: Tensor = func(x, p, dim, eps)
-        save(ctx, region.keep(found.detach()), exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
+        kept = (with_bits(region, _EMBEDDING_BITS) if x.dim() == 2 else region).keep(found.detach())
+        region.register(found, kept)
+        save(ctx, kept, exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
         return found
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
@@ -217,7 +222,7 @@ _STORED = Stored(
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, shared with its readers; the norms unpacked",
+    "the output, packed, at 8 bits or more if it is a matrix, shared with its readers; the norms unpacked",
     "bias Var of one packed copy",
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
