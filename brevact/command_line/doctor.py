@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from brevact import injectors
-from brevact.command_line.launcher import allocator_in_use, library_of
+from brevact.command_line.launcher import allocator_in_use, mimalloc
 from brevact.compiler.constants import HAS_GUARDS
 from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward, quantizer
@@ -160,8 +160,8 @@ def _memory() -> Iterator[Finding]:
     if allocator:
         yield Finding(OK, f"memory of the process: {allocator}")
     elif platform.libc_ver()[0] == "glibc":
-        fix = "python -m brevact run SCRIPT ..."
-        fix = fix if library_of("mimalloc") else f"pip install cmeel-mimalloc; then {fix}"
+        library = mimalloc()
+        fix = f"LD_PRELOAD={library} python SCRIPT ..." if library else "pip install cmeel-mimalloc, and ask again"
         yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", fix)
     if torch.cuda.is_available():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
