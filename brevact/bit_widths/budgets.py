@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from brevact.bit_widths.layers import BIT_WIDTHS, Plan
+from brevact.bit_widths.layers import BIT_WIDTHS
 from brevact.policy.fit_report import FitReport
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
@@ -173,13 +173,14 @@ def budget_of(
     return Budget(text, ratio, saved_bytes, noise, time)
 
 
-def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
+def bytes_of_budget(
+    uniform: Mapping[int, int], least: int, plain_bytes: int, ratio: float | None, bit_width: float | None
+) -> int:
     """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths."""
-    least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:
         low = int(bit_width)
-        above = plan.uniform_bytes[min(low + 1, BIT_WIDTHS[-1])]
-        found = plan.uniform_bytes[low] + (bit_width - low) * (above - plan.uniform_bytes[low])
+        above = uniform[min(low + 1, BIT_WIDTHS[-1])]
+        found = uniform[low] + (bit_width - low) * (above - uniform[low])
         wanted, nearest = f"bit_width={bit_width}", f"a larger bit_width, or a ratio that gives {least} bytes"
     else:
         assert ratio is not None
