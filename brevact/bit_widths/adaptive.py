@@ -106,7 +106,6 @@ class SampleNorms:
         return self._batches[-1]
 
     def finish(self) -> None:
-        """Remember the batches whose backward pass has run."""
         for batch in list(self._batches):
             squares = batch.mean()
             if squares is not None:
@@ -170,7 +169,6 @@ def expected_noise(sensitivity: float, bit_width: int) -> float:
 
 
 def check_groups(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError if a state has other groups or another number of samples."""
     check_state(state, own)
     if state["layers"] != own["layers"]:
         raise ValueError(

@@ -101,8 +101,6 @@ class BudgetRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a policy, None for no limit."""
-
     text: str
     ratio: float | None
     saved_bytes: float | None
@@ -155,7 +153,6 @@ def budget_of(
     noise: float | None = None,
     time: float | None = None,
 ) -> Budget:
-    """Return the budget; raises a ValueError or a TypeError if there is none, or a limit is not a number above 0."""
     given = {"ratio": ratio, "saved_bytes": saved_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
     if not stated.keys() - {"time"} or {"ratio", "saved_bytes"} <= stated.keys():
@@ -195,7 +192,6 @@ def bytes_of_budget(
 
 
 def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
-    """Raise unless exactly one budget is given, and numbers have the right type and range."""
     if (ratio is None) is (bit_width is None):
         raise ValueError(
             f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "

@@ -149,7 +149,6 @@ def storing(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def without_policy(model: nn.Module) -> Iterator[None]:
-    """Remove, after a block, the policy that the model got in it."""
     try:
         yield
     finally:
@@ -195,7 +194,6 @@ class ChainNoise:
         return self._error({})
 
     def measure(self, source: str, bit_width: int) -> None:
-        """Measure a chain alone, unless it was measured at this width."""
         if bit_width not in self._measured[source]:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
@@ -226,7 +224,6 @@ class ChainNoise:
         return bit_width >= min(FIRST_WIDTH, *self._measured[source])
 
     def options(self, source: str) -> list[Option]:
-        """Return a chain's bytes and noise at each width."""
         return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
 
     def _error(self, widths: Mapping[str, int]) -> float:

@@ -146,7 +146,6 @@ def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str,
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
-    """Count how often each op of these layers saves a tensor in each way."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 

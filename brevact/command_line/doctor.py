@@ -50,7 +50,6 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print the checks; return 1 if something is wrong, else 0."""
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _kernels, _step, _compiler, _caches, _memory, _optional]
     is_wrong = False
     for check in checks:
@@ -203,7 +202,6 @@ def kernels_of(device: torch.device) -> str | None:
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:
-    """Return the cases in which kernels and references differ in bytes or values, and the number of cases."""
     wrong, count = [], 0
     for name in _NAMES:
         for dtype in _DTYPES:
