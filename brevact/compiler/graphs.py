@@ -298,7 +298,7 @@ def _saved(
         new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         new.output(new.graph_copy(graph, copies))
         of_copy = _Marks(new, marks.least_bits)
-        return Plan(Packing(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies)
+        return Packing(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies
 
     found = Recomputation(graph, node_info, plan)
     if kind == "part":

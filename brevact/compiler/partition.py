@@ -626,6 +626,10 @@ class Packing:
                     return False
         return is_spread
 
+    @property
+    def nbytes(self) -> float:
+        return sum(nbytes for _, nbytes, _ in self.costs())
+
     def costs(self, width: int | None = None) -> Iterator[tuple[fx.Node, float, float]]:
         """Saved tensors, their bytes, and a figure for their noise: variances in units of squared ranges."""
         uses = {each.node: each for each in self.dependence.saved}
