@@ -177,9 +177,9 @@ NO_TRANSFORMS = (
     "torch.autograd.graph.disable_saved_tensors_hooks forbids these hooks, too: leave it"
 )
 NO_ROUNDED_NORMS = (
-    "quantize_forward: norms go on with rounded values neither under torch.func transforms and forward-mode AD nor in "
-    "torch.jit.trace. Use torch.export.export to make a program of the model, or call brevact.restore_backward(model) "
-    "first, which changes what the model computes"
+    "quantize_forward: norms go on with rounded values neither under torch.func transforms and forward-mode AD, nor in "
+    "torch.jit.trace, torch.export and compiled graphs. Compile without fullgraph=True, which runs them uncompiled, or "
+    "call brevact.restore_backward(model) first, which changes what the model computes"
 )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from brevact import injectors
 from brevact.command_line.launcher import allocator_in_use, mimalloc
-from brevact.compiler.constants import HAS_GUARDS
 from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward, quantizer
 from brevact.quantizers.backends import kernels_for, without_kernels
@@ -135,9 +134,6 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(OK, f"torch.compile finds {found}")
     if torch.cuda.is_available() and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):
         yield Finding(WRONG, "no C compiler: Triton builds its driver with one, and raises", "install gcc, or set CC")
-    if not HAS_GUARDS:
-        text = f"torch.compile of torch {torch.__version__} does not keep integers of Brevitas' quantizers as they are"
-        yield Finding(NOTE, text, "pip install 'torch>=2.13'")
 
 
 def _caches() -> Iterator[Finding]:

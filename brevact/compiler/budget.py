@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -22,17 +22,7 @@ _MOST_CUTS = 3
 #: Bytes of codes of 8 bits, as a multiple of a limit, up to which codes of fewer bits meet it, not another layer.
 _NARROWED = 4 / 3
 _FAR = 10**9  # PyTorch's distance of nodes that backward does not need
-
-
-class Plan(NamedTuple):
-    """What packing makes of saved nodes, in a copy of a graph."""
-
-    packing: Packing
-    copies: dict[fx.Node, fx.Node]
-
-    @property
-    def nbytes(self) -> float:
-        return sum(nbytes for _, nbytes, _ in self.packing.costs())
+Plan = tuple[Packing, dict[fx.Node, fx.Node]]
 
 
 class Recomputation:
@@ -41,7 +31,7 @@ class Recomputation:
     Args:
         graph: joint graph.
         node_info: PyTorch's description of its nodes.
-        plan: makes a plan of saved nodes.
+        plan: packs saved nodes in a copy of the graph; returns the nodes' copies, too.
     """
 
     def __init__(self, graph: fx.Graph, node_info: Any, plan: Callable[[Iterable[fx.Node]], Plan]) -> None:
@@ -50,7 +40,7 @@ class Recomputation:
         self._times = {node: _time_of(node) for node in banned if _is_layer(node)}
         packing, copies = plan(self._usual)
         costs = {node: nbytes for node, nbytes, _ in packing.costs()}
-        least = {node.name: nbytes for node, nbytes, _ in plan(self._cut(self._times)[0]).packing.costs()}
+        least = {node.name: nbytes for node, nbytes, _ in plan(self._cut(self._times)[0])[0].costs()}
         #: Bytes that are saved where no layer is computed again.
         self.most = sum(costs.values())
         layers = {copies[node]: node for node in self._times}
@@ -76,28 +66,21 @@ class Recomputation:
                 excess -= self._order[count][1]
                 count += 1
             saved = self._cut(self._layers(count))[0]
-            excess = self._plan(saved).nbytes - nbytes if cut < _MOST_CUTS - 1 else 0
+            excess = self._plan(saved)[0].nbytes - nbytes if cut < _MOST_CUTS - 1 else 0
         return saved
 
     def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], dict[str, int]]:
-        """Nodes to save within ``limit`` bytes, and bit widths of tensors by name.
+        """Nodes to save within ``limit`` bytes in place of the ``usual`` ones, and bit widths of tensors by name.
 
         As few layers are computed again as codes of 8 bits, or of the settings' if they have more, allow. Where all
         layers do not suffice, codes of fewer bits are those that add least noise.
-
-        Args:
-            usual: nodes that PyTorch saves.
-            limit: bytes.
-
-        Raises:
-            ValueError: none are within the limit.
         """
-        plan = self._plan(usual)
-        if plan.nbytes > limit:
+        packing = self._plan(usual)[0]
+        if packing.nbytes > limit:
             fits = bisect_left(range(len(self._order)), True, key=lambda count: self._first(count)[1].nbytes <= limit)
             before = self._first(max(fits - 1, 0))
-            usual, plan = before if before[1].nbytes <= _NARROWED * limit else self._first(fits)
-        widths, least = plan.packing.widths_within(limit)
+            usual, packing = before if before[1].nbytes <= _NARROWED * limit else self._first(fits)
+        widths, least = packing.widths_within(limit)
         if least > limit:
             raise ValueError(
                 f"budget: a graph saves {least:,.0f} bytes at least, more than {limit:,.0f}; accepted is a budget of "
@@ -106,9 +89,9 @@ class Recomputation:
         return usual, widths
 
     @functools.cache  # noqa: B019 - of a graph that is compiled
-    def _first(self, count: int) -> tuple[list[fx.Node], Plan]:
+    def _first(self, count: int) -> tuple[list[fx.Node], Packing]:
         saved = self._cut(self._layers(count))[0]
-        return saved, self._plan(saved)
+        return saved, self._plan(saved)[0]
 
     def _layers(self, count: int) -> frozenset[fx.Node]:
         return frozenset[fx.Node]().union(*(layers for layers, _ in self._order[:count]))

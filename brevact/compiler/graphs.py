@@ -20,16 +20,14 @@ from brevact.autograd.seeds import seed_of_size
 from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.budget import Plan, Recomputation
-from brevact.compiler.constants import constants_of
 from brevact.compiler.partition import (
     WIDTHS,
+    Packing,
     Row,
     SettingsOf,
     Sizes,
     is_random,
     nbytes_of,
-    pack_saved,
-    planned,
     recomputed_layers,
     with_bits,
 )
@@ -53,14 +51,8 @@ _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 
 
 class _Input(NamedTuple):
-    is_parameter: bool = False
-    is_activation: bool = False  # of code before the graph, which nobody else need hold
-    constant: float | None = None
-
-    @staticmethod
-    def of(x: Any, constant: float | None = None) -> _Input:
-        is_activation = isinstance(x, Tensor) and x.requires_grad and not x.is_leaf
-        return _Input(isinstance(x, nn.Parameter), is_activation, constant)
+    is_parameter: bool
+    is_activation: bool  # of code before the graph, which nobody else need hold
 
 
 class _Current(threading.local):
@@ -88,8 +80,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         size = seed_of_size() if any(from_text(text).draws_size for text in _current.texts) else 0
-        constants = repr([each.constant for each in _current.inputs])
-        key = (*sorted(_current.texts), repr(self.budget), torch.__version__, str(size), constants)
+        key = (*sorted(_current.texts), repr(self.budget), torch.__version__, str(size))
         return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -99,10 +90,9 @@ class Partitioner(CustomPartitionerFn):
         static = {*(options.get("static_lifetime_input_indices") or ())}
         static |= {place for place, each in enumerate(known) if each.is_parameter}
         activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
-        constants = {place: each.constant for place, each in enumerate(known) if each.constant is not None}
         is_inductor = options.get("compiler") == "inductor"
         layout = is_inductor, is_inductor and compile_fx.GraphLowering.decide_layout_opt(gm, is_inference=False)
-        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, constants, *layout)
+        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, *layout)
         try:
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
         finally:
@@ -133,7 +123,9 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
         yield rows
         return
     before = _current.texts, _current.rows, _current.inputs
-    known = [_Input.of(x, constant) for x, constant in zip(inputs, constants_of(graph.graph, inputs), strict=True)]
+    known = [
+        _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf) for x in inputs
+    ]
     _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, known
     try:
         with inductor_config.patch(custom_partitioner_fn=Partitioner()):
@@ -267,7 +259,7 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     marks = _Marks(joint_graph, WIDTHS[0] if kind == "bytes" else 0)
     with _recomputing(joint_graph, marks.settings_of):
         saved, widths = _saved(kind, size, joint_graph, node_info, partitioner.sizes, marks)
-    saved, rows = pack_saved(joint_graph, saved, partitioner.sizes, marks.settings_of, widths)
+    saved, rows = Packing(joint_graph, saved, partitioner.sizes, marks.settings_of, widths).pack()
     if _current.rows is not None:
         _current.rows += rows
     return saved
@@ -306,7 +298,7 @@ def _saved(
         new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         new.output(new.graph_copy(graph, copies))
         of_copy = _Marks(new, marks.least_bits)
-        return Plan(planned(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies)
+        return Packing(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies
 
     found = Recomputation(graph, node_info, plan)
     if kind == "part":

@@ -1,7 +1,7 @@
 """Regions that Dynamo traces as code: where marks on the nodes of its graph (``tracing``) do not do.
 
-These are regions whose norms go on with rounded values, which run between graphs, quantizers without a text form, and
-`torch.export`. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
+Regions whose norms go on with rounded values, and those whose quantizers have no text form, raise: Dynamo then runs the
+code around as it is. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
 :func:`leave` for modules. These therefore use only code that Dynamo traces, and have no state but the stack of modes.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.rows import ROWS
-from brevact.autograd.running import active, before_first_region
+from brevact.autograd.running import NO_ROUNDED_NORMS, active, before_first_region
 from brevact.autograd.settings import BackwardSettings
 from brevact.compiler import FULL_PRECISION
-from brevact.compiler.results import is_recomputed, marked_regions
+from brevact.compiler.results import is_recomputed
 from brevact.private_names.of_torch import (
     CheckpointHooks,
     current_translator,
@@ -78,9 +78,6 @@ def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
 
 get_overridable_functions().update(ROWS)  # PyTorch's list lacks some that modes see, such as `hardswish`
 
-#: Norms that may go on with rounded values.
-_NORMS = {func for func, row in ROWS.items() if row.rounds_forward}
-
 
 def _watch_checkpoints() -> None:
     """Let Dynamo detect a non-reentrant checkpoint in a region, which recomputes graphs outside as they ran inside."""
@@ -124,18 +121,14 @@ class PlainMode(RegionMode):
 
 
 class TracingMode(RegionMode):
-    """Region of a module (``owner``) that Dynamo inlines, or of a ``with`` block; ``norms_only``: see ``Region``."""
+    """Region of a module (``owner``) that Dynamo inlines, or of a ``with`` block."""
 
-    def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
+    def __init__(self, text: str | None, owner: nn.Module | None = None) -> None:
         super().__init__()
-        if is_exporting() and changes_forward(text):
-            raise NotImplementedError(
-                "quantize_forward: a program of torch.export cannot hold norms that go on with rounded values; export "
-                "the model without its policy: brevact.restore_backward(model)"
-            )
+        if changes_forward(text):
+            raise NotImplementedError(NO_ROUNDED_NORMS)
         self.text = FULL_PRECISION if type(_innermost()) is PlainMode else text
         self.owner = owner
-        self.norms_only = norms_only
 
     @skipped_by_dynamo
     def __torch_function__(
@@ -154,11 +147,6 @@ def changes_forward(text: str | None) -> bool:
     return text is not None and '"quantize_forward": true' in text
 
 
-def rounds(text: str | None, func: Any) -> bool:
-    """Whether a function returns rounded values, by these settings."""
-    return changes_forward(text) and func in _NORMS
-
-
 @skipped_by_dynamo
 def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     for kind in types:
@@ -166,8 +154,8 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
             with mode:
                 return kind.__torch_function__(func, types, args, kwargs)
     text = mode.text
-    if rounds(text, func):
-        return _call_outside(text, mode.norms_only, func, args, kwargs)
+    if changes_forward(text):
+        raise NotImplementedError(NO_ROUNDED_NORMS)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if text is None:
@@ -177,20 +165,14 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
             "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
             "they are"
         )
-    return _call_outside(text, False, func, args, kwargs)  # between graphs
+    return _call_outside(text, func, args, kwargs)
 
 
 @torch.compiler.disable
-def _call_outside(text: str, norms_only: bool, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a function in an eager region."""
-    settings = None if text == FULL_PRECISION else from_text(text)
-    with RegionMode.eager(settings, norms_only=norms_only):
+def _call_outside(text: str, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function between graphs, in an eager region."""
+    with RegionMode.eager(None if text == FULL_PRECISION else from_text(text)):
         return func(*args, **kwargs)
-
-
-@torch.compiler.assume_constant_result
-def _is_marked() -> bool:
-    return bool(marked_regions(current_translator()))
 
 
 @torch.compiler.assume_constant_result
@@ -203,33 +185,16 @@ def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: boo
     around, text = _innermost(), text_of(settings)
     if type(around) is PlainMode:
         return
-    is_rounding = changes_forward(text)
-    if around is not None and around.norms_only and not changes_forward(around.text):
-        around = None  # a checkpoint, recomputed outside the region
-    if _is_compiling() and _is_recomputed():
-        if is_rounding:
-            raise NotImplementedError(
-                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the "
-                "modules that are checkpointed, and checkpoint them outside compiled code"
-            )
+    if changes_forward(text) or (around is not None and changes_forward(around.text)):
+        raise NotImplementedError(NO_ROUNDED_NORMS)
+    if (_is_compiling() and _is_recomputed()) or not torch.is_grad_enabled() or is_exporting():
         return
-    if not torch.is_grad_enabled() or is_exporting():
-        if not is_rounding and (around is None or not changes_forward(around.text)):
+    if around is None or around.norms_only:  # a checkpoint, recomputed outside the region
+        if text == FULL_PRECISION or not module.training:
             return
-    if around is None:
-        if text == FULL_PRECISION or not (module.training or is_rounding):
-            return
-    elif (
-        (inherits or around.text == text)
-        and not _belongs_to(around, module)
-        and not (around.norms_only and module.training)
-    ):
+    elif (inherits or around.text == text) and not _belongs_to(around, module):
         return
-    if around is None:
-        norms_only = not (module.training or (_is_compiling() and _is_marked()))
-    else:
-        norms_only = around.norms_only and not module.training
-    TracingMode(text, module, norms_only).__enter__()
+    TracingMode(text, module).__enter__()
 
 
 def is_covered(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Choose which tensors a graph saves for backward, and pack them.
 
-PyTorch's partitioner calls `choose_saved_values_set` for the nodes that forward hands to backward, and
-extracts both graphs from the answer. :func:`pack_saved` answers with packed tensors: it lets PyTorch choose, replaces
-tensors that may not be rounded by smaller ones where it can, and adds nodes that pack and decode the others.
+PyTorch's partitioner calls `choose_saved_values_set` for the nodes that forward hands to backward, and extracts both
+graphs from the answer. :class:`Packing` takes PyTorch's choice, replaces tensors that may not be rounded by smaller
+ones where it can, and adds nodes that pack and decode the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
-from brevact.compiler.integers import COMPARISONS, Codes, Integers, ends_of, is_computable, root_of, unite_clips
+from brevact.compiler.integers import Integers, ends_of, numel_of
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS
@@ -38,6 +38,7 @@ _library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
 )
+_COMPARISONS = frozenset((aten.gt, aten.ge, aten.lt, aten.le))
 _MOST_ROUNDS = 8
 _MOST_STEPS = 12
 #: A tensor that is read by broadcasting to as many times its elements, such as a norm's deviations, stays unpacked.
@@ -97,7 +98,6 @@ class Sizes(NamedTuple):
         outputs: number of results of the forward pass, the first ones.
         static: places of parameters and buffers among the inputs.
         activations: places of inputs that code before the graph computed.
-        constants: places of inputs that are constant numbers, and these.
         is_inductor: whether Inductor compiles the graph.
         channels_last: whether it keeps what convolutions read and return with channels last.
     """
@@ -105,53 +105,8 @@ class Sizes(NamedTuple):
     outputs: int
     static: frozenset[int]
     activations: frozenset[int]
-    constants: Mapping[int, float] = {}
     is_inductor: bool = False
     channels_last: bool = False
-
-
-def pack_saved(
-    graph: fx.Graph,
-    saved: list[fx.Node],
-    sizes: Sizes,
-    settings_of: SettingsOf,
-    widths: Mapping[str, int] = {},
-) -> tuple[list[fx.Node], list[Row]]:
-    """Pack saved nodes of a joint graph, in which backward then reads decoded ones.
-
-    Args:
-        graph: joint graph, which is changed.
-        saved: nodes that PyTorch chose to save.
-        sizes: kinds of results and inputs.
-        settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
-        widths: bits in place of the settings', by name of the tensor; the fewest for others.
-
-    Returns:
-        Nodes to save, and a description of each tensor among them.
-    """
-    return planned(graph, saved, sizes, settings_of, widths).pack()
-
-
-def planned(
-    graph: fx.Graph,
-    saved: list[fx.Node],
-    sizes: Sizes,
-    settings_of: SettingsOf,
-    widths: Mapping[str, int] = {},
-) -> Packing:
-    packing = Packing(graph, saved, sizes, settings_of, widths)
-    packing.unite_masks()
-    packing.unite_views()
-    packing.read_sizes_alone()
-    packing.factor_slopes()
-    packing.read_exponential_units()
-    packing.save_integers()
-    packing.avoid_exact()
-    packing.drop_computable()
-    packing.save_integers()
-    packing.save_statistics()
-    packing.save_what_lacks_to_one()
-    return packing
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
@@ -171,6 +126,16 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
 
 
 class Packing:
+    """Saved nodes of a joint graph, of which backward then reads decoded ones.
+
+    Args:
+        graph: joint graph, which is changed.
+        saved: nodes that PyTorch chose to save.
+        sizes: kinds of results and inputs.
+        settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
+        widths: bits in place of the settings', by name of the tensor; the fewest for others.
+    """
+
     def __init__(
         self,
         graph: fx.Graph,
@@ -197,7 +162,7 @@ class Packing:
         random = [node for node in graph.nodes if is_random(node)]
         self.activations = _reached(graph, (*data, *random))
         self.saved = dict.fromkeys(saved)
-        self.integers = Integers(graph, {primals[place]: value for place, value in sizes.constants.items()})
+        self.integers = Integers(graph)
         values = (node.meta.get("val") for node in graph.nodes)
         self.mode: Any = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
@@ -207,6 +172,17 @@ class Packing:
         self.changes = 0  # of the graph
         self.analysed: tuple[int, list[fx.Node]] | None = None
         self.dependence: Dependence
+        self.unite_masks()
+        self.unite_views()
+        self.read_sizes_alone()
+        self.factor_slopes()
+        self.read_exponential_units()
+        self.save_masks()
+        self.avoid_exact()
+        self.drop_computable()
+        self.save_masks()
+        self.save_statistics()
+        self.save_what_lacks_to_one()
 
     # --- which tensors to save
 
@@ -248,51 +224,40 @@ class Packing:
                     del self.saved[view]
                 self.saved[root] = None
 
-    def save_integers(self) -> None:
-        """Save integers of few bits and masks in place of their functions, or of the tensors that they come from."""
-        self.gradients |= unite_clips(self.graph, self.call)
+    def save_masks(self) -> None:
+        """Save masks and places in place of the tensors that they come from."""
+        self.read_kinks_by_masks()
         self.analyse()
         uses = {each.node: each for each in self.dependence.saved}
-        available = {*self.nodes, *self.saved}
         for node in list(self.saved):
             value, use = node.meta.get("val"), uses.get(node)
             if not (isinstance(value, Tensor) and (node.op == "call_function" or node in self.inputs)):
                 continue
-            if (settings := self.settings_of(readers_of(node, self.read))) is None:
+            if self.settings_of(readers_of(node, self.read)) is None:
                 continue
-            if settings.is_exact and is_computable(node, available, self.activations):
-                del self.saved[node]
-                available.remove(node)
-                continue
-            found: list[fx.Node] = []
-            if value.is_floating_point() and (root := root_of(node, self.integers)) is not None:
-                found = [root[0], *(each for each in root[1] if each.op == "call_function" and each not in available)]
-            elif use is None or use.use is Use.EXACT or not self.packs(use):
+            if use is None or use.use is Use.EXACT or not self.packs(use):
                 found = ends_of(node, self.read, self.gradients, self.integers)
-                bits = sum(map(self.bits_of, found))
-                if bits > self.bits_of(node) or (bits == self.bits_of(node) and value.dtype is not torch.bool):
-                    found = []
-            if found and found[0] is not node:
-                del self.saved[node]
-                available.remove(node)
-                self.saved.update(dict.fromkeys(found))
-                available.update(found)
+                bits, plain = sum(map(self.bits_of, found)), self.bits_of(node)
+                if found and (bits < plain or (bits == plain and value.dtype is torch.bool)):
+                    del self.saved[node]
+                    self.saved.update(dict.fromkeys(found))
         self.analyse()
+
+    def read_kinks_by_masks(self) -> None:
+        """Let gradients of ReLU read masks."""
+        for node in list[Any](self.graph.nodes):
+            if packet_of(node) is aten.threshold_backward:
+                with self.graph.inserting_before(node):
+                    mask = self._like(node, self.call(aten.le.Scalar, *node.args[1:]))
+                    gradient = self._like(node, self.call(aten.where.ScalarSelf, mask, 0.0, node.args[0]))
+                node.replace_all_uses_with(gradient)
+                self.graph.erase_node(node)
+                self.gradients.add(gradient)
 
     def bits_of(self, node: fx.Node) -> int:
         """Bits of a tensor that is saved without rounding."""
-        value, codes = node.meta["val"], self.integers.codes_of(node)
-        width = 1 if value.dtype is torch.bool else 8 * value.itemsize if codes is None else codes.width
-        return numel_of(node) * width
-
-    def codes_of(self, node: fx.Node, use: Saved | None) -> Codes | None:
-        """Codes of integers, which may be rounded to fewer bits where no product of matrices reads them."""
-        codes = self.integers.codes_of(node)
-        if codes is None or use is None or use.use is not Use.LINEAR or not self.packs(use):
-            return codes
-        reads = {packet_of(each) for each in use.readers}
-        bits = bits_of(self.quantizer_of(use))
-        return codes if codes.width <= bits or reads & table.PRODUCTS - {aten.mul} else None
+        value, width = node.meta["val"], self.integers.width_of(node)
+        return numel_of(node) * (1 if value.dtype is torch.bool else width or 8 * value.itemsize)
 
     def avoid_exact(self) -> None:
         """Save the results of ops that read a tensor exactly, such as comparisons, in place of that tensor."""
@@ -339,7 +304,7 @@ class Packing:
             if packet_of(node) is aten.mul and isinstance(node.args[1], int | float) and node.args[1] == 1:
                 if node.meta["val"].dtype is node.args[0].meta["val"].dtype:
                     same = node.args[0]
-                    node.replace_all_uses_with(same, delete_user_cb=lambda user: packet_of(user) in COMPARISONS)
+                    node.replace_all_uses_with(same, delete_user_cb=lambda user: packet_of(user) in _COMPARISONS)
             if (mask := self.same_mask(node, comparisons)) is not None:  # results stay tensors of their own
                 node.replace_all_uses_with(mask, delete_user_cb=lambda user: user is not self.output)
                 if node in self.saved:
@@ -349,7 +314,7 @@ class Packing:
     def same_mask(self, node: fx.Node, comparisons: dict[Any, fx.Node]) -> fx.Node | None:
         """Return an equal comparison, also that of x with 0 for one of a leaky function of x that it made."""
         packet = packet_of(node)
-        if packet in COMPARISONS:  # integers become floats where they are compared with one
+        if packet in _COMPARISONS:  # integers become floats where they are compared with one
             found = comparisons.setdefault((packet, *node.args, *map(type, node.args)), node)
             if found is not node:
                 return found
@@ -661,6 +626,10 @@ class Packing:
                     return False
         return is_spread
 
+    @property
+    def nbytes(self) -> float:
+        return sum(nbytes for _, nbytes, _ in self.costs())
+
     def costs(self, width: int | None = None) -> Iterator[tuple[fx.Node, float, float]]:
         """Saved tensors, their bytes, and a figure for their noise: variances in units of squared ranges."""
         uses = {each.node: each for each in self.dependence.saved}
@@ -676,7 +645,7 @@ class Packing:
                 yield node, self.bits_of(node) / 8, 0.0
 
     def is_lossy(self, node: fx.Node, use: Saved | None) -> bool:
-        return use is not None and use.use is not Use.EXACT and self.codes_of(node, use) is None and self.packs(use)
+        return use is not None and use.use is not Use.EXACT and self.packs(use)
 
     def widths_within(self, limit: float) -> tuple[dict[str, int], float]:
         """Bit widths of tensors by name, of least noise within a limit or else the least ones, and their bytes."""
@@ -702,6 +671,7 @@ class Packing:
     # --- packing
 
     def pack(self) -> tuple[list[fx.Node], list[Row]]:
+        """Add the nodes that pack and decode; return those to save, and a description of each tensor among them."""
         uses = {each.node: each for each in self.dependence.saved}
         nodes, self.images = self.nodes, _images(self.graph) if self.channels_last else set()
         kept: dict[fx.Node, None] = {}
@@ -714,9 +684,9 @@ class Packing:
             if isinstance(value, Tensor) and value.dtype is torch.bool and numel_of(node) >= _LEAST_MASK:
                 if node.op == "call_function" and self.settings_of(readers_of(node, self.read)) is not None:
                     stored, bits = self.pack_mask(node, decoded), 1
-            elif isinstance(value, Tensor) and (codes := self.codes_of(node, use)) is not None:
+            elif isinstance(value, Tensor) and (width := self.integers.width_of(node)) is not None:
                 if self.settings_of(readers_of(node, self.read)) is not None:
-                    stored, bits = self.pack_integers(node, codes, decoded), codes.width
+                    stored, bits = self.pack_integers(node, width, decoded), width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings, quantizer = self.settings_for(use), self.quantizer_of(use)
                 if hasattr(quantizer, "with_drawn_size"):
@@ -826,41 +796,21 @@ class Packing:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
 
-    def pack_integers(self, node: fx.Node, codes: Codes, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
-        """Pack integers, exactly but for the sign of a zero; NaN is the spare code, or else all are NaN."""
-        x, (least, width, has_spare) = node.meta["val"], codes
-        dtype = x.dtype
+    def pack_integers(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
+        x = node.meta["val"]
         steps = [step if isinstance(step, int) else int(step.node.hint) for step in x.stride()]
         order = sorted(range(x.dim()), key=lambda dim: (-steps[dim], dim))
-        back = [order.index(dim) for dim in range(x.dim())]
-        stored: list[fx.Node] = []
         with self.insert_after(node):
             sizes, _ = self.sizes(node)
             numel = math.prod(x.shape) if isinstance(x.numel(), int) else self.call(aten.sym_numel.default, node)
             flat = self.call(aten.reshape.default, self.call(aten.permute.default, node, order), [-1])
-            if least:
-                flat = self.call(aten.sub.Tensor, flat, least)
-            if dtype.is_floating_point:
-                if has_spare:
-                    flat = self.call(aten.nan_to_num.default, flat, 2.0**width - 1)
-                else:
-                    poison = self.call(aten.sum.default, self.call(aten.mul.Tensor, flat, 0.0))
-                    stored.append(poison)
-                flat = self.call(prims.convert_element_type.default, flat, torch.uint8)
             packed = self.call(ops.pack_codes.default, flat, width, _BLOCK)
-            found = unpacked = self.call(ops.unpack_codes.default, packed, width, numel, _BLOCK)
-            found = self.call(prims.convert_element_type.default, found, dtype)
-            if least:
-                found = self.call(aten.add.Tensor, found, least)
-            if dtype.is_floating_point:
-                if has_spare:
-                    is_nan = self.call(aten.eq.Scalar, unpacked, 2**width - 1)
-                    found = self.call(aten.where.ScalarSelf, is_nan, math.nan, found)
-                else:
-                    found = self.call(aten.add.Tensor, found, poison)
+            found = self.call(ops.unpack_codes.default, packed, width, numel, _BLOCK)
+            found = self.call(prims.convert_element_type.default, found, x.dtype)
             found = self.call(aten.view.default, found, [sizes[dim] for dim in order])
+            back = [order.index(dim) for dim in range(x.dim())]
             decoded[node] = self._like(node, self.call(aten.permute.default, found, back))
-        return packed, *stored, *_symbols(sizes, [numel])
+        return packed, *_symbols(sizes, [numel])
 
     def statistics(self, node: fx.Node, settings: BackwardSettings) -> tuple[fx.Node, fx.Node | None, fx.Node] | None:
         """A view that a norm reads of a tensor that is packed normalized, and the means and inverse deviations."""
@@ -959,11 +909,6 @@ def _root(node: Any) -> fx.Node:
         if packet_of(before) not in table.MOVES:
             return node
         node = before.args[0]
-
-
-def numel_of(node: fx.Node) -> int:
-    size = node.meta["val"].numel()
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

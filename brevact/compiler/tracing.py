@@ -1,8 +1,8 @@
 """How Dynamo traces regions: it marks the nodes of its graph, and traces neither our hooks nor our modes.
 
 A module whose hooks are a policy's runs as if without hooks, and a function that a region's mode sees as if without
-the mode, while Dynamo gives the nodes that it makes the region's text. Hooks and modes of other regions (norms that go
-on with rounded values, quantizers without a text form) are traced as any code: see ``marks``.
+the mode, while Dynamo gives the nodes that it makes the region's text. Hooks and modes of other regions are traced as
+any code: see ``marks``.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _call_mode_of_region(mode: Any, tx: Any, fn: Any, types: Any, args: Any, kwa
     if kind is marks.PlainMode:
         return fn.call_function(tx, list(args), kwargs)
     text = _read(tx, mode, "text")
-    if text is None or marks.rounds(text, func):
+    if not _is_usual(text):
         return _call_mode(mode, tx, fn, types, args, kwargs)
     regions, depth = marked_regions(tx), len(tx.symbolic_torch_function_state.mode_stack)
     is_marked = bool(regions) and regions[-1].depth > depth  # by a region inside this one

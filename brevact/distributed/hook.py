@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 
 from brevact.distributed.packing import (
     AS_IT_IS,
+    Agreement,
     Exchange,
     ParameterState,
     ParameterStates,
@@ -55,7 +56,7 @@ def quantized_hook(
     >>> ddp.register_comm_hook(None, hook)
     >>> ddp(torch.randn(8, 256)).square().mean().backward()
     >>> hook.sent_bytes, hook.plain_bytes  # one message; 64 values of the bias as they are
-    (8624, 65792)
+    (8608, 65792)
     >>> distributed.destroy_process_group()
 
     Args:
@@ -84,16 +85,6 @@ class QuantizedHook(Exchange):
     first step. A parameter keeps its errors for a later step if its gradient is all zeros, as when the loss does not
     reach it, or if its averaged gradient holds NaN or an infinity (most formats turn both into NaN on all ranks, and a
     ``GradScaler`` skips the step). Under a ``GradScaler``, gradients and errors are multiplied by its scale.
-
-    Args:
-        quantizer: packs gradients.
-        error_feedback: whether to add rounding errors of earlier gradients; None: if the quantizer is biased.
-        min_numel: least number of elements to pack.
-        seed: of random rounding.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: ``min_numel`` is negative.
     """
 
     def __init__(
@@ -132,7 +123,6 @@ class QuantizedHook(Exchange):
         self._agreement.reach(group, buffer.device, *settings)
         step = self.step
         self.step += bucket.is_last()
-        self._check_before(step)
         entries = list(map(self.states.of, bucket.parameters()))
         if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
@@ -147,7 +137,7 @@ class QuantizedHook(Exchange):
                 )
                 for x, entry in zip(sent, entries, strict=True)
             ]
-            message = message_of(packs, step)
+            message = message_of(packs)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
         rank, messages = group.rank(), message.new_empty(group.size(), message.numel())
@@ -156,7 +146,6 @@ class QuantizedHook(Exchange):
 
         def average() -> Tensor:
             keep_for_this_stream(messages, *sent)
-            self._check(messages, step)
             ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
             for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
                 self._receive(entry, gradient, x, received, rank)
@@ -192,7 +181,7 @@ class QuantizedHook(Exchange):
         """
         check_state(state)
         self.states.load_state_dict(state, model)
-        self.step, self.seed = state["step"], state["seed"]
+        self.step, self.seed, self._agreement = state["step"], state["seed"], Agreement()
 
     def __repr__(self) -> str:
         return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"

@@ -1,14 +1,12 @@
 """Pack gradients for other processes, in a size and format that all processes know.
 
-A message is a mark of 16 bytes, then the buffers of packed tensors, each at a multiple of 16 bytes. The mark is a
-digest of the format: processes with different marks would decode other values than were sent. Since backends crash or
-hang if messages differ in length, processes compare marks of their settings before the first message.
+A message has the buffers of packed tensors, each at a multiple of 16 bytes. Since backends crash or hang if messages
+differ in length, processes compare digests of their settings and steps before the first one.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import re
 import struct
@@ -43,12 +41,11 @@ SEEDS = -(2**63), 2**63 - 1
 """The least and the largest seed."""
 
 
-def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
-    """Join packed tensors on one device into one message, (nbytes,) uint8; its mark depends on the step."""
-    specs = [pack.spec for pack in packs]
-    message = packs[0].buffer.new_zeros(_starts(specs)[-1])
-    message[:_ALIGNMENT] = _digest(f"{step} " + " ".join(map(_text, specs))).to(message.device)
-    for pack, start in zip(packs, _starts(specs), strict=False):
+def message_of(packs: Sequence[PackedActivation]) -> Tensor:
+    """Join packed tensors on one device into one message, (nbytes,) uint8."""
+    *starts, end = _starts([pack.spec for pack in packs])
+    message = packs[0].buffer.new_zeros(end)
+    for pack, start in zip(packs, starts, strict=True):
         message[start : start + pack.spec.nbytes] = pack.buffer
     return message
 
@@ -59,20 +56,6 @@ def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedAc
     return [
         PackedActivation(spec, message[start : start + spec.nbytes]) for spec, start in zip(specs, starts, strict=False)
     ]
-
-
-def marks_of(messages: Tensor) -> Tensor:
-    return messages[:, :_ALIGNMENT]
-
-
-def check_marks(marks: Tensor) -> None:
-    """Raise a ValueError if the marks of processes differ; synchronizes with the marks' device."""
-    different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
-    if different:
-        raise ValueError(
-            f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
-            "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same step"
-        )
 
 
 def keep_for_this_stream(*tensors: Tensor) -> None:
@@ -100,7 +83,13 @@ class Agreement:
         mark = _digest(" ".join(map(_name, settings))).to(device)
         marks = mark.new_empty(group.size(), _ALIGNMENT)
         all_gather_single(marks.view(-1), mark, group=group)
-        check_marks(marks)
+        different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
+        if different:
+            raise ValueError(
+                f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
+                "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
+                "step"
+            )
         self._groups.add(group.group_name)
 
 
@@ -114,24 +103,12 @@ class Exchange:
         self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
         self.sent_bytes = 0  # of this rank's messages so far
         self.plain_bytes = 0  # of the same gradients unpacked
-        self._agreement = Agreement()
-        self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
-
-    def _check(self, messages: Tensor, step: int) -> None:
-        """Compare the ranks' marks; on a device in the next step, to avoid a synchronization."""
-        if messages.is_cpu:
-            check_marks(marks_of(messages))
-        else:
-            self._unchecked.append((step, marks_of(messages).clone()))
-
-    def _check_before(self, step: int) -> None:
-        while self._unchecked and self._unchecked[0][0] < step:
-            check_marks(self._unchecked.pop(0)[1])
+        self._agreement = Agreement()  # a new one behind load_state_dict
 
 
 def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
     """Return the start of each buffer, and the end of the message."""
-    starts = [_ALIGNMENT]
+    starts = [0]
     for spec in specs:
         starts.append(starts[-1] + -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT)
     return starts
@@ -140,11 +117,6 @@ def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
 def _digest(text: str) -> Tensor:
     digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text(spec: PackedSpec[Any]) -> str:
-    return f"{_name(spec.quantizer)} {spec.layout.shape} {spec.layout.stride} {spec.layout.dtype} {spec.nbytes}"
 
 
 def _name(setting: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from brevact.distributed.packing import SEEDS, Exchange, is_unbiased, message_of, pack, packs_of
+from brevact.distributed.packing import SEEDS, Agreement, Exchange, is_unbiased, message_of, pack, packs_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import reduce_scatter_single
@@ -49,17 +49,7 @@ def quantized_reduce_scatter(
 
 
 class QuantizedReduceScatter(Exchange):
-    """Packs, exchanges, decodes and averages gradients; made by :func:`quantized_reduce_scatter`.
-
-    Args:
-        quantizer: packs parts of gradients.
-        min_numel: least number of elements to pack.
-        seed: of random rounding.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: the quantizer is biased, or ``min_numel`` is negative.
-    """
+    """Packs, exchanges, decodes and averages gradients; made by :func:`quantized_reduce_scatter`."""
 
     def __init__(self, quantizer: ActivationQuantizer, *, min_numel: int = 4096, seed: int = 0) -> None:
         super().__init__(quantizer, min_numel, seed)
@@ -94,7 +84,6 @@ class QuantizedReduceScatter(Exchange):
         self._agreement.reach(group, input_tensor.device, *settings)
         step, ranks = self.calls, group.size()
         self.calls += 1
-        self._check_before(step)
         if output_tensor.dtype not in DTYPES or output_tensor.numel() < self.min_numel:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         if op not in (distributed.ReduceOp.SUM, distributed.ReduceOp.AVG):
@@ -105,12 +94,11 @@ class QuantizedReduceScatter(Exchange):
             first = distributed.get_rank() * ranks  # global rank: replicas round with different random bits
             parts = enumerate(input_tensor.view(ranks, -1))
             packs = [pack(self.quantizer, part, (self.seed, step, 0), first + number) for number, part in parts]
-            messages = torch.stack([message_of([packed], step) for packed in packs])
+            messages = torch.stack([message_of([packed]) for packed in packs])
             self.sent_bytes += messages.numel()
             self.plain_bytes += input_tensor.numel() * input_tensor.element_size()
             received = torch.empty_like(messages)
             distributed.all_to_all_single(received.view(-1), messages.view(-1), group=group)
-            self._check(received, step)
             total = torch.zeros_like(output_tensor, dtype=torch.promote_types(output_tensor.dtype, torch.float32))
             for row in received:
                 total += packs_of(row, [packs[0].spec])[0].dequantize()
@@ -134,4 +122,4 @@ class QuantizedReduceScatter(Exchange):
             raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")
         check_int("state['calls']", state["calls"], 0)
         check_int("state['seed']", state["seed"], *SEEDS)
-        self.calls, self.seed = state["calls"], state["seed"]
+        self.calls, self.seed, self._agreement = state["calls"], state["seed"], Agreement()

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import brevact
-from brevact.compiler import graphs, partition
+from brevact.compiler import partition
 from tests.autograd.database_laws import Outcome, dense, finite_pairs, loss_of
 from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import Sample, Variant, run, samples, variants
 
 DRAWS = 32
+_pack = partition.Packing.pack
 
 
 @torch.library.custom_op("brevact_tests::activation", mutates_args=())
@@ -58,7 +59,10 @@ class Call:
         ]
         inputs = [x for x, each in zip(leaves, self.is_input, strict=True) if each]
         torch.manual_seed(seed)
-        with warnings.catch_warnings(), mock.patch.object(graphs, "pack_saved", self._pack_saved):
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(partition.Packing, "pack", lambda packing: self._pack(packing)),
+        ):
             warnings.simplefilter("ignore")
             with watch_saved() as saved:
                 out = self.call(leaves)
@@ -73,8 +77,8 @@ class Call:
             [dense(x.detach()) for x in outputs], [None if x is None else dense(x.detach()) for x in grads], scale
         )
 
-    def _pack_saved(self, *args: Any) -> Any:
-        saved, rows = partition.pack_saved(*args)
+    def _pack(self, packing: partition.Packing) -> Any:
+        saved, rows = _pack(packing)
         self.rows += rows
         return saved, rows
 

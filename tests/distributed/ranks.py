@@ -68,7 +68,8 @@ def disagreeing(rank: int) -> dict[str, str]:
     errors = {name: raised(partial(averaged, parallel(hook), given(rank))) for name, hook in hooks.items()}
     model = parallel(hook := quantized_hook(brevact.StochBackward2bit))
     averaged(model, given(rank))
-    hook.step += rank
+    state = hook.state_dict(model)
+    hook.load_state_dict({**state, "step": state["step"] + rank}, model)
     errors["step"] = raised(lambda: averaged(model, given(rank)))
     x = torch.zeros(2 * 5000)
     comm = quantized_reduce_scatter(brevact.StochBackward2bit, bit_width=2 + rank)
