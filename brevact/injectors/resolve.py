@@ -95,7 +95,7 @@ def _description(source: Any) -> str:
         if is_act_quantizer(source):
             return (
                 f"{source.__name__}, which quantizes the forward pass: put it into input_quant=, act_quant= or "
-                "forward_quant= of a Brevitas layer; for backward pass StochBackward8bit"
+                "forward_quant= of a Brevitas layer; to quantize activations for backward, pass StochBackward8bit"
             )
         if "proxy_class" in source:
             return f"{source.__name__}, which quantizes no activations by itself"

@@ -73,8 +73,8 @@ def from_plain(plain: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(str(name), LEAVES, n=3, cutoff=0.4)
         hint = f"nearest: {', '.join(near)}; " if near else ""
         raise ValueError(
-            f"quantizer {brief(name)} is not known here; {hint}accepted are backward quantizers of brevact, and null "
-            "for full precision"
+            f"quantizer {brief(name)} is not known here; {hint}accepted are backward quantizers of brevact, such as "
+            "StochBackward8bit, and null for full precision"
         )
     settings = {key: _read(value) for key, value in given.items()}
     backward_settings_from(LEAVES[name], **settings)  # refuses unknown settings and values out of range

@@ -124,7 +124,11 @@ def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:
         raise ImportError(f"{what} {name} {MISSING}")
     by_last: dict[str, str] = {each.rpartition(".")[2]: each for each in known}
     near = difflib.get_close_matches(str(name).rpartition(".")[2], by_last, n=3, cutoff=0.4) or sorted(by_last)[:3]
-    raise ValueError(f"{what} {brief(name)} is not known here; nearest: {', '.join(by_last[each] for each in near)}")
+    fix = "; add rules for Functions after loading: Policy.load(path).let({MyFunction: quantizer})"
+    raise ValueError(
+        f"{what} {brief(name)} is not known here; nearest: {', '.join(by_last[each] for each in near)}"
+        f"{fix if what == 'function' else ''}"
+    )
 
 
 def _refuse_type(kind: type) -> str:
