@@ -75,11 +75,7 @@ def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget:
 def levels_of(
     model: nn.Module, memory: MemoryOfPass, budget: Budget, batch: Any, loss: Loss, *, quiet: float, is_quick: bool
 ) -> dict[int, float]:
-    """Return the levels that differ in bytes, with times of a step over those of plain ones where time is limited.
-
-    If quick, the first one that leaves 4 bits, and the last; with a budget of time, those within it, the last one
-    first.
-    """
+    """Return the levels that differ in bytes, in the order to try, with times of steps over plain ones, or 0."""
     least, found, fitting = math.inf, {}, []
     for recompute in _LEVELS:
         if recompute <= _MOST_WITHOUT_TIME or budget.time is not None:
@@ -111,17 +107,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Effort(NamedTuple):
-    """How much a fit measures.
-
-    Batches of the unit (None: all), of each layer's noise, and of a policy's; rounds of measuring a policy and
-    correcting it; noise and squared bias that need no further recomputation.
-    """
-
-    batches: int | None
-    alone: int
-    together: int
-    rounds: int
-    quiet: float
+    batches: int | None  # of the unit; None for all
+    alone: int  # batches of each layer's noise
+    together: int  # batches of a policy's noise
+    rounds: int  # of measuring a policy and correcting it
+    quiet: float  # noise and squared bias that need no further recomputation
 
 
 _THOROUGH, _QUICK = _Effort(None, 2, 4, 3, 0.01), _Effort(3, 1, 2, 2, 0.1)

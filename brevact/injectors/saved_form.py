@@ -57,11 +57,7 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Any:
-    """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
-
-    >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}}).bucket_size
-    128
-    """
+    """Return the backward quantizer that :func:`to_plain` wrote; None for full precision."""
     name, given = plain["quantizer"], plain.get("settings", {})
     if not isinstance(given, dict):
         raise TypeError(f"settings: got {brief(given)}; accepted is an object with a value for each name")

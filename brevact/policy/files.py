@@ -59,12 +59,7 @@ FIELDS = ("name", "types", "functions", "predicate")
 
 
 def key_to_plain(key: Any) -> dict[str, Any]:
-    """Return a rule's key as a field and its value.
-
-    >>> import torch.nn.functional as F
-    >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
-    ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
-    """
+    """Return a rule's key as a field and its value: ``{"types": ["torch.nn.Conv2d"]}``."""
     if isinstance(key, str):
         return {"name": key}
     if ops_of(key):

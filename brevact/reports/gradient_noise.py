@@ -1,15 +1,8 @@
 """Unbiased estimates of the noise and bias that quantization adds to a model's gradients, from a few passes.
 
-With g_b the exact gradient of batch b, all weights in one vector, h_bs the gradient of the same batch with backward
-quantization and seed s, and E the mean over seeds:
-
-    noise = mean_b E |h_bs - E h_bs|^2 / V,    bias^2 = mean_b |E h_bs - g_b|^2 / V,    V = variance of g_b over batches
-
-each estimated without bias: divides sums of squares by the draws minus one, and subtracts the sampling variance from
-the squared mean error. Noise 1 equals the noise that halving the batch adds; both scale as 1 / batch size like V, so
-that neither depends on it.
-
-All passes of a batch use the same torch random numbers (dropout): only quantization differs.
+`gradient_report` has the formulas. Sums of squares are divided by the draws minus one, and the sampling variance is
+subtracted from the squared mean error. All passes of a batch use the same torch random numbers
+(dropout): only quantization differs.
 """
 
 from __future__ import annotations
