@@ -34,12 +34,7 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
-    """Return a backward quantizer as its name and the settings that differ from that name's.
-
-    >>> from brevact.injectors import StochBackward2bit
-    >>> to_plain(StochBackward2bit.let(bucket_size=128))
-    {'quantizer': 'StochBackward2bit', 'settings': {'bucket_size': 128}}
-    """
+    """Return a backward quantizer as its name and the settings that differ from that name's."""
     if source is None:
         return {"quantizer": None}
     mro = source.__mro__ if isinstance(source, BackwardInjectorType) else ()

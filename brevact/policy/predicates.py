@@ -39,13 +39,7 @@ def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def called_by(module: nn.Module) -> frozenset[str]:
-    """Return the names that a module's own forward calls, without the ``_`` of in-place functions.
-
-    They include names of attributes and global variables; ``matmul`` also means ``@``.
-
-    >>> "relu" in called_by(nn.ReLU(inplace=True)), "relu" in called_by(nn.Sequential(nn.ReLU()))
-    (True, False)
-    """
+    """Return the names in a module's own forward, without the ``_`` of in-place functions; ``matmul`` is ``@``, too."""
     kind: type = type(module)
     names = _of_classes.get(kind)
     if names is None:

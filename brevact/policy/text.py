@@ -72,13 +72,7 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def budget_of(words: str) -> dict[str, float] | None:
-    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
-
-    >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
-    ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
-    >>> budget_of("60x noise=0.002 time=1.15")
-    {'ratio': 60.0, 'noise': 0.002, 'time': 1.15}
-    """
+    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget."""
     if len(words.split()) < 2 or _one_budget(words) is not None:
         return _one_budget(words)
     budget: dict[str, float] = {}

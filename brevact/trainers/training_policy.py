@@ -37,15 +37,6 @@ from brevact.user_lines import warn
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
 
 
-def check_run(batches: Any, loss: Any) -> None:
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
-        )
-    if loss is not None:
-        check_loss(loss)
-
-
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
     check_state(state, own)
     for name in ("steps", "noise_count"):
@@ -236,7 +227,12 @@ class TrainingPolicy:
                 :func:`brevact.fit` or :class:`brevact.Adaptive`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
-        check_run(batches, loss)
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
+            )
+        if loss is not None:
+            check_loss(loss)
         self.end()  # of an interrupted run
         self._shows_progress = progress
         owner = _owners[model]() if model in _owners else None
