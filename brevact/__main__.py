@@ -1,4 +1,4 @@
-"""``python -m brevact doctor``, ``python -m brevact report MODEL`` and ``python -m brevact run SCRIPT``."""
+"""``python -m brevact doctor`` and ``python -m brevact plan MODEL``."""
 
 import sys
 

@@ -153,7 +153,7 @@ def tune_heap() -> bool:
     libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc before 2.33, no /proc, no heap
         Tuning.heap = Heap(libc)
-    _log.info("glibc's heap is tuned (brevact.set_heap_tuning); mimalloc takes less: python -m brevact run SCRIPT")
+    _log.info("glibc's heap is tuned (brevact.set_heap_tuning); mimalloc takes less: python -m brevact doctor")
     return True
 
 

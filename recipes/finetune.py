@@ -70,6 +70,7 @@ class FineTuneSettings(Settings):
     weights_4bit: bool = setting(False, "bitsandbytes' weights of 4 bits under LoRA")
     checkpoint_every: int = setting(1, "blocks of which one is checkpointed, in variants with checkpoints", least=1)
     bf16: bool = setting(False, "autocast to bfloat16")
+    compile: bool = setting(False, "compile the model by torch.compile")
     save: bool = setting(False, "write the model of each variant's first seed, for --weights")
 
 
@@ -89,6 +90,8 @@ class FineTuning(Task):
         if settings.method == "lora":
             model = with_adapters(model, settings.rank)
         self.model = model.to(device).train()
+        if settings.compile:
+            self.model.compile()
         self.steps_per_epoch = max(1, settings.sequences // settings.batch_size)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=0.01)

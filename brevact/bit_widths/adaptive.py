@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import logging
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch import Tensor, distributed, nn
 from brevact.arguments import check_model, check_state
 from brevact.autograd.running import is_distributed
 from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, Plan, plan_of
+from brevact.bit_widths.layers import BIT_WIDTHS, Groups, LayerWidths, groups_by_ops
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
@@ -107,7 +106,6 @@ class SampleNorms:
         return self._batches[-1]
 
     def finish(self) -> None:
-        """Remember the batches whose backward pass has run."""
         for batch in list(self._batches):
             squares = batch.mean()
             if squares is not None:
@@ -143,18 +141,22 @@ class SampleNorms:
         return found.long()
 
 
-def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
+def sensitivities(
+    layers: LayerWidths, groups: Groups, widths: Mapping[str, int], batch: Any, loss: Loss, step: int
+) -> list[float]:
     """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2."""
-    model, found = plan.layers.model, []
+    model, found = layers.model, []
+    of_layers = {name: groups.width_of(name, widths) for name in layers.base}
     try:
         with in_place(model), training_eagerly(model):
             first = gradients(model, batch, loss, step, step)
-            for group, width in zip(plan.groups, widths, strict=True):
-                plan.set(widths, redrawn=group.sources)
+            for source, width in widths.items():
+                members = {source, *(name for name, sources in groups.sources_of.items() if sources == [source])}
+                layers.set(of_layers, redrawn=members)
                 variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
                 found.append(variance / expected_noise(1.0, width))
     finally:
-        plan.set(widths)
+        layers.set(of_layers)
     if is_distributed():
         shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
         distributed.all_reduce(shared)
@@ -167,7 +169,6 @@ def expected_noise(sensitivity: float, bit_width: int) -> float:
 
 
 def check_groups(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError if a state has other groups or another number of samples."""
     check_state(state, own)
     if state["layers"] != own["layers"]:
         raise ValueError(
@@ -275,8 +276,8 @@ class Adaptive:
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
         self._weights = None if samples is None else SampleWeights()
-        layers = LayerWidths(self._model, self._weights)
-        if not layers.base:
+        self._layers = LayerWidths(self._model, self._weights)
+        if not self._layers.base:
             raise ValueError(
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and "
                 "DitherBackward1bit to DitherBackward8bit: "
@@ -286,18 +287,22 @@ class Adaptive:
         def run(model: nn.Module) -> Any:
             return self._loss(model, batch)
 
-        self._plan = plan_of(layers, run)
-        if not self._plan.groups:
+        stored = self._layers.stored(run)
+        self._groups = groups_by_ops(stored, self._layers.base)
+        costs = self._groups.costs
+        if not costs:
             raise ValueError(
                 "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
                 "tensors are kept as they are (min_numel=)"
             )
         plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
         #: Most bytes that a training step may save for a batch like the measured one.
-        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
-        self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
+        uniform = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
+        least = self._groups.saved_bytes({source: min(of_width) for source, of_width in costs.items()})
+        self.budget_bytes = bytes_of_budget(uniform, least, plain, ratio, bit_width)
+        self._sensitivities: list[float] = [of_width[BIT_WIDTHS[-1]] for of_width in costs.values()]
         self._widths = self._allocate()
-        self._sensitivities = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
+        self._sensitivities = self._measured(batch)
         if not all(map(math.isfinite, self._sensitivities)):
             raise ValueError(
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
@@ -308,12 +313,12 @@ class Adaptive:
     @property
     def saved_bytes(self) -> int:
         """Bytes that a training step saves for a batch like the measured one."""
-        return self._plan.bytes_of(self._widths)
+        return self._groups.saved_bytes(self._widths)
 
     @property
     def bit_widths(self) -> dict[str, int]:
         """Current widths by module name."""
-        return self._plan.of_layers(self._widths)
+        return {name: self._groups.width_of(name, self._widths) for name in self._layers.base}
 
     def step(self, batch: Any) -> None:
         """Advance by one training step, and measure every ``every`` steps.
@@ -326,7 +331,7 @@ class Adaptive:
         if self._norms is not None:
             self._norms.finish()
         if self._steps % self._every == 0:
-            new = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
+            new = self._measured(batch)
             self._sensitivities = [
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
@@ -351,8 +356,7 @@ class Adaptive:
         self._norms.finish()
         found = self._norms.checked(indices)
         norms, modules = self._norms.begin(found), dict(self._model.named_modules())
-        sources = [modules[name] for group in self._plan.groups for name in group.sources]
-        handles = [module.register_forward_hook(norms.watch) for module in sources]
+        handles = [modules[source].register_forward_hook(norms.watch) for source in self._groups.costs]
         self._weights.values = self._norms.of(found)
         try:
             yield
@@ -368,8 +372,8 @@ class Adaptive:
             self._norms.finish()
         return {
             "steps": self._steps,
-            "layers": [list(group.sources) for group in self._plan.groups],
-            "bit_widths": list(self._widths),
+            "layers": list(self._groups.costs),
+            "bit_widths": list(self._widths.values()),
             "sensitivities": list(self._sensitivities),
             "samples": None if self._norms is None else self._norms.values.clone(),
         }
@@ -385,32 +389,37 @@ class Adaptive:
             ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
         check_groups(state, self.state_dict())
-        self._steps, self._widths = state["steps"], list(state["bit_widths"])
+        costs = self._groups.costs
+        self._steps, self._widths = state["steps"], dict(zip(costs, state["bit_widths"], strict=True))
         self._sensitivities = [float(each) for each in state["sensitivities"]]
         if self._norms is not None:
             self._norms.values = state["samples"].to("cpu", copy=True).float()
-        costs = [group.costs for group in self._plan.groups]
-        if all(map(operator.contains, costs, self._widths)) and self.saved_bytes <= self.budget_bytes:
-            self._plan.set(self._widths)
+        if all(self._widths[source] in costs[source] for source in costs) and self.saved_bytes <= self.budget_bytes:
+            self._layers.set(self.bit_widths)
         else:
             self._widths = self._allocate()
 
     def __str__(self) -> str:
         rows = [
-            (" ".join(group.sources), str(width), str(group.costs[width]), f"{expected_noise(sensitivity, width):.3g}")
-            for group, width, sensitivity in zip(self._plan.groups, self._widths, self._sensitivities, strict=True)
+            (source, str(width), str(self._groups.costs[source][width]), f"{expected_noise(sensitivity, width):.3g}")
+            for (source, width), sensitivity in zip(self._widths.items(), self._sensitivities, strict=True)
         ]
         total = ("total", "", str(self.saved_bytes), f"{sum(float(row[-1]) for row in rows):.3g}")
         return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
 
-    def _allocate(self) -> list[int]:
+    def _measured(self, batch: Any) -> list[float]:
+        return sensitivities(self._layers, self._groups, self._widths, batch, self._loss, self._steps)
+
+    def _allocate(self) -> dict[str, int]:
+        groups = self._groups
         items = [
-            [Option(cost, expected_noise(sensitivity, width), width) for width, cost in group.costs.items()]
-            for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)
+            [Option(cost, expected_noise(sensitivity, width), width) for width, cost in costs.items()]
+            for costs, sensitivity in zip(groups.costs.values(), self._sensitivities, strict=True)
         ]
-        widths = [option.bit_width for option in allocate(items, self.budget_bytes - self._plan.fixed_bytes)]
+        chosen = allocate(items, self.budget_bytes - groups.fixed_bytes)
+        widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
         _log.info("step %d: bit widths %s", self._steps, widths)
-        self._plan.set(widths)
+        self._layers.set({name: groups.width_of(name, widths) for name in self._layers.base})
         return widths
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from brevact.bit_widths.layers import BIT_WIDTHS, Plan
+from brevact.bit_widths.layers import BIT_WIDTHS
 from brevact.policy.fit_report import FitReport
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
@@ -101,8 +101,6 @@ class BudgetRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of a policy, None for no limit."""
-
     text: str
     ratio: float | None
     saved_bytes: float | None
@@ -155,7 +153,6 @@ def budget_of(
     noise: float | None = None,
     time: float | None = None,
 ) -> Budget:
-    """Return the budget; raises a ValueError or a TypeError if there is none, or a limit is not a number above 0."""
     given = {"ratio": ratio, "saved_bytes": saved_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
     if not stated.keys() - {"time"} or {"ratio", "saved_bytes"} <= stated.keys():
@@ -173,13 +170,14 @@ def budget_of(
     return Budget(text, ratio, saved_bytes, noise, time)
 
 
-def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
+def bytes_of_budget(
+    uniform: Mapping[int, int], least: int, plain_bytes: int, ratio: float | None, bit_width: float | None
+) -> int:
     """Return the bytes of a ratio to `plain_bytes` or of a uniform width, interpolated between integer widths."""
-    least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:
         low = int(bit_width)
-        above = plan.uniform_bytes[min(low + 1, BIT_WIDTHS[-1])]
-        found = plan.uniform_bytes[low] + (bit_width - low) * (above - plan.uniform_bytes[low])
+        above = uniform[min(low + 1, BIT_WIDTHS[-1])]
+        found = uniform[low] + (bit_width - low) * (above - uniform[low])
         wanted, nearest = f"bit_width={bit_width}", f"a larger bit_width, or a ratio that gives {least} bytes"
     else:
         assert ratio is not None
@@ -194,7 +192,6 @@ def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width
 
 
 def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
-    """Raise unless exactly one budget is given, and numbers have the right type and range."""
     if (ratio is None) is (bit_width is None):
         raise ValueError(
             f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "

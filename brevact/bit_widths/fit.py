@@ -253,8 +253,6 @@ def _agree(report: FitReport) -> bool:
 
 
 class _Fit:
-    """Chooses widths, measures, and chooses again."""
-
     def __init__(
         self,
         model: nn.Module,

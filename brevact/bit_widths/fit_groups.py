@@ -1,9 +1,7 @@
 """Groups of layers with one bit width in `fit`: a layer that packs tensors, and the layers that derive from it.
 
 All tensors derive from packed ones if they can, at any width (``derive_min_bits=1``): the set of packed tensors then
-hardly depends on the widths, so that bytes add up over the layers that pack. A layer that derives from several sources
-has the smallest of their widths, and all others, which pass tensors on or save masks, the smallest of all: with more
-bits than its source, a layer would pack its own tensor.
+hardly depends on the widths, so that bytes add up over the layers that pack.
 
 Noise of each chain alone, by bit width, from which `fit` allocates bits.
 
@@ -28,6 +26,7 @@ from brevact.autograd import attach_region, detach_region
 from brevact.autograd.hooks import Attachment, regions_of, takes_hooks
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.bit_widths.budgets import Option
+from brevact.bit_widths.layers import BIT_WIDTHS, Groups
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.attach import hook_of_policy
@@ -36,8 +35,7 @@ from brevact.policy.rules import POLICY
 from brevact.reports.gradient_noise import ExactGradients, Loss, gradients, squared_norm, training_eagerly
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 
-#: Bits of codes, and the marker of full precision.
-BIT_WIDTHS = tuple(range(1, 9))
+#: The marker of full precision.
 FULL_PRECISION = 32
 _MOST = max(BIT_WIDTHS)
 #: Additional bits of attention's query and key, since they are exponentiated.
@@ -45,13 +43,11 @@ _MORE_SCORE_BITS = 2
 _LEAST_SCORE_BITS = 2
 
 
-@dataclass(frozen=True)
-class Groups:
+@dataclass(frozen=True, kw_only=True)
+class FitGroups(Groups):
     """All saved tensors of a model: chains, each with one width, and the rest."""
 
     chains: tuple[Chain, ...]
-    costs: Mapping[str, Mapping[int, int]]
-    fixed_bytes: int
     plain_bytes: int
     small: frozenset[str]
     attending: frozenset[str]
@@ -60,31 +56,12 @@ class Groups:
     double_backward: bool = False
     recompute: int = 0
 
-    @functools.cached_property
-    def sources_of(self) -> dict[str, list[str]]:
-        """Sources of each layer that derives."""
-        found: dict[str, list[str]] = {}
-        for chain in self.chains:
-            for reader in chain.readers:
-                found.setdefault(reader, []).append(chain.source)
-        return found
-
-    def saved_bytes(self, widths: Mapping[str, int]) -> int:
-        return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
-
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
         """Return the widths of modules that differ from their parents, of attention, shared modules and the model."""
-        lowest = min(widths.values(), default=_MOST)
         found: dict[str, int] = {}
         effective: dict[str, int] = {}
         for name in self.names:
-            if name in widths:
-                width = widths[name]
-            elif name in self.sources_of:
-                width = min(widths[source] for source in self.sources_of[name])
-            else:
-                width = _MOST if name in self.small else lowest
-            effective[name] = width
+            effective[name] = width = _MOST if name in self.small else self.width_of(name, widths)
             is_own = not name or name in self.shared or name in self.attending
             if is_own or effective.get(name.rpartition(".")[0]) != width:
                 found[name] = width
@@ -111,14 +88,15 @@ class Groups:
 
 def groups_of(
     model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
-) -> Groups:
+) -> FitGroups:
     """Return the groups of a model without a policy, from its reports with 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
-    owner = {chain.source: chain.source for chain in chains}
+    sources_of: dict[str, list[str]] = {}
     for chain in chains:
         for reader in chain.readers:
-            owner.setdefault(reader, chain.source)
+            sources_of.setdefault(reader, []).append(chain.source)
+    owner = {chain.source: chain.source for chain in chains} | {name: of[0] for name, of in sources_of.items()}
     costs = {chain.source: dict.fromkeys((*BIT_WIDTHS, FULL_PRECISION), 0) for chain in chains}
     for op in finest.ops:  # tensors that layers share without a policy count for each: an upper bound
         if op.layer in owner and op.how in (PACKED, DERIVED):
@@ -130,9 +108,10 @@ def groups_of(
     others = {op.layer for op in finest.ops if op.why != SMALL}
     count = Counter(module for _, module in modules_without_own_region(model))
     names = {module: name for module, name in names_of(model).items() if module in count}
-    return Groups(
+    return FitGroups(
         chains=chains,
         costs=costs,
+        sources_of=sources_of,
         fixed_bytes=sum(row.saved_bytes for row in finest.rows if row.layer not in owner),
         plain_bytes=finest.plain_bytes,
         small=frozenset(op.layer for op in finest.ops) - others - owner.keys(),
@@ -170,7 +149,6 @@ def storing(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def without_policy(model: nn.Module) -> Iterator[None]:
-    """Remove, after a block, the policy that the model got in it."""
     try:
         yield
     finally:
@@ -199,7 +177,7 @@ class ChainNoise:
     def __init__(
         self,
         model: nn.Module,
-        groups: Groups,
+        groups: FitGroups,
         batches: Sequence[Any],
         loss: Loss,
         exact: ExactGradients,
@@ -216,7 +194,6 @@ class ChainNoise:
         return self._error({})
 
     def measure(self, source: str, bit_width: int) -> None:
-        """Measure a chain alone, unless it was measured at this width."""
         if bit_width not in self._measured[source]:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
@@ -247,7 +224,6 @@ class ChainNoise:
         return bit_width >= min(FIRST_WIDTH, *self._measured[source])
 
     def options(self, source: str) -> list[Option]:
-        """Return a chain's bytes and noise at each width."""
         return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
 
     def _error(self, widths: Mapping[str, int]) -> float:

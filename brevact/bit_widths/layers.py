@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -64,6 +64,7 @@ class LayerWidths:
                 self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
+        """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
         for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
                 key = self.base[name], widths[name], name in redrawn
@@ -71,84 +72,80 @@ class LayerWidths:
                     self._settings[key] = _with_width(*key)
                 hook.settings = self._settings[key]
 
-    def stored(self, run: Callable[[nn.Module], Any], bit_width: int) -> tuple[OpMemory, ...]:
-        """Measure how each op saves its tensors if all layers have one width."""
+    def stored(self, run: Callable[[nn.Module], Any]) -> dict[int, tuple[OpMemory, ...]]:
+        """Measure how each op saves its tensors if all layers have one width, by one forward pass per width."""
+        found = {}
         with in_place(self.model):
-            self.set(dict.fromkeys(self.base, bit_width))
-            return stored_ops(self.model, run)
+            for width in BIT_WIDTHS:
+                self.set(dict.fromkeys(self.base, width))
+                found[width] = stored_ops(self.model, run)
+        return found
 
 
-class Group(NamedTuple):
-    """Layers with one width, since they pack the same tensors or derive from each other's."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Layers that pack tensors, each with one width, and layers that derive from them.
 
-    sources: tuple[str, ...]
-    costs: Mapping[int, int]
+    A layer that derives from several sources has the smallest of their widths, and all others, which pass tensors on or
+    save masks, the smallest of all: with more bits than its source, a layer would pack its own tensor.
 
+    Args:
+        costs: bytes by width, of each source.
+        sources_of: sources of each layer that derives.
+        fixed_bytes: bytes that are independent of the widths.
+    """
 
-class Plan(NamedTuple):
-    """Layers, groups and bytes from which to choose widths."""
+    costs: Mapping[str, Mapping[int, int]]
+    sources_of: Mapping[str, Sequence[str]]
+    fixed_bytes: int
 
-    layers: LayerWidths
-    groups: tuple[Group, ...]
-    groups_of: Mapping[str, tuple[int, ...]]
-    uniform_bytes: Mapping[int, int]
+    def saved_bytes(self, widths: Mapping[str, int]) -> int:
+        return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
 
-    def of_layers(self, widths: Sequence[int]) -> dict[str, int]:
-        return {name: min(widths[number] for number in numbers) for name, numbers in self.groups_of.items()}
-
-    def set(self, widths: Sequence[int], redrawn: Collection[str] = ()) -> None:
-        self.layers.set(self.of_layers(widths), redrawn)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that are independent of the widths."""
-        last = BIT_WIDTHS[-1]
-        return self.uniform_bytes[last] - sum(group.costs[last] for group in self.groups)
-
-    def bytes_of(self, widths: Sequence[int]) -> int:
-        """Return the bytes of a training step with these widths of groups."""
-        return self.fixed_bytes + sum(group.costs[w] for group, w in zip(self.groups, widths, strict=True))
+    def width_of(self, name: str, widths: Mapping[str, int]) -> int:
+        if name in widths:
+            return widths[name]
+        return min((widths[source] for source in self.sources_of.get(name, widths)), default=BIT_WIDTHS[-1])
 
 
-def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
-    """Measure the bytes at each of the eight widths, by one forward pass each, which ``run`` makes."""
-    stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
+def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:
+    """Return the groups of named layers, whose bytes add up exactly, from the ops' saved tensors at each width.
+
+    Layers that also derive from another's tensors join its group. Widths at which a group's layers would save other
+    tensors than at the largest are left out.
+    """
     widest = stored[BIT_WIDTHS[-1]]
-    group_of, read = _grouped(widest, layers.base)
-    members: dict[str, list[str]] = {}
-    for name, root in group_of.items():
-        members.setdefault(root, []).append(name)
-    numbers = {root: number for number, root in enumerate(members)}
-    found = {name: tuple(numbers[group_of[source]] for source in sources) for name, sources in read.items()}
-    found |= {name: (numbers[root],) for name, root in group_of.items()}
-    groups = []
-    for number, sources in enumerate(members.values()):
-        names = [name for name, of in found.items() if number in of]
-        same = [width for width in BIT_WIDTHS if _ways(stored[width], names) == _ways(widest, names)]
-        packed = {width: [row for row in stored[width] if row.layer in sources and row.how == PACKED] for width in same}
-        costs = {width: sum(row.saved_bytes for row in rows) for width, rows in packed.items()}
-        groups.append(Group(tuple(sources), costs))
-    groups_of = {name: found.get(name, tuple(range(len(groups)))) for name in layers.base}
-    totals = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
-    return Plan(layers, tuple(groups), groups_of, totals)
+    root_of, sources_of = _grouped(widest, names)
+    sources_of = {name: list(dict.fromkeys(root_of[each] for each in found)) for name, found in sources_of.items()}
+    sources_of |= {name: [root] for name, root in root_of.items() if name != root}
+    costs: dict[str, dict[int, int]] = {}
+    for root in dict.fromkeys(root_of.values()):
+        found = {root, *(name for name, sources in sources_of.items() if root in sources)}
+        same = [width for width in BIT_WIDTHS if _ways(stored[width], found) == _ways(widest, found)]
+        packs = {name for name, each in root_of.items() if each == root}
+        costs[root] = {
+            width: sum(row.saved_bytes for row in stored[width] if row.layer in packs and row.how == PACKED)
+            for width in same
+        }
+    fixed = sum(row.saved_bytes for row in widest) - sum(of_width[BIT_WIDTHS[-1]] for of_width in costs.values())
+    return Groups(costs=costs, sources_of=sources_of, fixed_bytes=fixed)
 
 
 def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return a representative of the group for each layer that packs, and the sources of each other layer."""
-    group_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
+    """Return the root of each layer that packs, and the sources of each layer that only derives."""
+    root_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
     read: dict[str, list[str]] = {}
     for row in ops:
-        if row.source in group_of and row.source != row.layer and row.layer in names:
-            if row.layer in group_of and row.how in (PACKED, DERIVED):
-                old, new = group_of[row.layer], group_of[row.source]
-                group_of = {name: new if of == old else of for name, of in group_of.items()}
+        if row.source in root_of and row.source != row.layer and row.layer in names:
+            if row.layer in root_of and row.how in (PACKED, DERIVED):
+                old, new = root_of[row.layer], root_of[row.source]
+                root_of = {name: new if root == old else root for name, root in root_of.items()}
             elif row.how == DERIVED:
                 read.setdefault(row.layer, []).append(row.source)
-    return group_of, read
+    return root_of, read
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
-    """Count how often each op of these layers saves a tensor in each way."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from brevact import injectors
-from brevact.command_line.launcher import allocator_in_use, library_of
+from brevact.command_line.launcher import allocator_in_use, mimalloc
 from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward, quantizer
 from brevact.quantizers.backends import kernels_for, without_kernels
@@ -49,7 +49,6 @@ class Finding(NamedTuple):
 
 
 def doctor() -> int:
-    """Print the checks; return 1 if something is wrong, else 0."""
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _kernels, _step, _compiler, _caches, _memory, _optional]
     is_wrong = False
     for check in checks:
@@ -156,8 +155,8 @@ def _memory() -> Iterator[Finding]:
     if allocator:
         yield Finding(OK, f"memory of the process: {allocator}")
     elif platform.libc_ver()[0] == "glibc":
-        fix = "python -m brevact run SCRIPT ..."
-        fix = fix if library_of("mimalloc") else f"pip install cmeel-mimalloc; then {fix}"
+        library = mimalloc()
+        fix = f"LD_PRELOAD={library} python SCRIPT ..." if library else "pip install cmeel-mimalloc, and ask again"
         yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", fix)
     if torch.cuda.is_available():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
@@ -199,7 +198,6 @@ def kernels_of(device: torch.device) -> str | None:
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:
-    """Return the cases in which kernels and references differ in bytes or values, and the number of cases."""
     wrong, count = [], 0
     for name in _NAMES:
         for dtype in _DTYPES:

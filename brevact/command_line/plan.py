@@ -77,7 +77,6 @@ def configuration(name: str) -> Any:
 
 
 def names() -> dict[str, str]:
-    """Return the full names by the last part of each."""
     return {name.rpartition("/")[2]: name for name in SIZES}
 
 
@@ -162,7 +161,6 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Let Triton's kernels do nothing."""
     from brevact.private_names.of_triton import kernel_interface
 
     launch = kernel_interface.__getitem__
@@ -338,7 +336,6 @@ def _liger_of(kind: str) -> Callable[..., None]:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Return the plan of a command line."""
     memory = _memory(options.memory)
     for name in ("batch", "sequence"):
         if getattr(options, name) < 1:
@@ -450,7 +447,6 @@ def _memory(words: str | None) -> int | None:
 
 
 def _adapters(words: str | None) -> tuple[int, tuple[str, ...]]:
-    """Return the rank and the layers of ``16`` or ``16:q_proj,v_proj``."""
     if words is None:
         return 0, ()
     rank, _, targets = words.partition(":")

@@ -13,12 +13,10 @@ from brevact.injectors.class_protocol import InjectorClass, is_injector
 
 
 def is_act_quantizer(source: Any) -> bool:
-    """Whether this is an injector class by which Brevitas quantizes activations."""
     return _has_proxy(source, bv.ActQuantProxyFromInjectorBase)
 
 
 def quantizes_parameters(source: Any) -> bool:
-    """Whether this is an injector class by which Brevitas quantizes weights or biases."""
     return _has_proxy(source, (bv.WeightQuantProxyFromInjectorBase, bv.BiasQuantProxyFromInjectorBase))
 
 

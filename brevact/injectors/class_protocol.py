@@ -100,7 +100,6 @@ class Fragment(ExtendedInjector, metaclass=InjectorType):
 
 
 def is_injector(source: Any) -> bool:
-    """Whether this is an injector class of brevact, of Brevitas or of the library below it."""
     return inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector))
 
 

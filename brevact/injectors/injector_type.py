@@ -74,7 +74,6 @@ def known_names(injector: InjectorClass) -> set[str]:
 
 
 def derived(solver: InjectorClass) -> Iterator[InjectorClass]:
-    """Yield an injector class and all existing classes derived from it."""
     classes = [solver]
     while classes:
         injector = classes.pop()

@@ -48,16 +48,13 @@ class BackwardQuantProxy(nn.Module):
         attach_region(layer, self.settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` unchanged."""
         return x
 
     def extra_repr(self) -> str:
-        """Return the quantizer's settings, and the region's non-default ones."""
         return described(self.settings)
 
 
 def described(settings: BackwardSettings, *, brief: bool = False) -> str:
-    """Return the quantizer's settings as text, and the region's non-default ones."""
     quantizer = settings.quantizer
     defaults = _field_defaults(quantizer)
     stated = {name: getattr(quantizer, name) for name in defaults}
@@ -79,7 +76,6 @@ def _field_defaults(value: Any) -> dict[str, Any]:
 
 
 def is_quant_proxy(module: nn.Module) -> bool:
-    """Return whether a module is a quantizer proxy of a Brevitas layer, or a part of one."""
     return isinstance(module, QuantProxyFromInjector) or any(
         kind.__module__.startswith(_OF_QUANTIZERS) for kind in type(module).__mro__
     )

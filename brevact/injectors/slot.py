@@ -81,7 +81,6 @@ class Slot:
 
     @property
     def default(self) -> InjectorClass:
-        """The slot's default forward quantizer, or None."""
         kinds: list[Any] = [kind for kind in type(self.layer).__mro__ if "__init__" in vars(kind)]
         found = [inspect.signature(kind.__init__).parameters.get(self.argument) for kind in kinds]
         default = next((parameter.default for parameter in found if parameter is not None), None)
@@ -169,7 +168,6 @@ def _refuse_unknown(quant: InjectorClass, prefixed: dict[str, Any], overrides: d
 
 
 def filled_slot(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:
-    """Fill an activation slot of a Brevitas layer."""
     _refuse_parts_and_parameters(injector, layer)
     injector = backward_injector_of(injector, layer)
     settings = resolve(injector)

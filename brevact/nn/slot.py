@@ -40,7 +40,6 @@ class BackwardSlot:
 
 
 def layers_in(names: Mapping[str, Any]) -> list[str]:
-    """Return the names of layers with a slot among a module's."""
     kinds = {name: kind for name, kind in names.items() if isinstance(kind, type) and kind is not BackwardSlot}
     return sorted(name for name, kind in kinds.items() if issubclass(kind, BackwardSlot))
 

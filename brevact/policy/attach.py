@@ -75,7 +75,6 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def required_attachment(model: nn.Module) -> Attachment:
-    """Return the result of :func:`attachment_of`, or raise a ValueError with the fix."""
     found = attachment_of(model)
     if found is None:
         raise ValueError(
@@ -100,8 +99,6 @@ _EVAL = f"it ran in eval mode. Call model.train(), or run the step in a block: {
 
 
 class _Watch:
-    """Gradient hook of a model's last parameter."""
-
     warned = False
 
     def __init__(self, kind: str, attachment: Attachment) -> None:
@@ -129,7 +126,6 @@ def watch_gradients(model: nn.Module) -> None:
 
 
 def stop_watching(attachment: Attachment) -> None:
-    """Undo :func:`watch_gradients`."""
     if "watch" in vars(attachment):
         vars(attachment).pop("watch").remove()
 
@@ -217,8 +213,6 @@ def backward_quant(
 
 
 class _RegionOfModel(region):
-    """A region by the model's policy at the time of entry."""
-
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
         refuse_overrides(overrides)
         super().__init__(None, required_attachment(model))
@@ -392,7 +386,6 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
 
 
 def refuse_overrides(overrides: Mapping[str, Any], accepted: str = "") -> None:
-    """Raise a TypeError if a policy of several quantizers gets overrides, except the accepted one."""
     given = [name for name in overrides if name != accepted]
     if given:
         raise TypeError(

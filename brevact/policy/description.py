@@ -131,7 +131,6 @@ def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str
 
 
 def quantizer_text(row: ModulePolicy | OpPolicy | Assignment) -> str:
-    """Return a backward quantizer by name, with its non-default settings."""
     if row.settings is None:
         return row.source
     text = described(row.settings, brief=True)

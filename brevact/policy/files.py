@@ -90,7 +90,6 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote, from an entry with exactly one of the key fields."""
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:
         raise ValueError(f"got {', '.join(given) or 'none'} of {', '.join(FIELDS)}; accepted is exactly one")
@@ -169,7 +168,6 @@ def _lines(value: Any) -> str:
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:
-    """Return rules, layers and report from the text of a file."""
     try:
         content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

@@ -113,12 +113,10 @@ class FitReport:
         return f"{text}\n{self.note}" if self.note else text
 
     def to_plain(self) -> dict[str, Any]:
-        """Return numbers and texts that JSON holds."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
-        """Return the report that :meth:`to_plain` wrote; raises a TypeError for another form."""
         if isinstance(plain, dict):  # earlier files have fields that reports no longer have
             former = ("predicted_time", "predicted_peak", "peak", "plain_peak")
             plain = {name: value for name, value in plain.items() if name not in former}

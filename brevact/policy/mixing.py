@@ -150,7 +150,6 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
 
 
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's plan; raise a ValueError that names an argument out of range."""
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):

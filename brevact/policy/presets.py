@@ -81,7 +81,6 @@ class Policy:
         return all(self.has_rule_of(other, key) for key in self.rules)
 
     def has_rule_of(self, other: Policy, key: Any) -> bool:
-        """Return whether this policy has another policy's rule for a key."""
         if key not in self.rules:
             return False
         mine, theirs = self.rules[key], other.rules[key]
@@ -94,7 +93,6 @@ class Policy:
         return block_assignment(self.rules, shipped).settings
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the cached settings."""
         return {name: value for name, value in vars(self).items() if name != "settings_of_block"}
 
     def let(self, rules: Mapping[Any, BackwardQuantizer | None]) -> Policy:

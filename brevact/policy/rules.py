@@ -57,13 +57,11 @@ class Assignment:
         return replace(self, settings=settings, ops=ops)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Assignment:
-        """Return the assignment with settings for all rules."""
         ops = tuple(replace(each, settings=with_overrides(each.settings, overrides)) for each in self.ops)
         return replace(self, settings=with_overrides(self.settings, overrides), ops=ops)
 
 
 def has_policy(model: nn.Module) -> bool:
-    """Return whether a model or a part of it has a policy, ignoring other models' policies for shared modules."""
     return any(
         has_region(module, POLICY) or inherited_region(module) is not None
         for module in model.modules()
@@ -82,7 +80,6 @@ def refuse_policy(model: nn.Module) -> None:
 
 
 def check_rules(rules: Any, argument: str) -> None:
-    """Raise unless rules are a nonempty mapping with valid keys."""
     if not isinstance(rules, Mapping):
         raise TypeError(
             f"{argument}={brief(rules)} of type {type(rules).__name__}; accepted is a mapping from module types, torch "
@@ -154,7 +151,6 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 
 def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) -> Assignment:
-    """Return the assignment of a block of code, whose modules are unknown: by "*", and by rules for ops."""
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and key not in skipped:
             raise TypeError(
@@ -167,7 +163,6 @@ def block_assignment(rules: Mapping[Any, Any], skipped: Collection[Any] = ()) ->
 
 
 def matches(key: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a module rule matches a module; a user's function must return True or False."""
     if isinstance(key, str):
         return fnmatchcase(name, key) or any(
             fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
@@ -235,7 +230,6 @@ def assignment_of(key: Any, source: Any) -> Assignment:
 
 
 def are_module_types(key: Any) -> bool:
-    """Return whether a rule's key is a module type, or a tuple of such."""
     kinds = key if isinstance(key, tuple) and key else (key,)
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 

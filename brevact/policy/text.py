@@ -41,7 +41,6 @@ def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
 
 
 def named(name: str) -> Any:
-    """Return the backward quantizer or policy of a name, policies in small letters, too; a ValueError for others."""
     found = KNOWN.get(name, _POLICIES.get(name.upper()))
     if found is None:
         small = {each.lower(): each for each in KNOWN}
@@ -70,7 +69,6 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
-    """Return a backward quantizer, or a policy with each of its quantizers, with settings changed."""
     try:
         if isinstance(source, Policy):
             rules: Mapping[Any, Any] = source.rules
@@ -120,7 +118,6 @@ def _one_budget(words: str) -> dict[str, float] | None:
 
 
 def _literal(text: str) -> object:
-    """Return the value of a literal or of a dtype such as torch.float32; any other text unchanged."""
     module, _, name = text.partition(".")
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)

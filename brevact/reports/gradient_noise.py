@@ -150,7 +150,6 @@ def check_repeats(first: Gradients, second: Gradients, changed: Sequence[str]) -
 
 
 def check_batches(batches: Any, call: str) -> None:
-    """Raise if batches are not a sequence or are empty; `call` is the usage that the error shows."""
     if isinstance(batches, str | bytes | Tensor) or not isinstance(batches, Sequence):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a list of batches, each what "
@@ -161,7 +160,6 @@ def check_batches(batches: Any, call: str) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise a TypeError unless the loss is a function."""
     if not callable(loss) or isinstance(loss, nn.Module | type):
         raise TypeError(
             f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
@@ -209,7 +207,6 @@ class ExactGradients(NamedTuple):
 def exact_gradients(
     model: nn.Module, batches: Sequence[Any], loss: Loss, on_pass: Callable[[], object] = lambda: None
 ) -> ExactGradients:
-    """Return the gradients of batches without backward quantization, from one pass per batch and one more."""
     seed = torch.initial_seed() % _MOST_SEED
     versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
     with training_eagerly(model):
@@ -231,7 +228,6 @@ def exact_gradients(
 
 
 def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:
-    """Return the gradients of a pass without backward quantization, whose saved tensors take no memory of a GPU."""
     with regions_disabled(is_compiled(model)), saved_on_host(model):
         return gradients(model, batch, loss, seed)
 
@@ -244,7 +240,6 @@ def gradient_noise(
     draws: int,
     on_pass: Callable[[], object] = lambda: None,
 ) -> Distortion:
-    """Return noise and squared bias of the gradients with backward quantization, from batches x draws passes."""
     noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, on_pass)
     return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
 

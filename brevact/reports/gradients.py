@@ -122,7 +122,6 @@ class Isolation:
             self._enter(child, around, left)
 
     def has_region(self, layer: str) -> bool:
-        """Return whether the layer's region belongs to a module, and not to the model's code."""
         module = self._modules[layer]
         return any(each is module for _, each, _, _ in self._regions)
 

@@ -57,7 +57,6 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after a block."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with kept_generators():
@@ -120,12 +119,10 @@ class ModelBefore:
         self._tensors = [_TensorBefore(x, values) for x in kept]
 
     def hide_gradients(self) -> None:
-        """Remove gradients, so that nothing accumulates into them, and gradient hooks."""
         for each in self._tensors:
             each.hide_gradient()
 
     def restore(self) -> None:
-        """Restore the snapshot; warn about modified tensors that were too large to copy."""
         for container, items in self._contents:
             _refill(container, items)
         for module, mode in self._modes:

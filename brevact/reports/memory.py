@@ -123,7 +123,6 @@ def memory_report(
 
 
 def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    """Add the peaks of a training step to the report, if the loss is a scalar tensor that requires a gradient."""
     with in_place(model), uncompiled():
         if report.would_save:
             attach_policy(model)
@@ -142,7 +141,6 @@ def _begins_backward(value: Any) -> bool:
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
-    """Measure a training forward pass as :func:`memory_report` does; see :class:`MemoryOfPass` for the arguments."""
     return MemoryOfPass(model, run, arguments).measured()
 
 
@@ -401,7 +399,6 @@ _HOW = {"": FULL_PRECISION, "linear": FULL_PRECISION, "recomputed": DERIVED}
 
 
 def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
-    """Run a forward pass, and report the tensors that its compiled graphs save."""
     origin = getattr(model, "_orig_mod", model)
     with in_place(origin):
         origin.train()

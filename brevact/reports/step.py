@@ -158,8 +158,6 @@ class StepLoss:
 
 
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
-    """Return a function that runs a loss forward and backward, with or without the backward quantizers."""
-
     def run() -> None:
         outside = nullcontext() if current_region() is None else region(None)
         regions = nullcontext() if packs else regions_disabled(is_compiled(model))
@@ -171,13 +169,11 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the first device of the batch or the model that is not the CPU, if there is one."""
     tensors = (*tensors_of(batch), *model.parameters())
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
 
 def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    """Return the peak of a step in training mode, with the model's policy or without it."""
     with in_place(model):
         if not model.training:
             model.train()

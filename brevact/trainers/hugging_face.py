@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -109,10 +108,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         model, loss, progress = kwargs["model"], self._loss_of_run(), not args.disable_tqdm
-        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        # It shares the trainer's graphs.
-        compiled: Any = torch.compile(model, **options) if args.torch_compile else None
-        self.policy.begin(model, batches, loss, progress=progress, compiled=compiled)
+        self.policy.begin(model, batches, loss, progress=progress, compiled=args.torch_compile)
         self._enter_trainer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,7 +128,6 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self._leave_trainer()
 
     def _enter_trainer(self) -> None:
-        """Run the trainer's `compute_loss` in the model's region, also for a loss outside the model."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None and "compute_loss" not in vars(trainer):  # else someone replaced it
             self._compute_loss = trainer.compute_loss = in_region(trainer.compute_loss)

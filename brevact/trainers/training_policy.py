@@ -28,7 +28,7 @@ from brevact.quantizers.checks import check_bool, check_int
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.in_place import is_compiled, kept_random_state
-from brevact.reports.memory import memory_of, report_of_graphs
+from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss, device_of
 from brevact.tables import MIB
@@ -38,7 +38,6 @@ _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after pass
 
 
 def check_run(batches: Any, loss: Any) -> None:
-    """Raise a TypeError unless batches are iterable and the loss is a function or None."""
     if not isinstance(batches, Iterable):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
@@ -48,7 +47,6 @@ def check_run(batches: Any, loss: Any) -> None:
 
 
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError unless this is a training policy's own state."""
     check_state(state, own)
     for name in ("steps", "noise_count"):
         check_int(f"state: {name}", state[name], 0)
@@ -132,7 +130,6 @@ def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Move a batch's tensors to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -144,7 +141,6 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def has_others() -> bool:
-    """Return whether there are other processes in this run."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
@@ -244,6 +240,7 @@ class TrainingPolicy:
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         #: Bytes that a training step saves, measured when the run begins; None before.
         self.memory: MemoryReport | None = None
+        self._is_compiled = False
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
         self._forget()
@@ -255,8 +252,6 @@ class TrainingPolicy:
         self._has_attached = False
         self._steps = 0
         self._noise: float | None = None
-        self._compiled: nn.Module | None = None
-        self._has_graphs = False  # whether `memory` is of compiled graphs
         #: The object that moves bits between layers in this run, or None.
         self.adaptive: Adaptive | None = None
 
@@ -268,7 +263,7 @@ class TrainingPolicy:
         *,
         prepare: Callable[[Any], Any] | None = None,
         progress: bool = True,
-        compiled: nn.Module | None = None,
+        compiled: bool = False,
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
@@ -282,7 +277,7 @@ class TrainingPolicy:
                 the model, as in ``with brevact.backward_quant(model):``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
             progress: whether fitting a budget shows a bar.
-            compiled: ``torch.compile(model)``, if the loop calls that: the saved bytes are those of its graphs.
+            compiled: whether the loop compiles the model: :meth:`figures` then has no bytes, which its graphs decide.
 
         Raises:
             TypeError: ``model`` is not a module, ``batches`` not iterable, or ``loss`` not a function.
@@ -301,7 +296,7 @@ class TrainingPolicy:
             )
         _owners[model] = weakref.ref(self)
         self._model, self._loss, self._ended = model, loss, None
-        self._compiled = model if is_compiled(model) else compiled
+        self._is_compiled = compiled or is_compiled(model)
         try:
             with kept_random_state():
                 self._start(model, batches, prepare or (lambda batch: moved(batch, device_of(model, ()))))
@@ -337,30 +332,15 @@ class TrainingPolicy:
         """Attach the policy; measure bytes if requested or needed as the budget of `adapt_every`."""
         self._attach_policy(model, rules)
         self.memory = None
-        if self._batches and (self._measures_memory or self._adapt_every):
+        if self._batches and (self._adapt_every or (self._measures_memory and not self._is_compiled)):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            if self._adapt_every or not self._measure_graphs():
-                self.memory = memory_of(model, lambda model: loss(model, batch), batch)
-            assert self.memory is not None
+            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)
-            self._measure_graphs()
-
-    def _measure_graphs(self) -> bool:
-        """Measure the bytes that the run's compiled graphs save, if it has graphs."""
-        if self._compiled is not None and self._measures_memory:
-            loss, batch = self._loss, self._batches[0]
-            assert loss is not None
-            found = report_of_graphs(self._compiled, lambda model: loss(model, batch))
-            if found.rows:
-                self.memory, self._has_graphs = found, True
-                return True
-        return False
 
     def _adapt(self, model: nn.Module, every: int) -> None:
-        """Adapt widths to the layers' sensitivities, at the measured bytes."""
         assert self.memory is not None and self._loss is not None
         if not self.memory.saved_bytes:
             raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
@@ -414,10 +394,7 @@ class TrainingPolicy:
         with kept_random_state():
             self._steps += 1
             if self.adaptive is not None:
-                before = self.adaptive.bit_widths
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
-                if self.adaptive.bit_widths != before:
-                    self._measure_graphs()
             if self._noise_every is not None and self._steps % self._noise_every == 0:
                 assert self._loss is not None
                 batches, loss = self._batches[: _BATCHES // 2], self._loss
@@ -431,15 +408,13 @@ class TrainingPolicy:
         metrics are left out.
         """
         found: dict[str, float] = {}
-        if self.memory is not None:
-            found["brevact/saved_mib"] = self.memory.saved_bytes / MIB
+        if self.memory is not None and not self._is_compiled:
+            found["brevact/saved_mib"] = (self.adaptive or self.memory).saved_bytes / MIB
             found["brevact/plain_mib"] = self.memory.plain_bytes / MIB
         if self.fitted is not None and self.fitted.report is not None:
             found["brevact/noise"] = self.fitted.report.noise
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
-            if not self._has_graphs:
-                found["brevact/saved_mib"] = self.adaptive.saved_bytes / MIB
             found["brevact/bit_width"] = sum(widths) / len(widths)
         if self._noise is not None:
             found["brevact/noise"] = self._noise
@@ -508,7 +483,5 @@ class TrainingPolicy:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps, self._noise = state["steps"], state["noise"]
-        if self.adaptive is not None:
-            if state["adaptive"] is not None:
-                self.adaptive.load_state_dict(state["adaptive"])
-            self._measure_graphs()
+        if self.adaptive is not None and state["adaptive"] is not None:
+            self.adaptive.load_state_dict(state["adaptive"])

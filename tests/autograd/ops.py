@@ -13,7 +13,8 @@ from torch.nn import functional as F
 class Op(NamedTuple):
     """A function of one activation, as a module that holds its weights.
 
-    `stored`: "packed" (an approximation), "scores" (8 bits for some tensors), "exact" (masks, indices) or "nothing".
+    `stored`: "packed" (an approximation), "scores" (8 bits for some tensors), "embeddings" (8 bits), "exact" (masks,
+    indices) or "nothing".
     """
 
     name: str
@@ -207,7 +208,8 @@ PACKED = [
     Op("product with itself", lambda: lambda x: x * x, (40, 80)),
     Op("std_mean", lambda: lambda x: torch.stack(torch.std_mean(x, (2, 3)))),
     Op("cosine_similarity", lambda: lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1), (60, 40)),
-    Op("normalize", lambda: lambda x: F.normalize(x, dim=1), (60, 40)),
+    Op("normalize", lambda: lambda x: F.normalize(x, dim=1), (3, 60, 40)),
+    Op("normalize to embeddings", lambda: lambda x: F.normalize(x, dim=1), (60, 40), "embeddings"),
     Op("atan", lambda: torch.atan),
     Op("erf", lambda: torch.erf),
     Op("glu", lambda: nn.GLU(1)),

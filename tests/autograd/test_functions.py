@@ -156,7 +156,8 @@ def test_stored_bytes_shrink_and_inputs_are_freed(op):
         saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in held and t.dim()]
         sizes.append(saved.nbytes)
     bits = 32 * sizes[1] / sizes[0]
-    assert bits <= {"packed": 4, "scores": 6}.get(op.stored, 2.2), f"{sizes}: {bits:.2f} bits an element"
+    most = {"packed": 4, "scores": 6, "embeddings": 8.5}.get(op.stored, 2.2)
+    assert bits <= most, f"{sizes}: {bits:.2f} bits an element"
     if op in ops.PACKED or op in ops.EXACT:
         x = torch.randn(op.shape, requires_grad=True) * 1
         with region(settings()):

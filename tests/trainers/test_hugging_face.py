@@ -70,6 +70,9 @@ def test_default_trains_with_options_of_the_trainer(run, callback, tmp_path, opt
     assert [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each] == pytest.approx(
         [each["eval_loss"] for each in plain.state.log_history if "eval_loss" in each], rel=1e-3
     )
+    if "torch_compile" in options:
+        assert "brevact/saved_mib" not in row
+        return
     assert row["brevact/plain_mib"] > (1 if "gradient_checkpointing" in options else 3) * row["brevact/saved_mib"] > 0
 
 

@@ -69,31 +69,12 @@ def test_training_policy_goes_on_from_its_state():
         assert policy.figures()["brevact/noise"] != policy.fitted.report.noise
 
 
-def test_figures_of_a_compiled_model_are_of_its_graphs():
-    """Also after widths have changed."""
-    torch.compiler.reset()
-    model = nn.Sequential(*net(), *net())
-    compiled = torch.compile(model, backend="aot_eager")
-
-    def saved():
-        found = brevact.memory_report(compiled, BATCHES[0], loss)
-        return found.saved_bytes / 2**20, found.plain_bytes / 2**20
-
-    def figures():
-        return tuple(policy.figures()[f"brevact/{name}_mib"] for name in ("saved", "plain"))
-
-    policy = TrainingPolicy("StochBackward4bit")
-    policy.begin(compiled, BATCHES, loss)
-    assert figures() == saved()
-    policy.end()
-    policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
-    policy.begin(model, BATCHES, loss, compiled=compiled)
-    assert figures() == (first := saved()) and first[0] != policy.adaptive.saved_bytes / 2**20
-    model[0].weight.data *= 1e4  # widths follow sensitivities
-    widths = policy.adaptive.bit_widths
-    policy.step()
-    assert policy.adaptive.bit_widths != widths and figures() == saved() != first
-    policy.end()
+def test_figures_of_a_compiled_model_have_no_bytes():
+    for model, compiled in ((net(), True), (torch.compile(net(), backend="aot_eager"), False)):
+        policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
+        policy.begin(model, BATCHES, loss, compiled=compiled)
+        assert policy.figures().keys() == {"brevact/bit_width"}
+        policy.end()
 
 
 def test_training_policy_leaves_random_numbers_and_loaders_as_they_were():
