@@ -86,7 +86,7 @@ class EagerMode(marks.RegionMode):
             args, kwargs = as_tensors((args, kwargs), given)
             if given:
                 return as_given(self.__torch_function__(func, (), args, kwargs), given)
-        if not args and "input" in kwargs:  # the first one, whatever the order of names
+        if not args and "input" in kwargs and row.handler is not None:  # the first one, whatever the order of names
             args, kwargs = (kwargs["input"],), {name: x for name, x in kwargs.items() if name != "input"}
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):

@@ -231,3 +231,12 @@ def test_keywords_change_no_gradient_of_a_batch_norm(quantizer):
     x, settings = torch.randn(4, 16, 9, 9), BackwardSettings(brevact.quantizer(QUANTIZERS[quantizer]), min_numel=0)
     found, expected = (gradients(Spelled(each), x, settings) for each in (True, False))
     assert all(are_same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_input_that_is_not_the_first_argument_may_be_named():
+    x, other = torch.randn(40, 40, requires_grad=True), torch.randn(40, 40)
+    with brevact.backward_quant(StochBackward2bit):
+        chosen = torch.where(condition=x > 0, input=x, other=other)
+        derived = torch.polygamma(n=1, input=x.abs() + 1)
+    assert torch.equal(chosen, torch.where(x > 0, x, other))
+    assert torch.equal(derived, torch.polygamma(1, x.abs() + 1))
