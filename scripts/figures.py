@@ -8,7 +8,7 @@ sees. Rows that are measured again change the page by this command, and a test f
 bench.MODEL.POLICY.COLUMN   of the last row: kept, less, peak, growth, step, speed, error, noise or bias
 range.GROUP.POLICY.COLUMN   the least and the largest of a group of models
 median.GROUP.POLICY.COLUMN  the median, and count.GROUP.POLICY.COLUMN the number of models
-STUDY.POLICY.COLUMN         pairs, less, loss or accuracy of a study: study (the long one), short, or w4a4
+STUDY.POLICY.COLUMN         pairs, less, loss or accuracy of a study: study (the long one), short, compiled, or w4a4
 total.TABLE                 the number of rows of a table
 """
 
@@ -137,8 +137,8 @@ def figures() -> dict[str, str]:
         _, recipe, _, size, settings = each.kind
         short = "w4a4" if recipe == "qat" else "short" if size == "5000" else "middle"
         values = {"pairs": str(each.pairs), "less": f"{each.less:.1f}", "loss": each.loss, "accuracy": each.accuracy}
-        if not settings:
-            name = "study" if each.is_long else short
+        if settings in ("", "compiled"):
+            name = settings or ("study" if each.is_long else short)
             found |= {f"{name}.{each.label}.{column}": str(value) for column, value in values.items()}
     return found
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,7 @@ class BatchNorms:
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
-        self._total: Tensor | None = None
-        self._layers: Tensor | int = 0
+        self._squares: list[Tensor] = []
         self._rows: set[int] = set()
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -67,15 +66,14 @@ class BatchNorms:
 
     def mean(self) -> Tensor | None:
         """Return the (N,) float32 mean over layers, each relative to its mean over the batch; None before backward."""
-        return None if self._total is None else (self._total / self._layers).cpu()
+        if not self._squares:
+            return None
+        squares_LN = torch.stack([each.cpu() for each in self._squares])
+        mean_L1 = squares_LN.mean(1, keepdim=True)
+        return torch.where(mean_L1 > 0, squares_LN / mean_L1, squares_LN).sum(0) / (mean_L1 > 0).sum()
 
     def _add(self, grad: Tensor) -> None:
-        squares = grad.detach().float().flatten(1).square().sum(1)
-        mean = squares.mean()
-        relative = torch.where(mean > 0, squares / mean, squares)
-        self._total = relative if self._total is None else self._total.to(relative.device) + relative
-        layers = (mean > 0).float()
-        self._layers = layers if isinstance(self._layers, int) else self._layers.to(layers.device) + layers
+        self._squares.append(grad.detach().float().flatten(1).square().sum(1))
 
 
 class SampleNorms:
@@ -128,14 +126,12 @@ class SampleNorms:
     def checked(self, indices: Any) -> Tensor:
         """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU."""
         accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
-        if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
+        found = None
+        if not isinstance(indices, str) and (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
+            with suppress(TypeError, ValueError, RuntimeError):
+                found = torch.as_tensor(indices).cpu()
+        if found is None or (found.numel() and (found.is_floating_point() or found.dtype is torch.bool)):
             raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
-        try:
-            found = torch.as_tensor(indices).cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"indices: got {brief(indices)}; {accepted}") from error
-        if found.numel() and (found.is_floating_point() or found.dtype is torch.bool):
-            raise TypeError(f"indices: got {brief(indices)}; {accepted}")
         if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):
             raise ValueError(f"indices: got {brief(indices)}; {accepted}")
         return found.long()

@@ -37,7 +37,6 @@ from brevact.reports.gradient_noise import (
 )
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import MemoryOfPass
-from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss, step_report
 from brevact.tables import progress_bar
 from brevact.user_lines import warn
@@ -75,11 +74,7 @@ def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget:
 def levels_of(
     model: nn.Module, memory: MemoryOfPass, budget: Budget, batch: Any, loss: Loss, *, quiet: float, is_quick: bool
 ) -> dict[int, float]:
-    """Return the levels that differ in bytes, with times of a step over those of plain ones where time is limited.
-
-    If quick, the first one that leaves 4 bits, and the last; with a budget of time, those within it, the last one
-    first.
-    """
+    """Return the levels that differ in bytes, in the order to try, with times of steps over plain ones, or 0."""
     least, found, fitting = math.inf, {}, []
     for recompute in _LEVELS:
         if recompute <= _MOST_WITHOUT_TIME or budget.time is not None:
@@ -111,17 +106,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Effort(NamedTuple):
-    """How much a fit measures.
-
-    Batches of the unit (None: all), of each layer's noise, and of a policy's; rounds of measuring a policy and
-    correcting it; noise and squared bias that need no further recomputation.
-    """
-
-    batches: int | None
-    alone: int
-    together: int
-    rounds: int
-    quiet: float
+    batches: int | None  # of the unit; None for all
+    alone: int  # batches of each layer's noise
+    together: int  # batches of a policy's noise
+    rounds: int  # of measuring a policy and correcting it
+    quiet: float  # noise and squared bias that need no further recomputation
 
 
 _THOROUGH, _QUICK = _Effort(None, 2, 4, 3, 0.01), _Effort(3, 1, 2, 2, 0.1)
@@ -231,7 +220,7 @@ def fit(
         def fit_at(recompute: int) -> Policy:
             options = {"double_backward": double_backward, "recompute": recompute}
             fitting = _Fit(model, batches, loss, budget, exact, memory, on_pass, options, effort)
-            return fitting.policy(times[recompute])
+            return fitting.best(fitting.reports(), times[recompute])
 
         policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
     if budget.noise is None:
@@ -268,17 +257,16 @@ class _Fit:
         self._effort, self._recompute = effort, options["recompute"]
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
         self._exact, self._memory, self._passes, self._told = exact, memory, len(batches) + 1, on_pass
-        at = {width: leaf_of(width, attends=True, **options) for width in BIT_WIDTHS}
-        reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
+        reports = {}
+        for width in BIT_WIDTHS:
+            with storing(model, {"": leaf_of(width, attends=True, **options)}):
+                reports[width] = memory.measured()
         self._groups = groups_of(model, reports, **options)
         self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
         #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
 
-    def policy(self, time: float) -> Policy:
-        return self._best(self._reports(), time)
-
-    def _reports(self) -> list[FitReport]:
+    def reports(self) -> list[FitReport]:
         groups, budget = self._groups, self._budget
         budget.check_bytes(groups.plain_bytes, groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS))))
         if not groups.costs or budget.takes_all(groups.plain_bytes):
@@ -367,7 +355,7 @@ class _Fit:
                 self._factor = (report.harm - known.rest) / total
         return _agree(report) and self._budget.is_met_by(report)
 
-    def _best(self, found: Sequence[FitReport], time: float) -> Policy:
+    def best(self, found: Sequence[FitReport], time: float) -> Policy:
         """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
         budget = self._budget
         met = [each for each in found if budget.is_met_by(each)]
@@ -382,10 +370,6 @@ class _Fit:
         report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
         return replace(policy, layers=layers_of(self._model), report=report)
-
-    def _memory_with(self, quantizer: Any) -> MemoryReport:
-        with storing(self._model, {"": quantizer}):
-            return self._memory.measured()
 
     def _count(self) -> None:
         self._passes += 1

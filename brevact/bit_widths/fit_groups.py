@@ -3,8 +3,6 @@
 All tensors derive from packed ones if they can, at any width (``derive_min_bits=1``): the set of packed tensors then
 hardly depends on the widths, so that bytes add up over the layers that pack.
 
-Noise of each chain alone, by bit width, from which `fit` allocates bits.
-
 Two passes with a chain at b bits and all others at 8 measure E |h - g|^2, minus the same with all at 8 bits, in units
 of minibatch noise: variance plus squared bias. It follows c / (2^b - 1)^2 from 3 bits on; fewer bits are measured, too.
 """

@@ -88,16 +88,11 @@ class Groups:
 
     A layer that derives from several sources has the smallest of their widths, and all others, which pass tensors on or
     save masks, the smallest of all: with more bits than its source, a layer would pack its own tensor.
-
-    Args:
-        costs: bytes by width, of each source.
-        sources_of: sources of each layer that derives.
-        fixed_bytes: bytes that are independent of the widths.
     """
 
-    costs: Mapping[str, Mapping[int, int]]
-    sources_of: Mapping[str, Sequence[str]]
-    fixed_bytes: int
+    costs: Mapping[str, Mapping[int, int]]  # bytes by width, of each source
+    sources_of: Mapping[str, Sequence[str]]  # of each layer that derives
+    fixed_bytes: int  # independent of the widths
 
     def saved_bytes(self, widths: Mapping[str, int]) -> int:
         return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())

@@ -28,10 +28,7 @@ Plan = tuple[Packing, dict[fx.Node, fx.Node]]
 class Recomputation:
     """Sets of saved tensors of a joint graph, which differ by the layers that backward computes again.
 
-    Args:
-        graph: joint graph.
-        node_info: PyTorch's description of its nodes.
-        plan: packs saved nodes in a copy of the graph; returns the nodes' copies, too.
+    ``plan`` packs saved nodes in a copy of the graph, and returns the nodes' copies, too.
     """
 
     def __init__(self, graph: fx.Graph, node_info: Any, plan: Callable[[Iterable[fx.Node]], Plan]) -> None:
@@ -116,7 +113,6 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _time_of(node: fx.Node) -> float:
-    """Multiplications and elements of an op."""
     value = node.meta.get("val")
     size = numel_of(node) if isinstance(value, Tensor) else 0
     return float(partitioners.estimate_runtime(node) + size)

@@ -57,13 +57,7 @@ class Saved:
 
 
 class Dependence:
-    """How the nodes that backward computes, in order, depend on each of the saved tensors given.
-
-    Args:
-        nodes: nodes of backward, in topological order.
-        saved: float tensors that forward saves.
-        gradients: nodes that depend on the gradients that backward is given.
-    """
+    """How the nodes that backward computes, in order, depend on each of the saved float tensors given."""
 
     def __init__(self, nodes: Iterable[fx.Node], saved: Iterable[fx.Node], gradients: Container[fx.Node]) -> None:
         self.saved = [Saved(node) for node in saved]

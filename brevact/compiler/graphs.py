@@ -148,7 +148,6 @@ class _WithinBudget:
 
 
 def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
-    """A backend that compiles within a budget; equal ones share Dynamo's graphs."""
     return _WithinBudget(backend if callable(backend) else lookup_backend(backend), budget)
 
 
@@ -196,8 +195,6 @@ def mark_of(node: fx.Node) -> str | None:
 
 
 class _Marks:
-    """Settings of the nodes of a joint graph, by their marks."""
-
     def __init__(self, graph: fx.Graph, least_bits: int = 0) -> None:
         self.least_bits = least_bits
         forward: dict[int, str | None] = {}

@@ -76,7 +76,6 @@ class Row(NamedTuple):
 
 @functools.cache
 def with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
-    """The settings at a bit width, in the uniform format if theirs does not have it."""
     if bits_of(settings.quantizer) in (0, bits):
         return settings
     try:
@@ -92,28 +91,17 @@ def _uniform(quantizer: Any, bits: int) -> UniformQuantizer:
 
 
 class Sizes(NamedTuple):
-    """Kinds of results and inputs of a joint graph.
+    """Kinds of results and inputs of a joint graph."""
 
-    Args:
-        outputs: number of results of the forward pass, the first ones.
-        static: places of parameters and buffers among the inputs.
-        activations: places of inputs that code before the graph computed.
-        is_inductor: whether Inductor compiles the graph.
-        channels_last: whether it keeps what convolutions read and return with channels last.
-    """
-
-    outputs: int
-    static: frozenset[int]
-    activations: frozenset[int]
-    is_inductor: bool = False
-    channels_last: bool = False
+    outputs: int  # number of results of the forward pass, the first ones
+    static: frozenset[int]  # places of parameters and buffers among the inputs
+    activations: frozenset[int]  # places of inputs that code before the graph computed
+    is_inductor: bool
+    channels_last: bool  # whether Inductor keeps what convolutions read and return so
 
 
 def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]:
-    """What backward computes again: layers whose settings say so, attention, and Inductor's random numbers.
-
-    By the logarithms of sums of other scores, attention's probabilities would exceed 1 without a bound.
-    """
+    """What backward computes again: layers whose settings say so, attention (see ``is_score``), and random numbers."""
     found = []
     for node in graph.nodes:
         cost = table.cost_of(node)
@@ -126,14 +114,9 @@ def recomputed_layers(graph: fx.Graph, settings_of: SettingsOf) -> list[fx.Node]
 
 
 class Packing:
-    """Saved nodes of a joint graph, of which backward then reads decoded ones.
+    """Saved nodes of a joint graph, which is changed: backward then reads decoded ones.
 
-    Args:
-        graph: joint graph, which is changed.
-        saved: nodes that PyTorch chose to save.
-        sizes: kinds of results and inputs.
-        settings_of: returns the settings by which a tensor is saved, from the nodes of backward that read it.
-        widths: bits in place of the settings', by name of the tensor; the fewest for others.
+    ``widths`` are bits in place of the settings', by name of the tensor; the fewest hold for others.
     """
 
     def __init__(
@@ -190,7 +173,6 @@ class Packing:
         return [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
 
     def backward_nodes(self) -> list[fx.Node]:
-        """Nodes that backward computes, in order."""
         found, waiting = {self.output}, self.of_backward()
         while waiting:
             node = waiting.pop()
@@ -583,14 +565,12 @@ class Packing:
         return not self.is_spread(saved.node)
 
     def settings_for(self, saved: Saved, width: int | None = None) -> BackwardSettings:
-        """The settings of a saved tensor, at a bit width if there is one for it."""
         settings: BackwardSettings = self.settings_of(saved.readers)
         if width is None and self.widths:
             width = self.widths.get(saved.node.name) or min(self.widths.values())
         return settings if width is None else with_bits(settings, width)
 
     def bits(self, saved: Saved) -> float:
-        """Bits of an element of a saved tensor."""
         if saved.use is Use.EXACT or not self.packs(saved):
             return 8.0 * saved.node.meta["val"].itemsize
         return bits_of(self.quantizer_of(saved)) + 8 * _METADATA
@@ -720,7 +700,6 @@ class Packing:
                 yield copy
 
     def call(self, target: Any, *args: Any, **options: Any) -> fx.Node:
-        """Add a call at the graph's insertion point, with the fake tensor that it returns."""
         self.changes += 1
         node = self.graph.call_function(target, args, options)
         with self.mode:

@@ -36,7 +36,6 @@ class Marked(NamedTuple):
 
 
 def marked_regions(translator: Any) -> list[Marked]:
-    """The regions around the code that Dynamo traces, the innermost last."""
     regions: list[Marked] = translator.output.__dict__.setdefault("brevact_regions", [])
     return regions
 
@@ -47,7 +46,6 @@ def is_recomputed(translator: Any) -> bool:
 
 
 def watch_graph(graph: Any) -> None:
-    """Wrap the compiler of a graph that Dynamo traces."""
     if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
         graph.compiler_fn = _watched(graph.compiler_fn)
 

@@ -80,11 +80,7 @@ def _around(tx: Any) -> _Around | None:
 
 
 def _entered(tx: Any, module: Any, hook: Any) -> str | None:
-    """The text of the region that a hook of a module enters; None if it enters none.
-
-    Raises:
-        _Unusual: marks do not suffice for it.
-    """
+    """The text of the region that a hook of a module enters; None if it enters none."""
     around, inherits = _around(tx), _read(tx, hook, "inherits")
     if around is not None:
         if not around.is_usual:
@@ -104,7 +100,7 @@ def _entered(tx: Any, module: Any, hook: Any) -> str | None:
 
 
 class _Unusual(Exception):
-    pass
+    """Marks do not suffice for a region."""
 
 
 def _has_global_hooks() -> bool:

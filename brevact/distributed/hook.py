@@ -10,9 +10,7 @@ from torch import Tensor, distributed, nn
 
 from brevact.distributed.packing import (
     AS_IT_IS,
-    Agreement,
     Exchange,
-    ParameterState,
     ParameterStates,
     after,
     check_feedback,
@@ -119,23 +117,23 @@ class QuantizedHook(Exchange):
             raise TypeError("bucket: got a tensor, as of FSDP; accepted is a GradBucket of DistributedDataParallel")
         group: Any = distributed.group.WORLD if state is None else state
         buffer, gradients = bucket.buffer(), bucket.gradients()
-        settings = self.quantizer, self.error_feedback, self.min_numel, self.seed, self.step
-        self._agreement.reach(group, buffer.device, *settings)
+        self._agree(group, buffer.device, self.error_feedback, self.step)
         step = self.step
         self.step += bucket.is_last()
-        entries = list(map(self.states.of, bucket.parameters()))
+        parameters = bucket.parameters()
+        numbers = list(map(self.states.number_of, parameters))
         if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
         with torch.no_grad():
-            sent = [self._sent(entry, gradient) for entry, gradient in zip(entries, gradients, strict=True)]
+            sent = [self._sent(*each) for each in zip(parameters, gradients, strict=True)]
             packs = [
                 pack(
                     AS_IT_IS if x.numel() < self.min_numel else self.quantizer,
                     x,
-                    (self.seed, step, entry.number),
+                    (self.seed, step, number),
                     group.rank(),
                 )
-                for x, entry in zip(sent, entries, strict=True)
+                for x, number in zip(sent, numbers, strict=True)
             ]
             message = message_of(packs)
         self.sent_bytes += message.numel()
@@ -147,8 +145,8 @@ class QuantizedHook(Exchange):
         def average() -> Tensor:
             keep_for_this_stream(messages, *sent)
             ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
-            for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
-                self._receive(entry, gradient, x, received, rank)
+            for each in zip(parameters, gradients, sent, ranks, strict=True):
+                self._receive(*each, rank)
             return buffer
 
         return after(gathered, average, buffer.is_cpu)
@@ -181,22 +179,22 @@ class QuantizedHook(Exchange):
         """
         check_state(state)
         self.states.load_state_dict(state, model)
-        self.step, self.seed, self._agreement = state["step"], state["seed"], Agreement()
+        self.step, self.seed, self._agreed = state["step"], state["seed"], set()
 
     def __repr__(self) -> str:
         return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"
 
-    def _sent(self, entry: ParameterState, gradient: Tensor) -> Tensor:
+    def _sent(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the tensor to pack: the gradient plus earlier rounding errors."""
         if not self.error_feedback or gradient.numel() < self.min_numel:
             return gradient
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if entry.residual is None:
-            entry.residual = torch.zeros_like(wide)
-        return wide + torch.where(gradient.any(), entry.residual, 0)
+        if parameter not in self.states.residuals:
+            self.states.residuals[parameter] = torch.zeros_like(wide)
+        return wide + torch.where(gradient.any(), self.states.residuals[parameter], 0)
 
     def _receive(
-        self, entry: ParameterState, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int
+        self, parameter: Tensor, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int
     ) -> None:
         """Write the average over all ranks, and keep this rank's rounding error."""
         decoded = received[0].dequantize()
@@ -207,9 +205,9 @@ class QuantizedHook(Exchange):
             total += decoded
             if number == rank:
                 own = decoded
-        if self.error_feedback and entry.residual is not None:
+        if self.error_feedback and (residual := self.states.residuals.get(parameter)) is not None:
             pays = gradient.any() & total.isfinite().all()
-            entry.residual.copy_(torch.where(pays, sent - own, entry.residual))  # in memory of the hook's stream
+            residual.copy_(torch.where(pays, sent - own, residual))  # in memory of the hook's stream
         gradient.copy_(total.div_(len(received)))
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,21 +64,32 @@ def keep_for_this_stream(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class Agreement:
-    """Compares settings once per group, before its processes exchange messages whose length depends on them."""
+class Exchange:
+    """Settings and counts of a communication of gradients."""
 
-    def __init__(self) -> None:
-        self._groups: set[str] = set()
+    def __init__(self, quantizer: ActivationQuantizer, min_numel: int, seed: int) -> None:
+        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
+            raise TypeError(
+                f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
+                "brevact.quantizer(StochBackward4bit) returns"
+            )
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *SEEDS)
+        self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
+        self.sent_bytes = 0  # of this rank's messages so far
+        self.plain_bytes = 0  # of the same gradients unpacked
+        self._agreed: set[str] = set()  # names of groups, empty behind load_state_dict
 
-    def reach(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings between the group's processes, which all call this, unless already done."""
+    def _agree(self, group: Any, device: torch.device, *settings: object) -> None:
+        """Compare settings, on which the messages' length depends, between a group's processes, once."""
         if not isinstance(group, distributed.ProcessGroup):
             raise TypeError(
                 f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
                 "register_comm_hook(None, hook) takes the default one"
             )
-        if group.group_name in self._groups:
+        if group.group_name in self._agreed:
             return
+        settings = self.quantizer, self.min_numel, self.seed, *settings
         mark = _digest(" ".join(map(_name, settings))).to(device)
         marks = mark.new_empty(group.size(), _ALIGNMENT)
         all_gather_single(marks.view(-1), mark, group=group)
@@ -90,20 +100,7 @@ class Agreement:
                 "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
                 "step"
             )
-        self._groups.add(group.group_name)
-
-
-class Exchange:
-    """Settings and counts of a communication of gradients."""
-
-    def __init__(self, quantizer: ActivationQuantizer, min_numel: int, seed: int) -> None:
-        check_quantizer(quantizer)
-        check_int("min_numel", min_numel, 0)
-        check_int("seed", seed, *SEEDS)
-        self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
-        self.sent_bytes = 0  # of this rank's messages so far
-        self.plain_bytes = 0  # of the same gradients unpacked
-        self._agreement = Agreement()  # a new one behind load_state_dict
+        self._agreed.add(group.group_name)
 
 
 def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
@@ -206,62 +203,43 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
         )
 
 
-def check_quantizer(quantizer: object) -> None:
-    """Raise a TypeError unless this is an activation quantizer; an injector is not."""
-    if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
-        raise TypeError(
-            f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
-            "brevact.quantizer(StochBackward4bit) returns"
-        )
-
-
 def _seed(*parts: int) -> int:
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-@dataclass
-class ParameterState:
-    """State of one parameter: its number in the order first seen, and the rounding errors to feed back, or None."""
-
-    number: int
-    residual: Tensor | None = None
-
-
 class ParameterStates:
-    """States of a model's parameters, by identity in memory and by name in files."""
+    """Parameters' numbers, in the order first seen, and rounding errors to feed back; in files by name."""
 
     def __init__(self) -> None:
-        self._states: dict[Tensor, ParameterState] = {}
-        self._next = 0
+        self.numbers: dict[Tensor, int] = {}
+        self.residuals: dict[Tensor, Tensor] = {}
 
-    def of(self, parameter: Tensor) -> ParameterState:
-        if parameter not in self._states:
-            self._states[parameter] = ParameterState(self._next)
-            self._next += 1
-        return self._states[parameter]
+    def number_of(self, parameter: Tensor) -> int:
+        if parameter not in self.numbers:
+            self.numbers[parameter] = 1 + max(self.numbers.values(), default=-1)
+        return self.numbers[parameter]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return "numbers" and copied "residuals" by name; raises a ValueError if the model has no known parameter."""
-        known = {name: self._states[p] for name, p in _named(model).items() if p in self._states}
-        if self._states and not known:
+        known = {name: p for name, p in _named(model).items() if p in self.numbers}
+        if self.numbers and not known:
             raise ValueError(
                 f"model: got {brief(model)}, which has none of the parameters whose gradients were averaged; "
                 "accepted is the model that DistributedDataParallel has, not a copy"
             )
         return {
-            "numbers": {name: state.number for name, state in known.items()},
-            "residuals": {name: state.residual.clone() for name, state in known.items() if state.residual is not None},
+            "numbers": {name: self.numbers[p] for name, p in known.items()},
+            "residuals": {name: self.residuals[p].clone() for name, p in known.items() if p in self.residuals},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Replace a model's states; raises a ValueError if it lacks parameters of the state, or shapes differ."""
         named = _named(model)
-        states: dict[Tensor, ParameterState] = {}
-        for name, number in state["numbers"].items():
+        residuals: dict[Tensor, Tensor] = {}
+        for name in state["numbers"]:
             if name not in named:
                 raise ValueError(f"state: has parameter {name!r}, which the model lacks; load it for the same model")
-            states[named[name]] = ParameterState(number)
         for name, residual in state["residuals"].items():
             if name not in state["numbers"]:
                 raise ValueError(f"state: {name!r} has a residual and no number; accepted is what state_dict returned")
@@ -271,10 +249,11 @@ class ParameterStates:
                     f"state: {name!r} has shape {tuple(residual.shape)} there and {tuple(parameter.shape)} in the "
                     "model; load it for the same model"
                 )
-            states[parameter].residual = residual.to(parameter.device, copy=True)
-        own = set(named.values())
-        self._states = {p: state for p, state in self._states.items() if p not in own} | states
-        self._next = 1 + max((state.number for state in self._states.values()), default=-1)
+            residuals[parameter] = residual.to(parameter.device, copy=True)
+        for parameter in named.values():
+            self.numbers.pop(parameter, None), self.residuals.pop(parameter, None)
+        self.numbers |= {named[name]: number for name, number in state["numbers"].items()}
+        self.residuals |= residuals
 
 
 def check_state(state: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from brevact.distributed.packing import SEEDS, Agreement, Exchange, is_unbiased, message_of, pack, packs_of
+from brevact.distributed.packing import SEEDS, Exchange, is_unbiased, message_of, pack, packs_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import reduce_scatter_single
@@ -80,8 +80,7 @@ class QuantizedReduceScatter(Exchange):
         Raises:
             ValueError: ``op`` is not supported, or the ranks pack in different ways.
         """
-        settings = self.quantizer, self.min_numel, self.seed, self.calls
-        self._agreement.reach(group, input_tensor.device, *settings)
+        self._agree(group, input_tensor.device, self.calls)
         step, ranks = self.calls, group.size()
         self.calls += 1
         if output_tensor.dtype not in DTYPES or output_tensor.numel() < self.min_numel:
@@ -122,4 +121,4 @@ class QuantizedReduceScatter(Exchange):
             raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")
         check_int("state['calls']", state["calls"], 0)
         check_int("state['seed']", state["seed"], *SEEDS)
-        self.calls, self.seed, self._agreement = state["calls"], state["seed"], Agreement()
+        self.calls, self.seed, self._agreed = state["calls"], state["seed"], set()

@@ -4,11 +4,8 @@ Brevitas ignores a keyword that nothing looks up: ``grop_size=64`` leaves the de
 ``backward_settings`` must depend on each name, directly or through other values, so that a new format adds settings by
 the arguments of its ``@value`` functions alone.
 
-Pickles injector classes made by ``.let()``, so that quantized layers can be pickled, copied and saved whole.
-
-Brevitas' layers hold such classes and cannot be pickled by themselves (``PicklingError``: no module has a class made by
-``.let()``). Importing brevact changes that for every Brevitas injector, because a layer with a backward quantizer has
-slots with other injectors too. Importable injectors are pickled by name, as before.
+Importing this module lets injector classes made by ``.let()`` be pickled, Brevitas' too, so that quantized layers can
+be pickled, copied and saved whole. Importable injectors are pickled by name, as before.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ FROM_LAYER = ("act_impl", "passthrough_act")
 
 
 class BackwardInjectorType(InjectorType):
-    """Metaclass of backward quantizers: a name that nothing depends on raises instead of doing nothing.
-
-    It checks additions by a class statement, ``.let()`` or ``&`` at once; ``.let()`` keeps the docstring.
-    """
+    """Metaclass of backward quantizers: a name that nothing depends on raises at once, instead of doing nothing."""
 
     def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> BackwardInjectorType:
         origin = next((base for base in bases if isinstance(base, mcs)), None)

@@ -119,10 +119,6 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     """Return the first name of each module, used by reports, fits and widths.
 
     Quantizers inside a Brevitas layer have none: they belong to the layer, also where it refers to their insides.
-
-    >>> act = nn.ReLU()
-    >>> list(names_of(nn.Sequential(act, nn.Sequential(nn.Linear(8, 8), act))).values())
-    ['', '0', '1', '1.0']
     """
     found: dict[nn.Module, str] = {}
     _find_names(model, "", _inside_quantizers(model) - {model}, found)

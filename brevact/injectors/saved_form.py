@@ -34,12 +34,7 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
-    """Return a backward quantizer as its name and the settings that differ from that name's.
-
-    >>> from brevact.injectors import StochBackward2bit
-    >>> to_plain(StochBackward2bit.let(bucket_size=128))
-    {'quantizer': 'StochBackward2bit', 'settings': {'bucket_size': 128}}
-    """
+    """Return a backward quantizer as its name and the settings that differ from that name's."""
     if source is None:
         return {"quantizer": None}
     mro = source.__mro__ if isinstance(source, BackwardInjectorType) else ()
@@ -57,11 +52,7 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Any:
-    """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
-
-    >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}}).bucket_size
-    128
-    """
+    """Return the backward quantizer that :func:`to_plain` wrote; None for full precision."""
     name, given = plain["quantizer"], plain.get("settings", {})
     if not isinstance(given, dict):
         raise TypeError(f"settings: got {brief(given)}; accepted is an object with a value for each name")

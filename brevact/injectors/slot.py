@@ -41,28 +41,22 @@ class PlainActivation(nn.Module):
 
 
 class NoForwardQuantProxy(ActQuantProxyFromInjector):
-    """Brevitas' proxy for no quantizer, with the layer's activation as plain PyTorch.
+    """Brevitas' proxy for no quantizer, with the activation as plain PyTorch, also under ``BREVITAS_JIT=1``.
 
-    Under ``BREVITAS_JIT=1`` Brevitas scripts the activation even if nothing quantizes it. A region cannot see into a
-    script, and would pack a ReLU's output where one exact bit per element is enough.
+    A region cannot see into a script, and would pack a ReLU's output where one exact bit per element is enough.
     """
 
     def init_tensor_quant(self) -> None:
-        """Set ``fused_activation_quant_proxy`` to the activation, or to None."""
         self.is_quant_enabled = False
         activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
         self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
 
 
 class NoForwardQuant(NoneActQuant):
-    """The forward side of a slot without ``forward_quant``.
-
-    It states the bounds of ``torch.nn.Hardtanh``, which Brevitas' solver reads from the quantizer: without them
-    ``QuantHardTanh(act_quant=None)`` raises.
-    """
+    """The forward side of a slot without ``forward_quant``."""
 
     proxy_class = NoForwardQuantProxy
-    min_val = -1.0
+    min_val = -1.0  # Brevitas' solver reads the bounds of a Hardtanh from the quantizer
     max_val = 1.0
 
 
@@ -186,11 +180,7 @@ def _add_tracked_module(proxy: Any, layer: nn.Module) -> None:
 
 
 def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Module) -> None:
-    """Raise for slots in which nothing would be packed.
-
-    Brevitas discards the layer around a recurrent layer's inner slot and runs the cell without it. An attention's slots
-    are identities: the products after them run outside of their forward.
-    """
+    """Raise for slots in which nothing would be packed: of recurrent cells, of identities before products."""
     written = dict(written_values(injector))
     if _is_built_by(QuantRecurrentLayerMixin):
         raise TypeError(

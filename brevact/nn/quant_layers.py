@@ -18,48 +18,38 @@ from brevact.nn.slot import BackwardSlot, layers_in
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
 
-class QuantConv1d(BackwardSlot, qnn.QuantConv1d):
-    """``brevitas.nn.QuantConv1d`` with a backward quantizer (``act_quant=``)."""
+class QuantConv1d(BackwardSlot, qnn.QuantConv1d): ...
 
 
-class QuantConv2d(BackwardSlot, qnn.QuantConv2d):
-    """``brevitas.nn.QuantConv2d`` with a backward quantizer (``act_quant=``)."""
+class QuantConv2d(BackwardSlot, qnn.QuantConv2d): ...
 
 
-class QuantConv3d(BackwardSlot, qnn.QuantConv3d):
-    """``brevitas.nn.QuantConv3d`` with a backward quantizer (``act_quant=``)."""
+class QuantConv3d(BackwardSlot, qnn.QuantConv3d): ...
 
 
-class QuantConvTranspose1d(BackwardSlot, qnn.QuantConvTranspose1d):
-    """``brevitas.nn.QuantConvTranspose1d`` with a backward quantizer (``act_quant=``)."""
+class QuantConvTranspose1d(BackwardSlot, qnn.QuantConvTranspose1d): ...
 
 
-class QuantConvTranspose2d(BackwardSlot, qnn.QuantConvTranspose2d):
-    """``brevitas.nn.QuantConvTranspose2d`` with a backward quantizer (``act_quant=``)."""
+class QuantConvTranspose2d(BackwardSlot, qnn.QuantConvTranspose2d): ...
 
 
-class QuantConvTranspose3d(BackwardSlot, qnn.QuantConvTranspose3d):
-    """``brevitas.nn.QuantConvTranspose3d`` with a backward quantizer (``act_quant=``)."""
+class QuantConvTranspose3d(BackwardSlot, qnn.QuantConvTranspose3d): ...
 
 
-class QuantLinear(BackwardSlot, qnn.QuantLinear):
-    """``brevitas.nn.QuantLinear`` with a backward quantizer (``act_quant=``)."""
+class QuantLinear(BackwardSlot, qnn.QuantLinear): ...
 
 
 class QuantEmbedding(BackwardSlot, qnn.QuantEmbedding):
     """``brevitas.nn.QuantEmbedding`` with ``act_quant=``, which packs the indices without loss."""
 
 
-class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias):
-    """``brevitas.nn.QuantScaleBias`` with a backward quantizer (``act_quant=``)."""
+class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias): ...
 
 
-class BatchNorm1dToQuantScaleBias(BackwardSlot, qnn.BatchNorm1dToQuantScaleBias):
-    """``brevitas.nn.BatchNorm1dToQuantScaleBias`` with a backward quantizer (``act_quant=``)."""
+class BatchNorm1dToQuantScaleBias(BackwardSlot, qnn.BatchNorm1dToQuantScaleBias): ...
 
 
-class BatchNorm2dToQuantScaleBias(BackwardSlot, qnn.BatchNorm2dToQuantScaleBias):
-    """``brevitas.nn.BatchNorm2dToQuantScaleBias`` with a backward quantizer (``act_quant=``)."""
+class BatchNorm2dToQuantScaleBias(BackwardSlot, qnn.BatchNorm2dToQuantScaleBias): ...
 
 
 class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):

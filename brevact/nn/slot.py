@@ -35,6 +35,8 @@ class BackwardSlot:
         super().__init_subclass__(**kwargs)
         if BackwardSlot in cls.__bases__:
             base: Any = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
+            if not cls.__dict__.get("__doc__"):
+                cls.__doc__ = f"``{base.__module__}.{base.__name__}`` with a backward quantizer (``act_quant=``)."
             initialize = cls.__dict__.get("__init__", base.__init__)
             cls.__init__ = _with_slot(cls, initialize)  # type: ignore[method-assign]
 

@@ -59,12 +59,7 @@ FIELDS = ("name", "types", "functions", "predicate")
 
 
 def key_to_plain(key: Any) -> dict[str, Any]:
-    """Return a rule's key as a field and its value.
-
-    >>> import torch.nn.functional as F
-    >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
-    ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
-    """
+    """Return a rule's key as a field and its value: ``{"types": ["torch.nn.Conv2d"]}``."""
     if isinstance(key, str):
         return {"name": key}
     if ops_of(key):
@@ -151,8 +146,7 @@ def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: 
         plain["layers"] = dict(layers)
     if report is not None:
         plain["report"] = report.to_plain()
-    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in plain.items()]
-    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+    return json.dumps(plain, indent=1) + "\n"
 
 
 def _quantizer(key: Any, source: Any) -> dict[str, Any]:
@@ -160,15 +154,6 @@ def _quantizer(key: Any, source: Any) -> dict[str, Any]:
         return to_plain(source)
     except TypeError as error:
         raise TypeError(f"policy rule {json.dumps(key_to_plain(key))}: {error}") from error
-
-
-def _lines(value: Any) -> str:
-    """Return JSON with one line per item of the outermost list or object."""
-    if not value or not isinstance(value, list | dict):
-        return json.dumps(value)
-    if isinstance(value, list):
-        return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
-    return "{\n    " + ",\n    ".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n  }"
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:

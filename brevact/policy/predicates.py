@@ -1,13 +1,8 @@
 """Rules that many models share: functions of a module's name and the module.
 
-They decide by the torch functions that a module's code calls (:mod:`brevact.policy.predicates`), whether the
-module is torch's, another library's or the user's, and not by class names or parameter values.
-
-Names of the torch functions that a module's forward calls, read from its code without running it.
-
-They come from the code of ``forward``, of the methods and functions that it calls by name, and of functions that the
-module holds as attributes. Class names and tensor values do not count. A function that the code calls under no name,
-such as out of a dictionary, is not seen.
+They decide by the torch functions that a module's code calls, not by class names or parameter values. Names come from
+the code of ``forward``, of methods and functions that it calls by name, and of functions in the module's attributes,
+without running it. A function that the code calls under no name, such as out of a dictionary, is not seen.
 """
 
 from __future__ import annotations
@@ -31,13 +26,7 @@ _of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDi
 
 
 def called_in(module: nn.Module) -> frozenset[str]:
-    """Return the names of the functions that the forwards of a module and of the modules inside call.
-
-    Of a Brevitas quantizer, only the activation function that it quantizes counts.
-
-    >>> sorted(called_in(nn.Sequential(nn.ReLU(), nn.SiLU())) & {"gelu", "relu", "silu"})
-    ['relu', 'silu']
-    """
+    """Return the names of the functions that the forwards of a module and of the modules inside call."""
     return frozenset().union(*map(called_by, _modules_of(module)))
 
 
@@ -50,13 +39,7 @@ def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def called_by(module: nn.Module) -> frozenset[str]:
-    """Return the names that a module's own forward calls, without the ``_`` of in-place functions.
-
-    They include names of attributes and global variables; ``matmul`` also means ``@``.
-
-    >>> "relu" in called_by(nn.ReLU(inplace=True)), "relu" in called_by(nn.Sequential(nn.ReLU()))
-    (True, False)
-    """
+    """Return the names in a module's own forward, without the ``_`` of in-place functions; ``matmul`` is ``@``, too."""
     kind: type = type(module)
     names = _of_classes.get(kind)
     if names is None:

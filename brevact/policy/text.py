@@ -30,12 +30,7 @@ KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 
 
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
-    """Return the named backward quantizer or policy, and the settings to change.
-
-    >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
-    >>> leaf.__name__, settings
-    ('StochBackward2bit', {'bucket_size': 256, 'rounding': 'nearest'})
-    """
+    """Return the named backward quantizer or policy, and the settings to change."""
     name, separator, rest = words.partition(":")
     return named(name), settings_of(rest.split(",")) if separator else {}
 
@@ -54,11 +49,7 @@ def named(name: str) -> Any:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return quantizer settings by name: Python literals, dtypes or plain words. Other forms raise a ValueError.
-
-    >>> settings_of(["bucket_size=256", "scale_dtype=torch.float32"])
-    {'bucket_size': 256, 'scale_dtype': torch.float32}
-    """
+    """Return quantizer settings by name: Python literals, dtypes or plain words. Other forms raise a ValueError."""
     found = {}
     for each in words:
         name, separator, value = each.partition("=")
@@ -81,13 +72,7 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def budget_of(words: str) -> dict[str, float] | None:
-    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget.
-
-    >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
-    ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
-    >>> budget_of("60x noise=0.002 time=1.15")
-    {'ratio': 60.0, 'noise': 0.002, 'time': 1.15}
-    """
+    """Return the arguments of ``brevact.fit`` for words, or None if they are no budget."""
     if len(words.split()) < 2 or _one_budget(words) is not None:
         return _one_budget(words)
     budget: dict[str, float] = {}
@@ -141,11 +126,7 @@ _FULL_PRECISION = Policy({"": None})
 
 
 def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple[Any, Mapping[str, float]]:
-    """Return the backward quantizer or the policy that a text names; or None and a budget, arguments of `brevact.fit`.
-
-    >>> read_policy("24x"), read_policy("StochBackward2bit")[0].__name__
-    ((None, {'ratio': 24.0}), 'StochBackward2bit')
-    """
+    """Return the backward quantizer or policy that a text names; or None and arguments of `brevact.fit`."""
     if not isinstance(text, str | os.PathLike):
         raise TypeError(f"{argument}: got {brief(text)} of type {type(text).__name__}; {_ACCEPTED}")
     words = os.fsdecode(text).strip()

@@ -103,17 +103,8 @@ def decode_in_one_pass(
 ) -> Tensor | None:
     """Decode as `decode_affine`, add a tensor and set elements outside of a mask to 0, if one pass does all of that.
 
-    Args:
-        packed: A packed tensor.
-        scale: Factors, of a shape that broadcasts to that of the tensor.
-        shift: Addends, of the same shape as `scale`; None for 0.
-        dtype: Data type of the result.
-        addend: float32 tensor of the packed one's shape, for a result of that type; None for 0.
-        mask: Result of `pack_mask` for a tensor of the packed one's shape and memory order; None for no mask.
-        overwrites: Whether the result may take the memory of `addend`.
-
-    Returns:
-        Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
+    None for formats, types and orders that no kernel takes. `addend` is of float32, for a result of that type, and of
+    the packed shape; the result may take its memory if that `overwrites`. `mask` comes from `pack_mask`.
     """
     spec, buffer = packed.spec, packed.buffer
     if scale is None or scale.dtype is torch.float64 or type(buffer) is not Tensor:

@@ -1,15 +1,8 @@
 """Unbiased estimates of the noise and bias that quantization adds to a model's gradients, from a few passes.
 
-With g_b the exact gradient of batch b, all weights in one vector, h_bs the gradient of the same batch with backward
-quantization and seed s, and E the mean over seeds:
-
-    noise = mean_b E |h_bs - E h_bs|^2 / V,    bias^2 = mean_b |E h_bs - g_b|^2 / V,    V = variance of g_b over batches
-
-each estimated without bias: divides sums of squares by the draws minus one, and subtracts the sampling variance from
-the squared mean error. Noise 1 equals the noise that halving the batch adds; both scale as 1 / batch size like V, so
-that neither depends on it.
-
-All passes of a batch use the same torch random numbers (dropout): only quantization differs.
+`gradient_report` has the formulas. Sums of squares are divided by the draws minus one, and the sampling variance is
+subtracted from the squared mean error. All passes of a batch use the same torch random numbers
+(dropout): only quantization differs.
 """
 
 from __future__ import annotations
@@ -253,26 +246,18 @@ def noise_of_batches(
     on_pass: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Return noise and squared bias per batch, (2, batches) float64, without a unit; see :func:`gradient_noise`."""
+
+    def drawn_at(batch: Any, seed: int, quantization: int) -> Gradients:
+        on_pass()
+        return gradients(model, batch, loss, seed, quantization)
+
     figures = []
     with training_eagerly(model):
         for index, batch in enumerate(batches):
             seed, first = exact.seeds_of(index)
-            drawn = _drawn(model, batch, loss, seed, range(first, first + draws), on_pass)
+            drawn = (drawn_at(batch, seed, each) for each in range(first, first + draws))
             figures.append(variance_and_bias(drawn, exact.of_batches[index]))
     return torch.tensor(figures, dtype=torch.float64).T
-
-
-def _drawn(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    seed: int,
-    quantization: Iterable[int],
-    on_pass: Callable[[], object],
-) -> Iterator[Gradients]:
-    for each in quantization:
-        yield gradients(model, batch, loss, seed, each)
-        on_pass()
 
 
 def batch_variance(gradients_B: Sequence[Gradients]) -> Estimate:
@@ -288,11 +273,7 @@ def batch_variance(gradients_B: Sequence[Gradients]) -> Estimate:
 
 
 def variance_and_bias(drawn: Iterable[Gradients], exact: Gradients) -> tuple[float, float]:
-    """Return unbiased estimates of the variance and squared bias of random gradients, summed over weights.
-
-    Keeps running sums of at least 2 independent draws. The variance sum_w S_w^2 is exactly 0 for equal draws; the bias
-    |mean - exact|^2 - sum_w S_w^2 / D may be negative.
-    """
+    """Return unbiased estimates of variance and squared bias of at least 2 independent draws, summed over weights."""
     draws = iter(drawn)
     first = next(draws)
     sums = [torch.zeros_like(grad, dtype=torch.float64) for grad in first]
@@ -311,9 +292,7 @@ def variance_and_bias(drawn: Iterable[Gradients], exact: Gradients) -> tuple[flo
 
 
 def in_units(values_B: Tensor, unit: Estimate) -> Estimate:
-    """Return the mean of independent batches' values in a unit; its error is NaN for one batch, and ignores a NaN
-    error of the unit.
-    """
+    """Return the mean of independent batches' values in a unit, with its error, NaN for one batch."""
     mean = float(values_B.mean())
     error = float(values_B.std() / math.sqrt(len(values_B))) if len(values_B) > 1 else math.nan
     of_unit = 0.0 if math.isnan(unit.error) else mean * unit.error / unit.value

@@ -48,13 +48,7 @@ HEAVY = 30.0
 
 
 def tail_of(x: Tensor) -> float:
-    """Return the largest root mean square of a channel, the last dimension, over the median one; 1 for zeros.
-
-    >>> x = torch.ones(8, 64)
-    >>> x[:, 3] = 50
-    >>> tail_of(x)
-    50.0
-    """
+    """Return the largest root mean square of a channel, the last dimension, over the median one; 1 for zeros."""
     squares = x.detach().double().flatten(0, -2).square().mean(0)
     median = squares.median()
     return float((squares.max() / median).sqrt()) if median > 0 else 1.0
@@ -159,12 +153,7 @@ def _finer(quantizer: Any) -> Any:
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings and None are unchanged.
-
-    >>> import brevact
-    >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width
-    8
-    """
+    """Return settings that store the same tensors at 8 bits, evenly spaced; exact settings and None are unchanged."""
     if settings is None:
         return None
     quantizer = settings.quantizer

@@ -165,7 +165,7 @@ class MemoryReport:
         write_csv(path, [("layer", "kind", "plain_bytes", saved, "note", *peaks), *lines])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plot plain and saved bytes as a pair of bars per layer, of the 40 largest; the last pair sums up all others.
+        """Plot plain and saved bytes as a pair of bars per layer, of the 40 largest.
 
         Args:
             path: image file to write; its extension selects the format.
@@ -173,7 +173,8 @@ class MemoryReport:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        rows = _largest(self.rows)
+        chosen = {id(row) for row in sorted(self.rows, key=lambda row: -row.plain_bytes)[:MOST_BARS]}
+        rows = [row for row in self.rows if id(row) in chosen]
         series = {
             f"plain, {self.plain_bytes / MIB:.1f} MiB": [row.plain_bytes / MIB for row in rows],
             f"{self._stored}, {self.saved_bytes / MIB:.1f} MiB": [row.saved_bytes / MIB for row in rows],
@@ -185,17 +186,6 @@ class MemoryReport:
 def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
     ratio = f"{row.plain_bytes / row.saved_bytes:.1f}" if row.saved_bytes else "-"
     return row.layer or "(model)", row.kind, size_text(row.plain_bytes), size_text(row.saved_bytes), ratio
-
-
-def _largest(rows: tuple[LayerMemory, ...]) -> list[LayerMemory]:
-    if len(rows) <= MOST_BARS:
-        return list(rows)
-    chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: MOST_BARS - 1])
-    others = [row for row in rows if row not in chosen]
-    rest = LayerMemory(
-        f"{len(others)} other layers", "", sum(r.plain_bytes for r in others), sum(r.saved_bytes for r in others)
-    )
-    return [*(row for row in rows if row in chosen), rest]
 
 
 @dataclass(frozen=True)

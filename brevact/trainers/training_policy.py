@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_model, check_state
 from brevact.autograd import has_region
+from brevact.autograd.running import is_distributed
 from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
@@ -35,15 +35,6 @@ from brevact.tables import MIB
 from brevact.user_lines import warn
 
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
-
-
-def check_run(batches: Any, loss: Any) -> None:
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
-        )
-    if loss is not None:
-        check_loss(loss)
 
 
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
@@ -71,32 +62,6 @@ def spec_of(policy: Any) -> PolicySpec | None:
         Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
     return PolicySpec(re.sub(r" at 0x[0-9a-f]+", "", text), policy)  # the same in the process that resumes
-
-
-def refuse_to_fit(model: nn.Module) -> None:
-    """Raise a ValueError for a model whose forward pass needs all processes: a single one cannot measure it."""
-    if not has_others():
-        return
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        needs = "SyncBatchNorm"
-    elif is_sharded(model):
-        needs = "a model with sharded parameters"
-    else:
-        return
-    raise ValueError(
-        f"policy: a budget is fitted in one process, where {needs} waits for the others; fit it in a run of "
-        'one process, save it with policy.save("policy.json"), and pass "policy.json"'
-    )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a process has parts of a model's parameters: by FSDP, tensor parallelism or DeepSpeed's ZeRO-3."""
-    tensor: Any = sys.modules.get("torch.distributed.tensor")  # None if never imported
-    kinds = () if tensor is None else (tensor.DTensor,)
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
-        return True  # whose original parameters are plain ones
-    return any(isinstance(x, kinds) or hasattr(x, "_is_flat_param") or hasattr(x, "ds_id") for x in model.parameters())
 
 
 def _generators_of(loader: Any) -> Iterator[torch.Generator]:
@@ -138,29 +103,6 @@ def moved(value: Any, device: torch.device) -> Any:
         found = [moved(each, device) for each in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return value
-
-
-def has_others() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return rank 0's result on all ranks, sent through `device`; its error raises a RuntimeError on the others."""
-    if not has_others():
-        return make()
-    found: list[str | None] = [None]
-    error = None
-    if distributed.get_rank() == 0:
-        try:
-            found = [make()]
-        except Exception as failure:  # raised after the broadcast, for which the others wait
-            error = failure
-    distributed.broadcast_object_list(found, src=0, device=device)
-    if error is not None:
-        raise error
-    if found[0] is None:
-        raise RuntimeError("the policy could not be fitted in the process of rank 0; its error says why")
-    return found[0]
 
 
 def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +209,7 @@ class TrainingPolicy:
     ) -> None:
         """Attach the run's policy to a model, and measure the saved bytes. Random generators are unchanged.
 
-        In a distributed run, call it in all processes; rank 0 fits.
+        In a distributed run, call it in all processes; budgets are fitted in runs of one process alone.
 
         Args:
             model: the unwrapped model: ``accelerator.unwrap_model(model)``.
@@ -285,7 +227,12 @@ class TrainingPolicy:
                 :func:`brevact.fit` or :class:`brevact.Adaptive`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
-        check_run(batches, loss)
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
+            )
+        if loss is not None:
+            check_loss(loss)
         self.end()  # of an interrupted run
         self._shows_progress = progress
         owner = _owners[model]() if model in _owners else None
@@ -354,7 +301,7 @@ class TrainingPolicy:
             ) from error
 
     def _attach_policy(self, model: nn.Module, rules: str | None) -> None:
-        """Attach the policy, in place of an earlier one; rank 0 fits a budget unless there are rules, as JSON."""
+        """Attach the policy, in place of an earlier one; fit a budget unless there are rules, as JSON."""
         if self.spec is None:
             if not (has_policy(model) or any(map(has_region, model.modules()))):
                 raise ValueError(
@@ -366,12 +313,15 @@ class TrainingPolicy:
             restore_backward(model)
         policy, self.fitted = self.spec.source, None
         if self.spec.needs_fit:
-            refuse_to_fit(model)
             if rules is None:
+                if is_distributed() and distributed.get_world_size() > 1:
+                    raise ValueError(
+                        f"policy {self.spec.text!r}: a budget is fitted in a run of one process; save its policy there "
+                        'by policy.save("policy.json"), and pass "policy.json"'
+                    )
                 _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
                 options = {"quick": True, "progress": self._shows_progress}
-                fitted = functools.partial(self.spec.policy_for, model, self._batches, self._loss, **options)
-                rules = in_one_process(lambda: fitted().to_json(), device_of(model, ()))
+                rules = self.spec.policy_for(model, self._batches, self._loss, **options).to_json()
             policy = self.fitted = Policy.from_json(rules)
         quantize_backward(model, policy)
         self._has_attached = True

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     model, optimizer, loader = accelerator.prepare(
         inner, torch.optim.SGD(inner.parameters(), lr=0.1), DataLoader(data, 128, shuffle=True)
     )
-    policy = TrainingPolicy("3.5x", adapt_every=1)
+    policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
     policy.begin(accelerator.unwrap_model(model), loader, loss)
     accelerator.register_for_checkpointing(policy)
     for batch in loader:

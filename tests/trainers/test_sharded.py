@@ -25,6 +25,6 @@ def test_sharded_models_train_under_the_callback_as_without(ranks):
 
 
 @pytest.mark.exhaustive
-def test_budgets_of_sharded_models_are_refused_before_the_first_step(ranks):
+def test_budgets_of_several_processes_are_refused_before_the_first_step(ranks):
     for rank in ranks:
-        assert "a model with sharded parameters waits for the others; fit it in a run of" in rank["3x"]["error"]
+        assert "a budget is fitted in a run of one process" in rank["3x"]["error"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import brevact
 from brevact.policy.rules import has_policy
 from brevact.trainers import TrainingPolicy
-from brevact.trainers.training_policy import first_batches, is_sharded
+from brevact.trainers.training_policy import first_batches
 
 BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -275,18 +275,3 @@ def test_adaptive_refuses_a_state_of_other_numbers(part, message):
 def test_step_refuses_a_run_that_has_not_begun():
     with pytest.raises(ValueError, match="the run has not begun; call begin"):
         TrainingPolicy("default").step()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_models_that_fsdp_wraps_are_sharded(tmp_path, use_orig_params: bool):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.Linear(4, 4)
-        assert not is_sharded(model)
-        assert is_sharded(
-            FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-        )
-    finally:
-        torch.distributed.destroy_process_group()
