@@ -5,9 +5,9 @@ be biased, since f' is not linear. Functions whose derivative is linear in the t
 square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 
 If the input is packed in enough bits, derivative and output derive from it (``derived``): the bias, f''' Var / 2, is
-then small, and one tensor is saved in place of two or three. Sigmoid and tanh pack the output if no saved form of the
-input is known: in saturation a step of the input may be wider than the slope. The derivative, y (1 - y) or 1 - y^2, has
-a bias of the variance of one copy. GLU packs its value and its gate then.
+then small, and one tensor is saved in place of two or three. If no saved form of the input is known, tanh packs the
+output: in saturation a step of the input may be wider than the slope. Its derivative, 1 - y^2, has a bias of the
+variance of one copy. Sigmoid packs its derivative, and GLU its value and its gate.
 """
 
 from __future__ import annotations
@@ -234,7 +234,9 @@ def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) 
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
     if _packs_output(region, input):
-        return region.hooks.run_torch_function(function, input, keep=region.keep)
+        is_once = function in _SIGMOIDS and not region.settings.double_backward
+        keep = functools.partial(_keep_output_of_slope, region) if is_once else region.keep
+        return region.hooks.run_torch_function(function, input, keep=keep)
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
@@ -242,6 +244,22 @@ def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) 
     out = region.hooks.run_torch_function(function, input, kept=reported(kept))
     region.register(out, kept)
     return out
+
+
+def _keep_output_of_slope(region: Keeper, out: Tensor) -> Saved:
+    """Save a sigmoid's derivative d, which torch computes from its output y: as the y to 1/2 with y (1 - y) = d.
+
+    Near 1 the derivative of a rounded output is off by that of the scale, alike for all elements.
+    """
+    kept = region.keep(out * (1 - out), share=False)
+    return function_of(_output_of_slope, (kept,), out, is_curved=True) or kept
+
+
+_SIGMOIDS = everywhere("sigmoid", "expit")
+
+
+def _output_of_slope(slope: Tensor) -> Tensor:
+    return 2 * slope / (1 + (1 - 4 * slope.clamp(max=0.25)).sqrt())
 
 
 def _sigmoid_slope(one: Tensor, x: Tensor) -> Tensor:
@@ -325,8 +343,8 @@ STORED = Stored(
 )
 _BOUNDED = Stored(
     "Sigmoid, Tanh, atan, asinh",
-    "below 4 bits the derivative, packed; from 4 bits on the output, packed, or what the input derives from",
-    "bias Var of one packed copy, or Var f'' / 2",
+    "below 4 bits, and of Sigmoid, the derivative, packed; from 4 bits on the output, or what the input derives from",
+    "Sigmoid's derivative unbiased; others' bias Var of one packed copy, or Var f'' / 2",
 )
 _GATED = Stored(
     "GLU",
