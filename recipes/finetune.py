@@ -91,6 +91,7 @@ class FineTuning(Task):
             model = with_adapters(model, settings.rank)
         self.model = model.to(device).train()
         if settings.compile:
+            torch.compiler.reset()  # the compiler counts models of all runs against one limit
             self.model.compile()
         self.steps_per_epoch = max(1, settings.sequences // settings.batch_size)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
