@@ -72,7 +72,7 @@ def test_a_sharded_model_trains_after_reports_as_without(ranks):
 def test_a_training_policy_follows_a_sharded_model_and_fits_none(ranks):
     for rank in ranks:
         assert all(map(torch.equal, rank["weights, fsdp, followed"], rank["weights, fsdp, of four bits"]))
-        assert "a model with sharded parameters waits for the others; fit it in a run of" in rank["fsdp, fitted"]
+        assert "a budget is fitted in a run of one process" in rank["fsdp, fitted"]
 
 
 @pytest.mark.parametrize("name", ["noise", "noise in a graph"])
