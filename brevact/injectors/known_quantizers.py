@@ -175,10 +175,11 @@ class _Learned(NamedTuple):
     def scale(self, threshold: Tensor) -> Tensor | None:
         """Return the scale; None if it is not learned yet, or computed otherwise."""
         scaling = self.scaling
-        if type(scaling) is bv.ParameterFromRuntimeStatsScaling and (
-            not scaling.training or scaling.counter <= scaling.collect_stats_steps
-        ):
-            return None
+        if type(scaling) is bv.ParameterFromRuntimeStatsScaling:
+            if not scaling.training or scaling.counter < scaling.collect_stats_steps:
+                return None
+            if scaling.counter == scaling.collect_stats_steps:
+                scaling.init_scale()  # now, as checkpoints run the forward pass again: both save as many tensors
         value = scaling._parameters.get("value")  # `__getattr__` of modules takes as long as the scale
         if value is None or threshold.dim() or threshold.requires_grad or value.dtype is not threshold.dtype:
             return None

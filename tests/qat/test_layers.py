@@ -97,22 +97,30 @@ def test_forward_quant_in_a_slot_stores_its_codes():
     assert report.plain_bytes > 2 * x.nbytes
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 def test_checkpointed_layers():
     plain, packed = net(False), brevact.quantize_backward(net(False), LosslessBackward, min_numel=0)
     x = activation()
-    expected = gradients(plain, x)
-    inner = packed
+    assert torch.equal(gradients(Checkpointed(packed), x)[0], gradients(plain, x)[0])
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = inner
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    found = gradients(Checkpointed(), x)
-    assert torch.equal(found[0], expected[0])
+def test_checkpoints_go_on_where_a_scale_ends_its_statistics():
+    """Each step collects twice; the third one's two passes read the learned scale, and save as many tensors."""
+    found = []
+    for policy in (None, LosslessBackward):
+        model = Checkpointed(qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat.let(collect_stats_steps=4)))
+        if policy is not None:
+            brevact.quantize_backward(model, policy, min_numel=0)
+        found.append([gradients(model, activation())[0] for _ in range(4)])
+    assert all(map(torch.equal, *found))
 
 
 def test_calibration_bias_correction_and_export_are_those_of_brevitas():
