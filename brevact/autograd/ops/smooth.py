@@ -7,7 +7,7 @@ square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the le
 If the input is packed in enough bits, derivative and output derive from it (``derived``): the bias, f''' Var / 2, is
 then small, and one tensor is saved in place of two or three. If no saved form of the input is known, tanh packs the
 output: in saturation a step of the input may be wider than the slope. Its derivative, 1 - y^2, has a bias of the
-variance of one copy. Sigmoid packs its derivative, and GLU its value and its gate.
+variance of one copy. Sigmoid packs its derivative, but for gates of maps, and GLU its value and its gate.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) 
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
     if _packs_output(region, input):
-        is_once = function in _SIGMOIDS and not region.settings.double_backward
+        is_gate = input.dim() > 2 and input.shape[2:].numel() == 1  # of maps, whose product packs the output, too
+        is_once = function in _SIGMOIDS and not (is_gate or region.settings.double_backward)
         keep = functools.partial(_keep_output_of_slope, region) if is_once else region.keep
         return region.hooks.run_torch_function(function, input, keep=keep)
     source = keep_source(region, input)
@@ -343,7 +344,7 @@ STORED = Stored(
 )
 _BOUNDED = Stored(
     "Sigmoid, Tanh, atan, asinh",
-    "below 4 bits, and of Sigmoid, the derivative, packed; from 4 bits on the output, or what the input derives from",
+    "the derivative below 4 bits, and of Sigmoid but for (N, C, 1, 1); else the output, or what the input derives from",
     "Sigmoid's derivative unbiased; others' bias Var of one packed copy, or Var f'' / 2",
 )
 _GATED = Stored(
