@@ -176,7 +176,7 @@ class _Learned(NamedTuple):
         """Return the scale; None if it is not learned yet, or computed otherwise."""
         scaling = self.scaling
         if type(scaling) is bv.ParameterFromRuntimeStatsScaling:
-            if not scaling.training or scaling.counter < scaling.collect_stats_steps:
+            if not scaling.training or _collects(scaling):
                 return None
             if scaling.counter == scaling.collect_stats_steps:
                 scaling.init_scale()  # now, as checkpoints run the forward pass again: both save as many tensors
@@ -353,11 +353,16 @@ def _buffer_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return (module, name) if child is None else (child, "value")
 
 
+def _collects(part: Any) -> bool:
+    """Whether a scale or zero point of runtime statistics is still computed from activations."""
+    return bool(part.training and part.counter < part.collect_stats_steps)
+
+
 def takes_statistics(scaling: Any) -> bool:
     """Return whether a scale is computed from the activation."""
     if type(scaling) is not bv.ParameterFromRuntimeStatsScaling:
         return False
-    return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
+    return _collects(scaling)
 
 
 def is_independent(scaling: Any) -> bool:
@@ -370,7 +375,7 @@ def is_independent(scaling: Any) -> bool:
 def is_own(zero_point: Any) -> bool:
     """Return whether a zero point depends on no activation or weight: 0, learned, or already collected."""
     if type(zero_point) is bv.ParameterFromRuntimeZeroPoint:
-        return not (zero_point.training and zero_point.counter < zero_point.collect_stats_steps)
+        return not _collects(zero_point)
     return type(zero_point) in (bv.ZeroZeroPoint, bv.ParameterZeroPoint)
 
 
