@@ -240,7 +240,8 @@ def fake_quantize_backward(
 ) -> None:
     if not are_float32(grad, scale, zero_point, values, target, terms) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
-    rows = 0 if terms is None and parts is None else (terms if parts is None else parts).shape[0]  # type: ignore[union-attr]
+    counted = terms if parts is None else parts
+    rows = 0 if counted is None else counted.shape[0]
     levels, width = (None, 0) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
     arrays = grad, target, values, codes, mask, residual, None
     words = address(levels), 0, width, 0, address(terms), address(parts), rows
