@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import derive, track_weight
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.ops.base import with_bits
@@ -304,8 +304,10 @@ class SavedTensorHooks:
         return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function of weights, which saves no activation."""
-        return self._run(self._pack_weight, func, *args, **kwargs)
+        """Run a torch function of weights, which saves no activation; its result is recomputed where possible."""
+        result = self._run(self._pack_weight, func, *args, **kwargs)
+        track_weight(self._region, func, args, kwargs, result)
+        return result
 
     def _pack(self, x: Tensor) -> _Packed:
         if self._packer is not None:
