@@ -25,9 +25,9 @@ from brevact.quantizers import (
     uneven,
     unpack_codes,
 )
-from brevact.quantizers.formats.mixed.mixing_quantizer import DrawnMix
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.mixed import DrawnMix
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.formats.uniform import plan_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

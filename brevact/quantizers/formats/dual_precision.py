@@ -15,7 +15,7 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_codes, unpack_codes
 from brevact.quantizers.checks import check_bit_width, check_int
-from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, UniformQuantizer
+from brevact.quantizers.formats.uniform import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
