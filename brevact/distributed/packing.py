@@ -33,7 +33,7 @@ from brevact.quantizers import (
 )
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
 
 _ALIGNMENT = 16
 SEEDS = -(2**63), 2**63 - 1
