@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.autograd import known_values
-from brevact.autograd.call_arguments import bound_call
+from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
 from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
+from brevact.autograd.storages import storage_address
 from brevact.autograd.store import reported
+from brevact.autograd.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
 
@@ -349,12 +352,17 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(
-    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+    func: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    result: Tensor,
+    find: Callable[[Tensor], Saved | None] = known_values.find,
 ) -> None:
-    """Record that a result is a function of tensors, if all of them are known without a loss."""
+    """Record that a result is a function of tensors, if ``find`` returns an exact saved form of each."""
     operands = []
     for x in tensors:
-        known = known_values.find(x)
+        known = find(x)
         if known is None:
             return
         operands.append(known)
@@ -362,6 +370,44 @@ def track_moved(
         kept = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False)
         if kept is not None:
             known_values.register(result, *kept)
+
+
+#: Functions of weights alone whose results are recomputed from the parameters: those of weight standardization, weight
+#: and spectral norm, LoRA products. They save no large result, and return the same bits when called again.
+_OF_WEIGHTS = frozenset(
+    getattr(home, name)
+    for name in (
+        *"add sub mul div true_divide square sqrt mean var std norm vector_norm matmul mm bmm addmm kron".split(),
+        *"__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__ normalize".split(),
+        *"reshape contiguous transpose cat stack _weight_norm _weight_norm_interface".split(),
+    )
+    for home in (torch, Tensor, F, torch.linalg)
+    if hasattr(home, name)
+)
+
+
+def track_weight(
+    region: Keeper, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """Record that a weight is a function of parameters, and of small tensors, which are saved as copies."""
+    least = region.settings.min_numel
+    if not is_activation(result) or result.numel() < least or kwargs.get("out") is not None:
+        return
+    if func is F.batch_norm:
+        is_pure = all(x is None for x in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")))
+    else:
+        is_pure = func in _OF_WEIGHTS
+
+    def find(x: Tensor) -> Saved | None:
+        if x.dtype is not result.dtype or storage_address(x) == storage_address(result):
+            return None  # autocast's cast is not repeated in backward; a view of a parameter takes no bytes
+        known = known_values.find(x)
+        if known is None and is_parameter_or_view(x):
+            return (x.detach(),), AS_IT_IS
+        return ((x.detach().clone(),), AS_IT_IS) if known is None and x.numel() < least else known
+
+    if is_pure:
+        track_moved(func, args, kwargs, tensors_of_call(args, kwargs), result, find)
 
 
 def track_derived(

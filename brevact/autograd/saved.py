@@ -221,7 +221,8 @@ class _Packed(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         spec, buffer = self._spec, tensors[0]
         layout = spec.layout
-        if not (layout.is_result_dense and spec.accepts(buffer)):
+        fits = buffer.dtype is torch.uint8 and buffer.shape == spec.shape and buffer.is_contiguous()
+        if not (fits and layout.is_result_dense):
             return PackedActivation(spec, buffer).dequantize()
         stride, device = layout.result_stride, buffer.device
         target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)
