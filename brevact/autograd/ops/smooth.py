@@ -271,20 +271,10 @@ def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
     return aten.tanh_backward(one, torch.tanh(x))
 
 
-def _atan_slope(one: Tensor, x: Tensor) -> Tensor:
-    return (x.square() + 1).reciprocal()
-
-
-def _asinh_slope(one: Tensor, x: Tensor) -> Tensor:
-    return (x.square() + 1).rsqrt()
-
-
 #: Derivatives as functions of the output, (ones, y) -> f'(x).
 _BY_OUTPUT: dict[Derivative, Derivative] = {
     _sigmoid_slope: aten.sigmoid_backward.default,
     _tanh_slope: aten.tanh_backward.default,
-    _atan_slope: lambda one, y: y.cos().square(),
-    _asinh_slope: lambda one, y: y.cosh().reciprocal(),
 }
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
@@ -294,10 +284,7 @@ _RUNNERS: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
 }
 #: The same for double backward.
-_TWICE: dict[Callable[..., Any], Callable] = {
-    **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu, F.celu, torch.celu, F.selu, torch.selu), run_torch),
-    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
-}
+_TWICE = _RUNNERS | dict.fromkeys((F.softplus, F.elu, F.celu, torch.celu, F.selu, torch.selu), run_torch)
 #: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
     lambda input, *, approximate="none": _gelu_slope(approximate): (F.gelu,),
@@ -316,34 +303,22 @@ DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
     _sigmoid_slope: everywhere("sigmoid", "expit"),
     _tanh_slope: everywhere("tanh"),
-    _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
-    _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
     lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
     lambda one, x: x.tanh().square(): (F.tanhshrink,),
     lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
-    lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
-    lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
     lambda one, x: x.cos(): (torch.sin, Tensor.sin),
     lambda one, x: -x.sin(): (torch.cos, Tensor.cos),
-    lambda one, x: x.cosh(): (torch.sinh, Tensor.sinh),
-    lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
-    lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
-#: Functions with an unbounded slope, many turns, or a derivative with a jump or a narrow peak.
-_STEEP = frozenset(
-    (
-        *(F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr),
-        *(torch.sin, torch.cos, torch.sinh, torch.cosh, torch.expm1),
-    )
-)
+#: Functions with many turns, or a derivative with a jump or a narrow peak.
+_STEEP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.sin, torch.cos))
 STORED = Stored(
-    "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, sinh, SELU, softsign and the like",
+    "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, erf, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
     "(Hardswish: and a mask)",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
-    "Sigmoid, Tanh, atan, asinh",
+    "Sigmoid, Tanh",
     "the derivative below 4 bits, and of Sigmoid but for (N, C, 1, 1); else the output, or what the input derives from",
     "Sigmoid's derivative unbiased; others' bias Var of one packed copy, or Var f'' / 2",
 )
