@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, distributed, nn
 
 from brevact.distributed.packing import (
+    ALIGNMENT,
     AS_IT_IS,
-    Exchange,
+    SEEDS,
     ParameterStates,
     after,
     check_feedback,
     check_state,
+    digest_of,
     is_unbiased,
     keep_for_this_stream,
     message_of,
@@ -26,7 +28,7 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES
+from brevact.quantizers.checks import DTYPES, check_int
 
 
 def quantized_hook(
@@ -76,7 +78,7 @@ def quantized_hook(
     return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
 
 
-class QuantizedHook(Exchange):
+class QuantizedHook:
     """Packs, gathers, decodes and averages gradients; made by :func:`quantized_hook`.
 
     Error feedback is kept per parameter, not per bucket, since DistributedDataParallel rebuilds its buckets after the
@@ -93,15 +95,24 @@ class QuantizedHook(Exchange):
         min_numel: int = 4096,
         seed: int = 0,
     ) -> None:
-        super().__init__(quantizer, min_numel, seed)
+        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
+            raise TypeError(
+                f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
+                "brevact.quantizer(StochBackward4bit) returns"
+            )
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *SEEDS)
         if not (error_feedback is None or isinstance(error_feedback, bool)):
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
         self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
         if self.error_feedback:
             check_feedback(quantizer)
-        self.step = 0
+        self.quantizer, self.min_numel, self.seed, self.step = quantizer, min_numel, seed, 0
+        self.sent_bytes = 0  # of this rank's messages so far
+        self.plain_bytes = 0  # of the same gradients unpacked
         self.states = ParameterStates()
+        self._agreed: set[str] = set()  # names of groups, empty behind load_state_dict
 
     def __call__(self, state, bucket):  # DistributedDataParallel refuses annotations that are strings
         """Average a bucket's gradients over the ranks.
@@ -117,7 +128,7 @@ class QuantizedHook(Exchange):
             raise TypeError("bucket: got a tensor, as of FSDP; accepted is a GradBucket of DistributedDataParallel")
         group: Any = distributed.group.WORLD if state is None else state
         buffer, gradients = bucket.buffer(), bucket.gradients()
-        self._agree(group, buffer.device, self.error_feedback, self.step)
+        self._agree(group, buffer.device)
         step = self.step
         self.step += bucket.is_last()
         parameters = bucket.parameters()
@@ -183,6 +194,27 @@ class QuantizedHook(Exchange):
 
     def __repr__(self) -> str:
         return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"
+
+    def _agree(self, group: Any, device: torch.device) -> None:
+        """Compare settings, on which the messages' length depends, between a group's processes, once."""
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(
+                f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
+                "register_comm_hook(None, hook) takes the default one"
+            )
+        if group.group_name in self._agreed:
+            return
+        mark = digest_of((self.quantizer, self.min_numel, self.seed, self.error_feedback, self.step)).to(device)
+        marks = mark.new_empty(group.size(), ALIGNMENT)
+        all_gather_single(marks.view(-1), mark, group=group)
+        different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
+        if different:
+            raise ValueError(
+                f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
+                "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
+                "step"
+            )
+        self._agreed.add(group.group_name)
 
     def _sent(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the tensor to pack: the gradient plus earlier rounding errors."""

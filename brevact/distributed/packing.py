@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from brevact.arguments import check_model
-from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import (
     ActivationQuantizer,
     DualPrecisionQuantizer,
@@ -35,26 +34,20 @@ from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 SEEDS = -(2**63), 2**63 - 1
 """The least and the largest seed."""
 
 
 def message_of(packs: Sequence[PackedActivation]) -> Tensor:
     """Join packed tensors on one device into one message, (nbytes,) uint8."""
-    *starts, end = _starts([pack.spec for pack in packs])
-    message = packs[0].buffer.new_zeros(end)
-    for pack, start in zip(packs, starts, strict=True):
-        message[start : start + pack.spec.nbytes] = pack.buffer
-    return message
+    return torch.cat([nn.functional.pad(packed.buffer, (0, -packed.spec.nbytes % ALIGNMENT)) for packed in packs])
 
 
 def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedActivation]:
     """Split any process's message into packed tensors of these specs, which share its memory."""
-    starts = _starts(specs)
-    return [
-        PackedActivation(spec, message[start : start + spec.nbytes]) for spec, start in zip(specs, starts, strict=False)
-    ]
+    parts = message.split([-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs])
+    return [PackedActivation(spec, part[: spec.nbytes]) for spec, part in zip(specs, parts, strict=True)]
 
 
 def keep_for_this_stream(*tensors: Tensor) -> None:
@@ -64,61 +57,11 @@ def keep_for_this_stream(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class Exchange:
-    """Settings and counts of a communication of gradients."""
-
-    def __init__(self, quantizer: ActivationQuantizer, min_numel: int, seed: int) -> None:
-        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
-            raise TypeError(
-                f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
-                "brevact.quantizer(StochBackward4bit) returns"
-            )
-        check_int("min_numel", min_numel, 0)
-        check_int("seed", seed, *SEEDS)
-        self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
-        self.sent_bytes = 0  # of this rank's messages so far
-        self.plain_bytes = 0  # of the same gradients unpacked
-        self._agreed: set[str] = set()  # names of groups, empty behind load_state_dict
-
-    def _agree(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings, on which the messages' length depends, between a group's processes, once."""
-        if not isinstance(group, distributed.ProcessGroup):
-            raise TypeError(
-                f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
-                "register_comm_hook(None, hook) takes the default one"
-            )
-        if group.group_name in self._agreed:
-            return
-        settings = self.quantizer, self.min_numel, self.seed, *settings
-        mark = _digest(" ".join(map(_name, settings))).to(device)
-        marks = mark.new_empty(group.size(), _ALIGNMENT)
-        all_gather_single(marks.view(-1), mark, group=group)
-        different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
-        if different:
-            raise ValueError(
-                f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
-                "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
-                "step"
-            )
-        self._agreed.add(group.group_name)
-
-
-def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
-    """Return the start of each buffer, and the end of the message."""
-    starts = [0]
-    for spec in specs:
-        starts.append(starts[-1] + -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    return starts
-
-
-def _digest(text: str) -> Tensor:
-    digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()
+def digest_of(settings: Sequence[object]) -> Tensor:
+    """Return (16,) uint8 of the settings' texts without addresses: users' quantizers may lack a ``__repr__``."""
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(str, settings)))
+    digest = hashlib.blake2b(text.encode(), digest_size=ALIGNMENT).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-def _name(setting: object) -> str:
-    """Return a setting's text without addresses: users' quantizers may lack a ``__repr__``."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(setting))
 
 
 def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brevact
-from brevact.distributed import quantized_hook, quantized_reduce_scatter
+from brevact.distributed import quantized_hook
 from tests.distributed.models import averaged, normal, parallel
-from tests.ranks import WORLD, join
+from tests.ranks import join
 
 
 def given(rank: int, step: int = 0) -> list[Tensor]:
@@ -71,10 +70,6 @@ def disagreeing(rank: int) -> dict[str, str]:
     state = hook.state_dict(model)
     hook.load_state_dict({**state, "step": state["step"] + rank}, model)
     errors["step"] = raised(lambda: averaged(model, given(rank)))
-    x = torch.zeros(2 * 5000)
-    comm = quantized_reduce_scatter(brevact.StochBackward2bit, bit_width=2 + rank)
-    arguments = x[:5000], x, distributed.group.WORLD, distributed.ReduceOp.SUM
-    errors["reduce_scatter"] = raised(lambda: comm(*arguments))
     return errors
 
 
@@ -92,30 +87,6 @@ def joined(rank: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def sharded(rank: int, source: type | None) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 8))
-    fully_shard(model[0])
-    fully_shard(model)
-    comm = quantized_reduce_scatter(source) if source else None
-    for module in (model[0], model):
-        if comm is not None:
-            module.set_custom_reduce_scatter(comm)
-    model(torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
-    if comm is not None:
-        assert comm.calls == 2 and comm.plain_bytes == (96 + 1) * 128 * 4  # the rest is small
-        comm.load_state_dict(comm.state_dict())
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-def replicated(rank: int) -> list[Tensor]:
-    """The part that a rank gets where each is a group of its own, of equal gradients."""
-    group = [distributed.new_group([other]) for other in range(WORLD)][rank]
-    x = normal(0)[2]
-    quantized_reduce_scatter(brevact.StochBackward2bit)(part := torch.empty_like(x), x, group, distributed.ReduceOp.SUM)
-    return [part]
-
-
 def measure(rank: int) -> dict[str, object]:
     nearest = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
     mixed = parallel(quantized_hook(brevact.StochBackward2bit4bitMix))
@@ -128,11 +99,7 @@ def measure(rank: int) -> dict[str, object]:
         "unused": unused(rank),
         "joined": joined(rank),
         **resumed(rank),
-        "replicated": replicated(rank),
         "disagreeing": disagreeing(rank),
-        "fsdp": sharded(rank, None),
-        "fsdp, lossless": sharded(rank, brevact.LosslessBackward),
-        "fsdp, 8 bits": sharded(rank, brevact.StochBackward8bit),
     }
 
 

@@ -54,7 +54,6 @@ def test_each_rank_has_noise_of_its_own(ranks):
     average = ranks[0]["same gradients"][0]
     levels = len(torch.cat([row.unique() for row in average.view(12, 512)]))  # a row is a bucket of 4 levels
     assert levels > 12 * 4
-    assert not torch.equal(ranks[0]["replicated"][0], ranks[1]["replicated"][0])
 
 
 def test_parameters_that_one_rank_or_none_uses(ranks):
@@ -64,16 +63,6 @@ def test_parameters_that_one_rank_or_none_uses(ranks):
 
 def test_hooks_of_several_ranks_go_on_from_checkpoints(ranks):
     assert all(map(torch.equal, ranks[0]["whole"], ranks[0]["resumed"]))
-
-
-def test_sharded_gradients_are_packed(ranks):
-    plain, lossless, packed = (ranks[0][name] for name in ("fsdp", "fsdp, lossless", "fsdp, 8 bits"))
-    assert all(map(torch.equal, plain, lossless)) and all(map(torch.equal, packed, ranks[1]["fsdp, 8 bits"]))
-    for gradient, reference in zip(packed[:2], plain[:2], strict=True):  # the first layer's; the rest is small
-        # two ranks, each off by a step of its buckets, which lie within the range of the layer's gradients
-        reach = 4 * max(g.abs().max() for g in plain[:2])
-        assert 0 < (gradient - reference).abs().max() <= 2 * reach / 255
-    assert all(map(torch.equal, packed[2:], plain[2:]))
 
 
 def test_ranks_that_pack_otherwise_are_told(ranks):
