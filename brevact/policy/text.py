@@ -93,8 +93,8 @@ def _one_budget(words: str) -> dict[str, float] | None:
     prefix, number, unit = found[1], float(found[2]), found[3]
     if prefix == "peak=":
         raise ValueError(
-            f"{words}: a peak is no budget; pass the bytes to save, the peak less what brevact.memory_report(model, "
-            "batch, loss) has as packed_peak - saved_bytes, written 512MiB"
+            f"{words}: a peak is no budget; pass the bytes to save, written 512MiB: the peak, less packed_peak of "
+            "brevact.step_report(model, batch, loss), plus saved_bytes of memory_report"
         )
     accepted = ("",) if prefix else ("x", *_UNITS)
     size = number * _UNITS.get(unit, 1)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, peak_of_step
+from brevact.reports.step import StepLoss
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -82,14 +82,7 @@ def memory_report(
     >>> step.plain_bytes > report.plain_bytes
     True
 
-    If the loss is a tensor of one element, further plain and packed steps run its backward pass and measure the peak:
-    the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The plain peak is
-    None on a GPU without room for it. The peak consists of saved bytes, gradients, and tensors that are decoded or
-    computed at that moment:
-
-    >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
-    >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
-    (True, True)
+    :func:`brevact.step_report` measures the peak of a step.
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
@@ -99,7 +92,7 @@ def memory_report(
             with a policy. None for a forward pass alone.
 
     Returns:
-        The report: one row per layer, how each op saves its tensors, and with a loss the peak of a step.
+        The report: one row per layer, and how each op saves its tensors.
 
     Raises:
         TypeError: ``model`` is not a module; ``batch`` is a data loader, or the model does not accept it; ``loss`` is
@@ -112,32 +105,13 @@ def memory_report(
         batch = without_surroundings(batch)
         if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
             return found
-        found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
-        return _with_peaks(found, model, batch, loss)
+        return memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
         return found
     with explained(batch, arguments):
         found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
     return replace(found, scope=NO_LOSS) if found.rows else found
-
-
-def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    with in_place(model), uncompiled():
-        if report.would_save:
-            attach_policy(model)
-        if not model.training:
-            model.train()
-        if device_of(model, batch).type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
-            return report
-        packed, plain = peak_of_step(model, batch, loss, packs=True), None
-        with suppress(torch.OutOfMemoryError):
-            plain = peak_of_step(model, batch, loss, packs=False)
-    return replace(report, plain_peak=plain, packed_peak=packed)
-
-
-def _begins_backward(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:

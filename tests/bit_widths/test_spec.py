@@ -102,7 +102,7 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
         ("noise=0.05x", ValueError, "a budget is written"),
         ("-3x", ValueError, "got -3; accepted is a number above 0"),
         ("noise=-1", ValueError, "got -1; accepted is a number above 0"),
-        ("peak=2GiB", ValueError, "the peak less what .* has as packed_peak - saved_bytes"),
+        ("peak=2GiB", ValueError, "the peak, less packed_peak of .* plus saved_bytes of"),
         ("24x peak=2 GiB", ValueError, 'a budget such as "24x", "512MiB", "noise=0.05"'),
         ("24x peak=2GiB", ValueError, "a peak is no budget"),
         ("-3", ValueError, "got -3; accepted is a number above 0"),
