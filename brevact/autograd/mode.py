@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, is_stored, tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
-from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
@@ -247,8 +246,7 @@ def _track(
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:
-        is_small = row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel()
-        if is_small and not goes_deep(region):
+        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
             return
         operands = operands_of(region, tensors)
     if operands is None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from brevact.autograd import known_values, running, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
 from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import DEEP, serves_norms
+from brevact.autograd.layer_recompute import serves_norms
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.ops.op import Op
@@ -170,8 +170,7 @@ class Region:
                 with no_dispatch_modes():
                     return self.keep(x, share=share, norm=norm, settings=settings)
         normalizes = norm is not None and not settings.is_lossless
-        is_small = x.numel() < settings.min_numel
-        if is_small and self.recompute < DEEP:
+        if x.numel() < settings.min_numel:
             return beside(keep_small(x, settings), norm)
         record = find_record(x) if share else None
         if record is not None and (record.known is not None or record.held is not None):
@@ -184,8 +183,6 @@ class Region:
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
                 return known if norm is None else beside(known, norm)
-        if is_small:
-            return beside(keep_small(x, settings), norm)
         if settings.is_exact:
             return beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
         # A checkpoint expects tensors of the same sizes again, so random sizes follow from the number of elements.

@@ -111,10 +111,6 @@ class Decoder:
     allows_double_backward: bool = False
     #: Number of layers that are recomputed, one after the other, to decode the tensor.
     depth: int = 0
-    #: Number of those behind the last sum with a tensor that fewer layers, or none, compute.
-    layers_without_sum: int = 0
-    #: Whether the decoded tensor is held though its next reader comes much later.
-    lingers: bool = False
     #: Number of a norm's statistics at the end of the saved tensors.
     statistics: int = 0
     #: Whether :meth:`decode_through` applies the function while it decodes.
@@ -165,7 +161,7 @@ class PassesOn(Decoder):
 
     decoder: Decoder
     quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
-    layers_without_sum, allows_double_backward = map(_passed_on, ("layers_without_sum", "allows_double_backward"))
+    allows_double_backward = _passed_on("allows_double_backward")
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return self.decoder.is_read_again(tensors)

@@ -97,8 +97,7 @@ class BackwardSettings:
         score_bit_width: bits of attention's query and key, 2 to 8, if the quantizer has fewer.
         recompute: recompute a layer's output in backward, from its input and weight, if it costs at most this many
             multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
-            none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on, chains go
-            on through narrow layers and sums of blocks, and tensors smaller than ``min_numel`` are recomputed, too.
+            none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
         of_functions: pairs of an op's name (``brevact.autograd.rows``) and the settings that replace these for it,
             None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's

@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.expressions import Derived
 from brevact.autograd.held_outputs import MOST_HELD
-from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import Formula, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
@@ -219,7 +218,7 @@ def _packs_output(region: Keeper, input: Tensor) -> bool:
 
 def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
-    if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
+    if input.numel() < region.settings.min_numel:
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
