@@ -168,8 +168,6 @@ contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_c
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-CompileContext = find("torch._guards.CompileContext")
-convert_frame = find("torch._dynamo.convert_frame")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.
