@@ -35,7 +35,7 @@ from brevact.autograd.storages import bytes_of, parts_of, referent, storage_addr
 from brevact.autograd.weights import is_parameter_or_view
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
-from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.reports.batches import arguments_of, tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
@@ -109,8 +109,7 @@ def memory_report(
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
         return found
-    with explained(batch, arguments):
-        found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+    found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
     return replace(found, scope=NO_LOSS) if found.rows else found
 
 
@@ -146,7 +145,7 @@ class MemoryOfPass:
         rows = tuple(
             LayerMemory(
                 *(name, kind, plain_bytes[name], saved_bytes[name]),
-                saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+                saved.derived_on(name) if plain_bytes[name] else plain.shared_on(name),
             )
             for name, kind in kinds.items()
             if plain_bytes[name] or saved_bytes[name]
@@ -162,10 +161,9 @@ def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMem
 
 @dataclass
 class _Measured:
-    """Saved tensors of one forward pass; `shared` maps a layer to earlier layers that saved one of its tensors."""
+    """Saved tensors of one forward pass."""
 
     ops: list[OpMemory] = field(default_factory=list)
-    shared: dict[str, list[str]] = field(default_factory=dict)
     has_graph: bool = False
 
     def derived_on(self, layer: str) -> str:
@@ -174,12 +172,11 @@ class _Measured:
             return ""
         return next((row.why for row in rows if row.how == DERIVED), "")
 
-    def note_on(self, layer: str) -> str:
-        others = [other or "(model)" for other in self.shared.get(layer, ())]
-        if not others:
+    def shared_on(self, layer: str) -> str:
+        source = next((row.source for row in self.ops if row.layer == layer and row.source is not None), None)
+        if source is None:
             return "plain stores nothing here"
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"plain stores the tensor of {others[0]}{more}, which counts there"
+        return f"plain stores the tensor of {source or '(model)'}, which counts there"
 
 
 def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
@@ -283,9 +280,6 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     held.setdefault(place, (x, source))
             _, owner = held.setdefault(place, (x, layer))
             layer = owner if how == DERIVED and size else layer  # copies of weights belong to the source
-            others = found.shared.setdefault(layer, [])
-            if owner != layer and owner not in others:
-                others.append(owner)
             of = source if how == DERIVED else owner if owner != layer else None
             row = OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width)
             rows.append((place, row))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -161,18 +159,3 @@ def test_quantized_hook_refuses_what_is_no_bucket():
     assert isinstance(hook, QuantizedHook) and repr(hook).startswith("quantized_hook(UniformQuantizer(")
     with pytest.raises(TypeError, match="bucket: got a tensor"):
         hook(None, torch.zeros(3))
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_ends_lets_what_follows_a_collective_end():
-    """A thread that came back to an interpreter which has ended would abort the process."""
-    code = """
-import time, torch
-from torch import distributed
-from brevact.distributed.packing import after
-distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-work = distributed.all_reduce(torch.ones(2), async_op=True)
-future = after(work, lambda: time.sleep(0.3) or torch.ones(1), is_cpu=True)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stderr) == (0, "")

@@ -233,21 +233,6 @@ def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
         brevact.memory_report(model, batch)
 
 
-def test_targets_that_a_model_takes_for_something_else_are_explained():
-    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
-    message = r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
-
-    class Cached(TwoInputs):
-        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-            return self.layer(x)[cache.get_seq_length() :]
-
-    with pytest.raises(TypeError, match=message) as caught:
-        brevact.memory_report(Cached(), batch)
-    assert isinstance(caught.value.__cause__, AttributeError)
-    with pytest.raises(AttributeError, match="get_seq_length"):  # one argument: the model's own error
-        brevact.memory_report(Cached(), batch[0])
-
-
 def test_a_tuple_that_is_one_argument_stays_one():
     packed = nn.utils.rnn.pack_sequence([torch.randn(5, 16), torch.randn(3, 16)])
     assert brevact.memory_report(nn.LSTM(16, 16), packed).plain_bytes > 0
