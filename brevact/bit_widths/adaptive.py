@@ -1,16 +1,17 @@
-"""Adapt widths to the sensitivities of layers during training: `Adaptive`, and ActNN's levels."""
+"""Adapt widths to the sensitivities of layers and samples during training: `Adaptive`, and ActNN's levels."""
 
 from __future__ import annotations
 
+import collections
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_model, check_state
 from brevact.autograd.running import is_distributed
@@ -21,13 +22,117 @@ from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
 from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
+from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
+from brevact.reports.batches import tensors_of
 from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training_eagerly
 from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
+
+#: Weight of a sample's last norm in its running mean. Source: ActNN, its published code.
+_NEW_SHARE = 0.5
+#: Most forward passes that may wait for their backward pass.
+_MOST_BATCHES = 64
+
+
+class BatchNorms:
+    """Squared norms of the gradients at layers' outputs, per sample of a batch; (N,) int64 indices."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+        self._squares: list[Tensor] = []
+        self._rows: set[int] = set()
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: collect gradients of outputs with one row per sample."""
+        for x in tensors_of(output):
+            if x.requires_grad and x.dim():
+                self._rows.add(len(x))
+                if len(x) == len(self.indices):
+                    x.register_hook(self._add)
+
+    def check_rows(self) -> None:
+        """Raise a ValueError if outputs had gradients, but none has one row per sample."""
+        if self._rows and len(self.indices) not in self._rows:
+            raise ValueError(
+                f"indices: got {len(self.indices)}, and the outputs of layers have {sorted(self._rows)} rows; accepted "
+                "is one for each sample of the batch, in its order, which dimension 0 of the outputs has"
+            )
+
+    def mean(self) -> Tensor | None:
+        """Return the (N,) float32 mean over layers, each relative to its mean over the batch; None before backward."""
+        if not self._squares:
+            return None
+        squares_LN = torch.stack([each.cpu() for each in self._squares])
+        mean_L1 = squares_LN.mean(1, keepdim=True)
+        return torch.where(mean_L1 > 0, squares_LN / mean_L1, squares_LN).sum(0) / (mean_L1 > 0).sum()
+
+    def _add(self, grad: Tensor) -> None:
+        self._squares.append(grad.detach().float().flatten(1).square().sum(1))
+
+
+class SampleNorms:
+    """Relative squared gradient norm per sample of a data set, with mean 1 over a batch; 0 for unseen samples.
+
+    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number per sample
+    for all layers, the mean of their squared norms; ActNN has one per layer.
+
+    >>> norms = SampleNorms(4)
+    >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
+    >>> norms.of(torch.tensor([0, 1, 2]))
+    tensor([1., 3., 2.])
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.values = torch.zeros(samples)
+        self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
+
+    def of(self, indices: Tensor) -> Tensor:
+        """Return (N,) float32 squared norms; unseen samples get the mean of the known ones, or 1 if none is known."""
+        known = self.values > 0
+        mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
+        return torch.where(known[indices], self.values[indices], mean)
+
+    def begin(self, indices: Tensor) -> BatchNorms:
+        """Return a collector of a batch's norms, which count once its backward pass has run."""
+        self._batches.append(BatchNorms(indices))
+        return self._batches[-1]
+
+    def finish(self) -> None:
+        for batch in list(self._batches):
+            squares = batch.mean()
+            if squares is not None:
+                self.remember(batch.indices, squares)
+                self._batches.remove(batch)
+
+    def remember(self, indices: Tensor, squares: Tensor) -> None:
+        """Update running means with new (N,) squared norms; skips norms that are 0 or not finite."""
+        old = self.values[indices]
+        new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
+        self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
+
+    def reduce(self, device: torch.device) -> None:
+        """Average each sample's norm over the ranks that have seen it."""
+        parts = torch.stack((self.values, (self.values > 0).float())).to(device)
+        distributed.all_reduce(parts)
+        total, count = parts.cpu()
+        self.values = total / count.clamp(min=1)
+
+    def checked(self, indices: Any) -> Tensor:
+        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU."""
+        accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
+        found = None
+        if not isinstance(indices, str) and (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
+            with suppress(TypeError, ValueError, RuntimeError):
+                found = torch.as_tensor(indices).cpu()
+        if found is None or (found.numel() and (found.is_floating_point() or found.dtype is torch.bool)):
+            raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
+        if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):
+            raise ValueError(f"indices: got {brief(indices)}; {accepted}")
+        return found.long()
 
 
 def sensitivities(
@@ -71,6 +176,9 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
         check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
         check_number("state: sensitivities", sensitivity, 0)
+    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+    if counts[0] != counts[1]:
+        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
 
 
 _log = logging.getLogger(__name__)
@@ -92,7 +200,11 @@ class Adaptive:
     widths, so that it needs as much memory as training plus two gradients of the weights. The constructor takes 10 more
     forward passes, one of them at full precision: if that does not fit, use a smaller batch and a budget as a ratio.
 
-    Source: ActNN, arXiv:2104.14129, section 4.3. Differs: ActNN has a closed form of the sensitivity per kind
+    With ``samples`` each sample of a batch also has its own width (`SampleQuantizer`): more bits for samples with
+    larger gradients, at the layers' outputs, in the last epoch; a new sample counts as the mean. The model then runs
+    inside ``with adaptive.batch(indices)``.
+
+    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity per kind
     of layer, which needs no pass and counts only the nearest weight; the measurement counts all weights. Budgets are in
     bytes, including metadata and masks.
 
@@ -121,6 +233,7 @@ class Adaptive:
         ratio: how many times fewer bytes a training step saves than at full precision.
         bit_width: alternatively, the bytes of all layers at this width, from 1 to 8; interpolated between integers.
         every: steps between measurements.
+        samples: number of samples in the data set; None for widths per layer only.
 
     Raises:
         TypeError: ``model`` is not a module, or an argument has the wrong type.
@@ -137,23 +250,26 @@ class Adaptive:
         ratio: float | None = None,
         bit_width: float | None = None,
         every: int = 500,
+        samples: int | None = None,
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
-        check_numbers(ratio=ratio, bit_width=bit_width, every=every)
+        check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
         before = ModelBefore(self._model)
         try:
-            self._start(batch, ratio, bit_width)
+            self._start(batch, ratio, bit_width, samples)
         except BaseException:
             before.restore()
             raise
 
-    def _start(self, batch: Any, ratio: float | None, bit_width: float | None) -> None:
+    def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
         if not has_policy(self._model):
             quantize_backward(self._model)
-        self._layers = LayerWidths(self._model)
+        self._norms = None if samples is None else SampleNorms(samples)
+        self._weights = None if samples is None else SampleWeights()
+        self._layers = LayerWidths(self._model, self._weights)
         if not self._layers.base:
             raise ValueError(
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and "
@@ -205,21 +321,54 @@ class Adaptive:
                 not finite, as in steps that a GradScaler skips.
         """
         self._steps += 1
+        if self._norms is not None:
+            self._norms.finish()
         if self._steps % self._every == 0:
             new = self._measured(batch)
             self._sensitivities = [
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
             ]
+            if self._norms is not None and is_distributed():
+                self._norms.reduce(next(self._model.parameters()).device)
             self._widths = self._allocate()
+
+    @contextmanager
+    def batch(self, indices: Any) -> Iterator[None]:
+        """Run the forward pass of a batch of these samples in the block; its backward pass may run after the block.
+
+        Args:
+            indices: (N,) integers, in the order of the batch; a sample has the same index in each epoch.
+
+        Raises:
+            TypeError: ``indices`` are not integers.
+            ValueError: ``indices`` are out of range or not one per sample, or ``samples`` was not given.
+        """
+        if self._norms is None or self._weights is None:
+            raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
+        self._norms.finish()
+        found = self._norms.checked(indices)
+        norms, modules = self._norms.begin(found), dict(self._model.named_modules())
+        handles = [modules[source].register_forward_hook(norms.watch) for source in self._groups.costs]
+        self._weights.values = self._norms.of(found)
+        try:
+            yield
+            norms.check_rows()
+        finally:
+            self._weights.values = None
+            for handle in handles:
+                handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next steps depend on, for a checkpoint."""
+        if self._norms is not None:
+            self._norms.finish()
         return {
             "steps": self._steps,
             "layers": list(self._groups.costs),
             "bit_widths": list(self._widths.values()),
             "sensitivities": list(self._sensitivities),
+            "samples": None if self._norms is None else self._norms.values.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,12 +379,14 @@ class Adaptive:
 
         Raises:
             TypeError: ``state`` is not a mapping.
-            ValueError: ``state`` is of other layers, or a number is out of range.
+            ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
         check_groups(state, self.state_dict())
         costs = self._groups.costs
         self._steps, self._widths = state["steps"], dict(zip(costs, state["bit_widths"], strict=True))
         self._sensitivities = [float(each) for each in state["sensitivities"]]
+        if self._norms is not None:
+            self._norms.values = state["samples"].to("cpu", copy=True).float()
         if all(self._widths[source] in costs[source] for source in costs) and self.saved_bytes <= self.budget_bytes:
             self._layers.set(self.bit_widths)
         else:
@@ -271,15 +422,14 @@ class ActnnLevel:
 
     Source: ActNN, arXiv:2104.14129, section 5.2 and table 2, and its published code. Differs: layers of every kind
     pack, not those of a list; L1 packs only convolutions, as in the paper (the code leaves norms unpacked); widths
-    follow a measured sensitivity of layers (`Adaptive`) and the ranges of samples, not their last gradients; swapping
-    moves all tensors that autograd saves, including weights.
+    follow a measured sensitivity (`Adaptive`); swapping moves all tensors that autograd saves, including weights.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     >>> level, x = brevact.actnn_level("L4"), torch.randn(256, 64)
     >>> loss = lambda model, batch: model(batch).square().mean()
-    >>> adaptive = level.quantize(model, x, loss)
-    >>> with level.saving(), brevact.backward_quant(model):
+    >>> adaptive = level.quantize(model, x, loss, samples=1000)
+    >>> with level.saving(), adaptive.batch(range(256)), brevact.backward_quant(model):
     ...     value = loss(model, x)
     >>> value.backward()
     >>> adaptive.step(x)
@@ -287,7 +437,7 @@ class ActnnLevel:
     Args:
         name: "L0" to "L5".
         policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
-        bit_width: byte budget, as the bytes of this width everywhere. None for fixed widths.
+        bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
         swaps: whether saved tensors move to host memory.
     """
 
@@ -296,7 +446,9 @@ class ActnnLevel:
     bit_width: float | None = None
     swaps: bool = False
 
-    def quantize(self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500) -> Adaptive | None:
+    def quantize(
+        self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
+    ) -> Adaptive | None:
         """Attach the level's policy to a model, in place.
 
         Args:
@@ -304,6 +456,7 @@ class ActnnLevel:
             batch: see :class:`Adaptive`.
             loss: see :class:`Adaptive`.
             every: see :class:`Adaptive`.
+            samples: see :class:`Adaptive`.
 
         Returns:
             The object that adapts the widths; None for L0, L1 and L2.
@@ -315,7 +468,7 @@ class ActnnLevel:
         quantize_backward(model, self.policy)
         if self.bit_width is None:
             return None
-        return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every)
+        return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context for forward passes: at L4 and L5 saved tensors move to host memory, pinned with CUDA."""
@@ -348,7 +501,7 @@ def actnn_level(name: str) -> ActnnLevel:
     | L0 | full precision |
     | L1 | convolutions at 4 bits |
     | L2 | all layers at 4 bits |
-    | L3 | 2 bits on average over layers, by their sensitivities, and samples, by their ranges |
+    | L3 | 2 bits on average over layers and samples, by their sensitivities |
     | L4 | L3, and saved tensors move to host memory |
     | L5 | L4, with an allocator that joins free segments: start with `PYTORCH_ALLOC_CONF=expandable_segments:True` |
 

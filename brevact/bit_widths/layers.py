@@ -14,7 +14,7 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.rules import POLICY
-from brevact.quantizers import PackedActivation, Rounding, SampleQuantizer, UniformQuantizer
+from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.reference import moved_seed, seed_value
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import stored_ops
@@ -54,14 +54,14 @@ def has_width(settings: BackwardSettings | None) -> bool:
 class LayerWidths:
     """The regions of a model's policy whose widths may change, by module name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
         self.model = model
         self._settings: dict[tuple[BackwardSettings, int, bool], BackwardSettings] = {}
         self.base: dict[str, BackwardSettings] = {}
         _attach_to_all(model)
         for name, hook in _regions(model).items():
             if has_width(hook.settings):
-                self.base[name] = hook.settings
+                self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
         """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
@@ -160,6 +160,15 @@ def _attach_to_all(model: nn.Module) -> None:
         for hook in regions_of(module):
             if hook.origin == POLICY:
                 found[name] = hook
+
+
+def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardSettings:
+    quantizer = settings.quantizer
+    if isinstance(quantizer, UniformQuantizer):
+        if quantizer.granularity is not Granularity.BUCKET or quantizer.bucket_size is None:
+            return settings
+        quantizer = SampleQuantizer(bit_width=quantizer.bit_width, bucket_size=max(8, quantizer.bucket_size))
+    return dataclasses.replace(settings, quantizer=dataclasses.replace(quantizer, weights=weights))
 
 
 def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
