@@ -121,7 +121,6 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (bnn.ReLU, {}, {"act_quant": "None quantizer"}),
     (UniformQuantizer().quantize, {"x": X}, {"x": "tensor", "seed": "None zero negative large"}),
     (brevact.PackedActivation, {"spec": PACKED.spec, "buffer": PACKED.buffer}, {"spec": "", "buffer": ""}),
-    (PACKED.dequantize, {}, {"out": "None tensor"}),
     (PACKED.dequantize_multiply, {}, {"other": "tensor"}),
     (quantizer, {"source": Q}, {"bit_width": "", "bucket_size": "None large", "channel_dim": "zero negative large"}),
     (quantizer, {"source": Q}, {"rounding": "", "granularity": "", "scale_dtype": "", "minimum_dtype": ""}),
