@@ -100,7 +100,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (brevact.noise_count, {}, {"count": "zero large None"}),
     (brevact.DEFAULT.let, {}, {"rules": ""}),
     (HOOK, {}, {"quantizer": "quantizer"}),
-    (HOOK, {"quantizer": Q}, {"error_feedback": "None bool", "min_numel": "zero large", "seed": "zero large negative"}),
+    (HOOK, {"quantizer": Q}, {"min_numel": "zero large", "seed": "zero large negative"}),
     (MixSchedule, {"model": mixing()}, {"model": "module", "kind": "", "start": "None zero", "end": "zero"}),
     (MixSchedule, {"model": mixing()}, {"steps": "large", "stairs": "large"}),
     (MixSchedule(mixing()).load_state_dict, {}, {"state": ""}),

@@ -276,7 +276,7 @@ class _Mask(Decoder):
         return unpack_mask(tensors[0], self.layout)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+        return mask_multiply(tensors[0], self.layout, grad, self.negative_slope)
 
     def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
         """Return the mask, packed in this layout's memory order; None for another order or a negative slope."""
@@ -285,7 +285,7 @@ class _Mask(Decoder):
 
     def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
         """Multiply in place: a fraction of the time on a CPU, and no memory."""
-        return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
+        return mask_multiply(tensors[0], self.layout, values, self.negative_slope, overwrites=True)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.MASKED, _bytes_of(self.layout)

@@ -191,15 +191,13 @@ def bytes_of_budget(
     return int(found)
 
 
-def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
+def check_numbers(*, ratio: float | None, bit_width: float | None, every: int) -> None:
     if (ratio is None) is (bit_width is None):
         raise ValueError(
             f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "
             "times less than at full precision, or bit_width=2 for the bytes of that width"
         )
     check_int("every", every, 1)
-    if samples is not None:
-        check_int("samples", samples, 1)
     if ratio is not None:
         check_number("ratio", ratio, 1)
     if bit_width is not None:

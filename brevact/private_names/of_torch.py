@@ -65,13 +65,10 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 # --- collectives
 
 
-def _collective(name: str, former: str) -> Any:
-    """Return a collective by its name, or by that below PyTorch 2.13; None without ``torch.distributed``."""
-    return find(f"torch.distributed.{name}", fallback=None) or find(f"torch.distributed.{former}", fallback=None)
-
-
-all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
-reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+#: By its name, or by that below PyTorch 2.13; None without ``torch.distributed``.
+all_gather_single = find("torch.distributed.all_gather_single", fallback=None) or find(
+    "torch.distributed.all_gather_into_tensor", fallback=None
+)
 _collectives = find("torch.distributed.distributed_c10d", fallback=None)
 
 
