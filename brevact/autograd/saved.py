@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,9 +84,6 @@ class Quality(NamedTuple):
 #: Quality of a tensor that is saved losslessly.
 EXACT = Quality()
 
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations needs a setting, "
@@ -174,13 +171,9 @@ class PassesOn(Decoder):
 Saved = tuple[tuple[Tensor, ...], Decoder]
 
 
-def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
-    """Make a function return the same object for equal arguments, so that a training step reuses the last one's.
-
-    Equal arguments have the same types: two kinds of NamedTuple with the same items differ.
-    """
-    cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
-    return cast("Callable[P, R]", cached)
+#: Makes a function return the same object for equal arguments, so that a training step reuses the last one's. Equal
+#: arguments have the same types: two kinds of NamedTuple with the same items differ.
+one_object_each = functools.lru_cache(maxsize=4096, typed=True)
 
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -195,12 +188,6 @@ class _AsItIs(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
-
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return tensors[0].to(dtype)
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, bytes_of(tensors[0])

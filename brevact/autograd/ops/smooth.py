@@ -56,13 +56,11 @@ class _Curve(NamedTuple):
     """A smooth function.
 
     ``slopes``: derivatives by the input, or by each of its halves along ``dim`` (None: one derivative). ``value``:
-    recomputes the function from its input; None: it may turn a small error into a large one. ``by_output``: the
-    derivative as a function of the output.
+    recomputes the function from its input; None: it may turn a small error into a large one.
     """
 
     slopes: tuple[Any, ...]
     value: PointFunction | None = None
-    by_output: Derivative | None = None
     dim: int | None = None
 
 
@@ -70,14 +68,6 @@ def _apply(
     region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool = False
 ) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
-        if curve.by_output is not None and _packs_output(region, input):
-            out = call(input)
-            own = region.keep(out)
-            save(ctx, keep_smooth(Slope(curve.by_output), (own,), out) or own)
-            if inplace:
-                region.register(out, own, is_dirty=True)
-                ctx.mark_dirty(input)
-            return out
         source = None if curve.value is None else keep_source(region, input)
         save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
         out = call(input)
@@ -156,7 +146,7 @@ def _gate(region: Keeper, function: PointFunction, input: Tensor, dim: int) -> T
         gate = b.sigmoid()
         factors = ((a, region.keep(a)), (gate, region.keep(gate)))
         (_, kept), (_, own) = factors
-        save(ctx, kept, own, keep_smooth(Slope(_BY_OUTPUT[_sigmoid_slope]), (own,), gate) or own)
+        save(ctx, kept, own, keep_smooth(Slope(aten.sigmoid_backward.default), (own,), gate) or own)
         derive(region, out, torch.mul, factors)
         return out
 
@@ -197,9 +187,9 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
             out = run(region, value, input) if run is not None and runs_torch else None
             if out is not None:
                 return out
-        # A Function cannot give up its saved tensor for a logarithm of its output.
-        by_output = None if is_divided and not inplace else _BY_OUTPUT.get(derivative)
-        curve = _Curve((Slope(derivative),), value, by_output)
+        if inplace and is_divided and _packs_output(region, input):
+            value = None  # in saturation a step of the input may be wider than the slope
+        curve = _Curve((Slope(derivative),), value)
         return _apply(region, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
 
     return handle
@@ -270,11 +260,6 @@ def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
     return aten.tanh_backward(one, torch.tanh(x))
 
 
-#: Derivatives as functions of the output, (ones, y) -> f'(x).
-_BY_OUTPUT: dict[Derivative, Derivative] = {
-    _sigmoid_slope: aten.sigmoid_backward.default,
-    _tanh_slope: aten.tanh_backward.default,
-}
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 #: Functions for which torch saves only the input or only the output.
@@ -398,7 +383,7 @@ OPS = (
         _op(
             funcs,
             smooth_handler(_fixed(slope), is_gentle=funcs[0] not in _STEEP),
-            stored=_BOUNDED if slope in _BY_OUTPUT else STORED,
+            stored=_BOUNDED if slope in _DIVIDED else STORED,
         )
         for slope, funcs in DERIVATIVES.items()
     ),

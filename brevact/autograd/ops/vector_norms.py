@@ -119,29 +119,19 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented
-    dims, sizes, length = group
-    divisor, is_squared, has_mean = length - float(correction), func in _VARIANCES, func in _PAIRS
+    dims, sizes, divisor = group.dims, group.sizes, group.length - float(correction)
 
-    def run(ctx: Any, x: Tensor) -> Any:
-        result = func(x, *args, **kwargs)
-        std = (result[0] if has_mean else result).reshape(sizes)
-        std = std.sqrt() if is_squared else std
-        centred = x - x.mean(dims, keepdim=True)
-        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = func(x, *args, **kwargs)
+        std = (out.sqrt() if func in _VARIANCES else out).reshape(sizes)
+        kept = region.keep(_over(x - x.mean(dims, keepdim=True), std), share=False)
+        save(ctx, kept, exact=(std,) if func in _VARIANCES else ())
         ctx.is_deviation = True
-        return result
+        return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-        grad_mean, kept, *std = rest if has_mean else (None, *rest)
-        unit = kept.decode()
-        if grad is None:
-            grad_input = torch.zeros_like(unit)
-        else:
-            factor = grad.reshape(sizes) / divisor
-            grad_input = unit * (factor * (2 * std[0]) if std else factor)
-        if grad_mean is not None:
-            grad_input += grad_mean.reshape(sizes) / length
-        return (grad_input,)
+    def gradients(needs: tuple[bool, ...], grad: Tensor, unit: Any, *std: Tensor) -> tuple[Tensor]:
+        factor = grad.reshape(sizes) / divisor
+        return (unit.decode() * (factor * (2 * std[0]) if std else factor),)
 
     return region.apply(Formula, run, gradients, input)
 
@@ -199,7 +189,7 @@ def _normalize(
     return region.apply(Formula, run, gradients, input)
 
 
-_VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
+_VARIANCES = torch.var, Tensor.var
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity` of 16 elements or more",
     "the normalized input, packed, for similarities of equal shapes the derivative; the norms unpacked",
@@ -212,7 +202,7 @@ _NORMALIZED = Stored(
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
     **{(func,): functools.partial(_norm) for func in _ORDERS},  # rules name them apart
-    (torch.std, Tensor.std, torch.std_mean, *_VARIANCES): _deviation,
+    (torch.std, Tensor.std, *_VARIANCES): _deviation,
     (torch.cosine_similarity, F.cosine_similarity): _cosine_similarity,
 }
 OPS = (
