@@ -28,12 +28,11 @@ With d = x - t for an input x and a target t, and the gradient g of the loss, ov
     soft_margin_loss     dL/dx = -g t sigmoid(-t x)
     kl_div               dL/dx = -g t,  or -g exp(t)
     binary_cross_entropy_with_logits
-                         dL/dx = g w (sigmoid(x) - t);  with weights p of positives
-                         dL/dx = g w ((1 - t) sigmoid(x) - p t (1 - sigmoid(x)))
+                         dL/dx = g (sigmoid(x) - t)
 
-The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased.
-With weights of positives, which may differ a hundredfold, the two terms are saved apart. ``binary_cross_entropy`` of
-probabilities stays exact: its derivative, (x - t) / (x (1 - x)), is unbounded.
+The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased. With
+weights torch runs in full precision, as ``binary_cross_entropy`` of probabilities does: its derivative,
+(x - t) / (x (1 - x)), is unbounded.
 """
 
 from __future__ import annotations
@@ -364,6 +363,8 @@ OPS: tuple[Op, ...] = (
 
 
 _Call = Callable[..., Tensor]
+#: Options with which torch runs in full precision.
+_RARE = "size_average", "reduce", "weight", "pos_weight"
 
 
 class _PairLoss(NamedTuple):
@@ -383,14 +384,6 @@ def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
     return (decoded if factor == 1 else decoded * factor) * grad
 
 
-def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
-    if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
-        return False
-    if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights(input, target):
-        return False
-    return max(input.numel(), target.numel()) >= max(1, region.settings.min_numel)
-
-
 def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
     divisors = {"none": 1, "sum": 1, "mean": x.numel()}
     if func is F.kl_div:
@@ -401,11 +394,15 @@ def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
 def _pair_handler(loss: _PairLoss) -> Callable:
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         options = _parameters(func).read(args, kwargs)
-        if options is None or any(options.pop(name, None) is not None for name in ("size_average", "reduce", "weight")):
+        if options is None or any(options.pop(name, None) is not None for name in _RARE):
             return NotImplemented
         input, target, reduction = options.pop("input"), options.pop("target"), options.pop("reduction")
-        if not _packs(region, input, target, *(() if loss.is_of_difference else (target,))):
+        if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
             return NotImplemented
+        if not requires_grad(input, target) or (target.requires_grad and not loss.is_of_difference):
+            return NotImplemented
+        if max(input.numel(), target.numel()) < region.settings.min_numel or region.are_weights(input, target):
+            return NotImplemented  # there is nothing to pack
         if not all(isinstance(x, int | float) and (x is False or 0 < x < math.inf) for x in options.values()):
             return NotImplemented
         try:
@@ -443,43 +440,6 @@ def _pair_handler(loss: _PairLoss) -> Callable:
     return handle
 
 
-def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    options = _parameters(func).read(args, kwargs)
-    if options is None or options.pop("size_average") is not None or options.pop("reduce") is not None:
-        return NotImplemented
-    input, target, weight, reduction, positive = options.values()
-    divisor = _divisor(func, reduction, input) if _packs(region, input, target, target, weight, positive) else None
-    if not divisor or input.shape != target.shape:
-        return NotImplemented
-
-    dtype = input.dtype
-
-    def run(ctx: Any, x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
-        out: Tensor = func(x, t, weight=w, reduction=reduction, pos_weight=p)
-        logits = x.to(out.dtype)
-        slope = torch.sigmoid(logits)
-        more: tuple[Saved, ...] = ()
-        if p is None:
-            slope -= t
-        else:
-            more = region.keep(torch.sigmoid(-logits) * t, share=False), region.keep_activation(p)
-            slope *= 1 - t
-        kept = region.keep(slope, share=False)
-        save(ctx, kept, None if w is None else region.keep_activation(w), *more)
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, w: Any, *more: Any) -> tuple[Any, ...]:
-        if more:
-            positive, p = (each.decode().to(grad.dtype) for each in more)
-            along = (kept.decode() - p * positive) * (1 / divisor) * grad
-        else:
-            along = _times(kept, grad, 1 / divisor)
-        along = along if w is None else along * w.decode().to(grad.dtype)
-        return along.to(dtype), None, None, None
-
-    return region.apply(Formula, run, gradients, input, target, weight, positive)
-
-
 def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:
     """The ops of ``F.gaussian_nll_loss`` without its copy of the variances, which are already bounded."""
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
@@ -506,7 +466,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed; with weights of positives its two terms, packed",
+    "the derivative, packed; with weights as in PyTorch",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {
@@ -514,16 +474,11 @@ _LOSSES: dict[Callable, _PairLoss] = {
     F.smooth_l1_loss: _PairLoss(lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1)),
     F.huber_loss: _PairLoss(lambda x, t, delta: (x - t).clamp_(-delta, delta)),
     F.soft_margin_loss: _PairLoss(lambda x, t: torch.sigmoid(-t * x).mul_(-t), is_of_difference=False),
+    F.binary_cross_entropy_with_logits: _PairLoss(lambda x, t: torch.sigmoid(x).sub_(t), is_of_difference=False),
     F.kl_div: _PairLoss(lambda x, t, log_target: -t.exp() if log_target else -t, is_of_difference=False),
 }
 OPS += (
     *(Op((func,), _pair_handler(loss), _STORED, is_bit_exact=False) for func, loss in _LOSSES.items()),
-    Op(
-        (F.binary_cross_entropy_with_logits,),
-        _binary_cross_entropy_with_logits,
-        _STORED,
-        is_bit_exact=False,
-    ),
     Op(
         (F.gaussian_nll_loss,),
         _gaussian_nll_loss,
