@@ -186,13 +186,10 @@ def one_pass_for(
         return None
     if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
         return None  # a ReLU's gradient is 0 behind the division by NaN
-    if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
-        return None  # torch rounds addends, but not factors
+    if x.is_cpu and zero_point.dtype is not dtype is not torch.float32:
+        if not torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point):
+            return None  # torch rounds addends, but not factors
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
-
-
-def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
-    return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 
 @functools.lru_cache(maxsize=4096)
