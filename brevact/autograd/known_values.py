@@ -178,13 +178,7 @@ _Entry = tuple[int, torch.Size, tuple[int, ...], torch.dtype, Tensors, tuple[int
 
 
 def register(
-    x: Tensor,
-    tensors: Tensors,
-    decoder: Decoder,
-    *,
-    scope: Any = None,
-    is_dirty: bool = False,
-    is_new: bool = False,
+    x: Tensor, tensors: Tensors, decoder: Any, *, scope: Any = None, is_dirty: bool = False, is_new: bool = False
 ) -> None:
     """Record the saved form of ``x``: an op that saves ``x`` saves ``tensors`` instead.
 

@@ -35,7 +35,7 @@ from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, is_held, make_t
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
+from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, Weight, one_object_each, with_strides
 from brevact.autograd.storages import LONE, Tensors, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
@@ -147,7 +147,7 @@ def serves_norms(decoder: Decoder) -> bool:
 
 
 def remember_output(
-    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
+    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Weight, out: Tensor, cost: float
 ) -> None:
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
@@ -294,7 +294,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def recomputed_output(
-    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
 ) -> Saved | None:
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):

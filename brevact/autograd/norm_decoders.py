@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, Weight, one_object_each
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import Tensors
 from brevact.quantizers import (
@@ -307,9 +307,7 @@ class NormInput(NamedTuple):
         return _halved(quantizer) if is_of_two else quantizer
 
 
-def output_of(
-    region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Saved | None:
+def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None

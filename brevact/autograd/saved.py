@@ -422,6 +422,7 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
 
 
 Strides = tuple[int, ...]
+Weight = Tensor | None  # or a bias; None without one
 
 
 def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = False) -> Tensor:

@@ -50,9 +50,9 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.layer_recompute import rows_of
-from brevact.autograd.ops.base import Formula, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
+from brevact.autograd.saved import Decoder, Keeper, Quality, Saved, Weight
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made, is_tracked
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_places, reported
@@ -69,11 +69,11 @@ class _Options(NamedTuple):
 
 
 def _cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         out = call(input, target, weight)
         known, sure = _known_logits(region, input), None
         if known is None:
@@ -85,9 +85,7 @@ def _cross_entropy(
         save(ctx, kept, _kept_index(region, input, target, options), sure, exact=(weight,))
         return out
 
-    def gradients(
-        needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any
-    ) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any) -> tuple[Any, ...]:
         p = kept.decode()
         g, y, w_y = _of_samples(grad, p, target.decode(), _stretched(weight, p, options), options)
         hit = g * w_y
@@ -99,17 +97,17 @@ def _cross_entropy(
 
 
 def _soft_cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         out = call(input, target, weight)
         slope, total = _slope(torch.softmax(input, dim, dtype=out.dtype), target, weight, options)
         save(ctx, region.keep(slope, share=False), exact=(total,))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, total: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, total: Tensor) -> tuple[Any, ...]:
         g = grad.unsqueeze(dim) if options.reduction == "none" else grad
         g = g.to(total.dtype) / total if options.reduction == "mean" else g
         return (g.to(dtype) * kept.decode()).to(dtype), None, None
@@ -118,7 +116,7 @@ def _soft_cross_entropy(
 
 
 def _cross_entropy_of_rows(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
@@ -242,15 +240,15 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _negative_log_likelihood(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype = input.shape, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         save(ctx, _kept_index(region, input, target, options), exact=(weight,))
         return call(input, target, weight)
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Tensor | None) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, weight: Weight) -> tuple[Any, ...]:
         found = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
         g, y, w_y = _of_samples(grad, found, kept.decode(), _stretched(weight, found, options), options)
         return found.scatter_(options.class_dim, y, -g * w_y).to(dtype), None, None
@@ -258,7 +256,7 @@ def _negative_log_likelihood(
     return region.apply(Formula, run, gradients, input, target, weight)
 
 
-def _slope(p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+def _slope(p: Tensor, target: Tensor, weight: Weight, options: _Options) -> tuple[Tensor, Tensor]:
     """p sum(q) - q, 0 for ignored samples, and the divisor of a mean."""
     dim, s = options.class_dim, options.label_smoothing
     w, exact = _stretched(weight, p, options), torch.promote_types(p.dtype, torch.float32)
@@ -274,14 +272,14 @@ def _slope(p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) 
     return p * q.sum(dim, keepdim=True) - q, total
 
 
-def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
+def _stretched(weight: Weight, p: Tensor, options: _Options) -> Tensor | None:
     if weight is None:
         return None
     return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
 
 
 def _of_samples(
-    grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options
+    grad: Tensor, p: Tensor, target: Tensor, weight: Weight, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dL_n, y_n and w_y (N, 1, d1, ..); dL/dL_n and y_n are 0 where the target is ignored."""
     y = target.long().unsqueeze(options.class_dim)
@@ -295,9 +293,7 @@ def _of_samples(
     return torch.where(counts, g, 0), y, w_y
 
 
-def _goes_by_rows(
-    settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
-) -> bool:
+def _goes_by_rows(settings: BackwardSettings, input: Tensor, target: Tensor, weight: Weight, options: _Options) -> bool:
     if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if weight is not None or options.label_smoothing or not input.is_contiguous():
@@ -424,7 +420,7 @@ def _pair_handler(loss: _PairLoss) -> Callable:
                 save(ctx, region.keep(slope, share=False))
             return out
 
-        def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
+        def gradients(needs: Needs, grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
             if below:
                 sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
                 along = grad.expand(sign.shape)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment, NormInput
-from brevact.autograd.saved import Keeper, Saved, one_object_each
+from brevact.autograd.saved import Keeper, Saved, Weight, one_object_each
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -36,7 +36,6 @@ from brevact.quantizers.backends import cpu_kernels, run_by_kernels
 from brevact.quantizers.normalizing import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-Weight = Tensor | None
 Mask = list[bool]  # which gradients are needed
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default

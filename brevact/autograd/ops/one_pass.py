@@ -159,15 +159,8 @@ class Quantized(NamedTuple):
     residual: Saved | None
 
 
-def one_pass_for(
-    kind: Kind | None,
-    rectifies: bool,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    pre_scale: Tensor,
-    pre_zero_point: Tensor,
-) -> OnePass | None:
+def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) -> OnePass | None:
+    scale, zero_point, pre_scale, pre_zero_point = given
     if kind is None or not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
