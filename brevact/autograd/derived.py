@@ -12,7 +12,6 @@ E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from source
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -26,7 +25,7 @@ from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
 from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
-from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
+from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
 from brevact.autograd.storages import storage_address
@@ -51,10 +50,9 @@ MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression; those that read one packed tensor overlap (``enters_layers``: also through layers)."""
+    """Operands of an expression; those that read one packed tensor overlap."""
 
-    def __init__(self, enters_layers: bool) -> None:
-        self._enters_layers = enters_layers
+    def __init__(self) -> None:
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self.quality = EXACT
@@ -84,8 +82,7 @@ class _Expressions:
     def _meet(self, kept: Saved) -> None:
         self.quality = self.quality.with_other(kept[1].quality)
         roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
-        reads, met = (roots, self._roots) if self._enters_layers else (packed, self.packed)
-        self.overlap = self.overlap or bool(reads & met)
+        self.overlap = self.overlap or bool(roots & self._roots)
         self._roots |= roots
         self.packed |= packed
         self.most = max(self.most, len(packed))
@@ -156,8 +153,6 @@ class DerivationRule(NamedTuple):
     most_packed: int = MOST_COMBINED
     is_jointly_linear: bool = False
     adds: bool = False
-    enters_layers: bool = True
-    most_decoded: float = MOST_DECODED
 
 
 def derivation(
@@ -201,7 +196,7 @@ def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation | None:
     """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
-    found = _Expressions(rule.enters_layers)
+    found = _Expressions()
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return None
@@ -226,7 +221,7 @@ def _derive_anew(
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
     made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    is_light = decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    is_light = decoded_bytes <= max(MOST_DECODED, rule.most_packed) * like.nbytes
     return Derivation(made, picks, is_light, tuple(small))
 
 
@@ -258,7 +253,6 @@ def derive(
     function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
-    is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
     are_found: bool = False,
@@ -281,15 +275,10 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
-        is_deep, adds = region.recompute >= DEEP, properties.get("adds", False)
-        if adds and region.recompute:
+        if properties.get("adds") and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
-        if is_deep and is_average:
-            properties["most_decoded"] = math.inf
-        tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
+        tensors, found = derivation(DerivationRule(function, **properties), kept, out)
         if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-            return
-        if is_deep and adds and len(tensors) > MOST_TENSORS:
             return
         is_new = is_new and found.decoder.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
@@ -438,6 +427,5 @@ def track_derived(
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,
-        is_average=kind is Kind.AVERAGE,
         are_found=True,
     )

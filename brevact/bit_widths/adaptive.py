@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int
+from brevact.quantizers.checks import check_int, check_number
 from brevact.reports.batches import tensors_of
 from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training_eagerly
 from brevact.reports.in_place import ModelBefore, in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
-from brevact.user_lines import warn
 
 #: Weight of a sample's last norm in its running mean. Source: ActNN, its published code.
 _NEW_SHARE = 0.5
@@ -175,10 +173,9 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
         if len(state[name]) != len(own[name]):
             raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
     check_int("state: steps", state["steps"], 0)
-    for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
-        for value in state[name]:
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
-                raise ValueError(f"state: {name} has {brief(value)}; accepted are {accepted} of at least 0")
+    for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
+        check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
+        check_number("state: sensitivities", sensitivity, 0)
     counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
     if counts[0] != counts[1]:
         raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
@@ -419,9 +416,6 @@ class Adaptive:
         return widths
 
 
-_EXPANDABLE = "expandable_segments:True"
-
-
 @dataclass(frozen=True)
 class ActnnLevel:
     """One of ActNN's levels: higher ones save fewer bytes, and take more time.
@@ -445,14 +439,12 @@ class ActnnLevel:
         policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
         bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
         swaps: whether saved tensors move to host memory.
-        defragments: whether the GPU allocator should join free segments.
     """
 
     name: str
     policy: Policy
     bit_width: float | None = None
     swaps: bool = False
-    defragments: bool = False
 
     def quantize(
         self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
@@ -474,12 +466,6 @@ class ActnnLevel:
             ValueError: the model has a policy, or an argument is out of range.
         """
         quantize_backward(model, self.policy)
-        allocator = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-        if self.defragments and torch.cuda.is_available() and not any(_EXPANDABLE in each for each in allocator):
-            warn(
-                f"{self.name}: the allocator is told to join free segments before torch starts: "
-                f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4"
-            )
         if self.bit_width is None:
             return None
         return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
@@ -502,7 +488,7 @@ _LEVELS = {
         ActnnLevel("L2", Policy({"*": _4_BITS})),
         ActnnLevel("L3", _2_BITS, 2),
         ActnnLevel("L4", _2_BITS, 2, swaps=True),
-        ActnnLevel("L5", _2_BITS, 2, swaps=True, defragments=True),
+        ActnnLevel("L5", _2_BITS, 2, swaps=True),
     )
 }
 
@@ -517,7 +503,7 @@ def actnn_level(name: str) -> ActnnLevel:
     | L2 | all layers at 4 bits |
     | L3 | 2 bits on average over layers and samples, by their sensitivities |
     | L4 | L3, and saved tensors move to host memory |
-    | L5 | L4, with an allocator that joins free segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) |
+    | L5 | L4, with an allocator that joins free segments: start with `PYTORCH_ALLOC_CONF=expandable_segments:True` |
 
     >>> actnn_level("L2").policy.rules.keys()
     dict_keys(['*'])

@@ -142,19 +142,19 @@ def fit(
 
     ``fit`` measures the noise of each layer that packs tensors, and spends bytes where they lower noise most
     (:func:`brevact.bit_widths.budgets.allocate`); other tensors derive where they can. It measures the resulting
-    policy, and corrects it until the bytes fit and the noise is within a factor of 1.5 of the prediction.
-    ``policy.report`` has the result. Noise and squared bias are added, in units of the noise between minibatches.
+    policy, and corrects it until bytes and noise are within the budget. ``policy.report`` has the result. Noise and
+    squared bias are added, in units of the noise between minibatches.
 
     Layers are recomputed (``recompute=``) if the bytes or the noise need that, and with a budget of bytes alone until
     noise is below 0.01: ``fit`` tries increasing levels, up to 4096 multiplications per element. With ``time`` it takes
     the highest level whose steps take no longer.
 
     Cost with B batches and G layers that pack tensors (24 in EfficientNetV2 nano): B + 1 + 2 (G + 1) passes, two more
-    per layer that gets 1 or 2 bits, 8 per measured policy (at most 3), and some 20 forward passes for bytes. All this
-    once per level of recomputation. On a GPU, full-precision passes save their tensors in the host's memory, except
-    the timed passes of a budget of ``time``.
+    per layer that gets 1 or 2 bits, 8 per measured policy (1, or up to 3 for ``noise``), and some 20 forward passes for
+    bytes. All this once per level of recomputation. On a GPU, full-precision passes save their tensors in the host's
+    memory, except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
+    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
     last one if noise would be above 0.1 or the budget cannot be met otherwise.
 
@@ -345,14 +345,12 @@ class _Fit:
         return report
 
     def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
-        """Return whether the noise is as predicted and within the budget; if not, correct the prediction."""
-        known = self._known
-        if not _agree(report) and self._budget.noise is None:
-            known.measure_within(widths)
-        if not _agree(report) or self._budget.noise is not None:
-            total = sum(known.noise(source, width) for source, width in widths.items())
-            if total and report.harm > known.rest:
-                self._factor = (report.harm - known.rest) / total
+        """Return whether the noise is as predicted and within its budget; if not, correct the prediction."""
+        if self._budget.noise is None:
+            return True
+        total = sum(self._known.noise(source, width) for source, width in widths.items())
+        if total and report.harm > self._known.rest:
+            self._factor = (report.harm - self._known.rest) / total
         return _agree(report) and self._budget.is_met_by(report)
 
     def best(self, found: Sequence[FitReport], time: float) -> Policy:

@@ -195,14 +195,6 @@ class ChainNoise:
         if bit_width not in self._measured[source]:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
-    def measure_within(self, widths: Mapping[str, int]) -> None:
-        """Replace each chain's noise by its share at these widths: the total minus the total with it at 8 bits."""
-        whole = self._error(widths)
-        for source, width in widths.items():
-            if width < _FINE:
-                without = self._error({**widths, source: _FINE})
-                self._measured[source] = {width: max(whole - without, _LEAST_NOISE)}
-
     def noise(self, source: str, bit_width: int) -> float:
         if bit_width == FULL_PRECISION:
             return 0.0

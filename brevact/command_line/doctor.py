@@ -30,14 +30,6 @@ TORCHVISION = (
     "pip uninstall torchvision, which language models do not need; or install the one of this torch: "
     "https://pytorch.org/get-started/locally"
 )
-#: Optional libraries, and their uses.
-_OPTIONAL = {
-    "matplotlib": "plots of reports",
-    "tqdm": "progress bars",
-    "transformers": "brevact.trainers.HuggingFaceCallback",
-    "accelerate": "brevact.trainers, several processes",
-    "lightning": "brevact.trainers.LightningCallback",
-}
 
 
 class Finding(NamedTuple):
@@ -164,11 +156,6 @@ def _memory() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    for name, use in _OPTIONAL.items():
-        try:
-            yield Finding(OK, f"{name} {importlib.metadata.version(name)} ({use})")
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(NOTE, f"{name} is not installed ({use})", f"pip install {name}")
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")

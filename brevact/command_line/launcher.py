@@ -7,30 +7,11 @@ none, but must be loaded when a process starts.
 from __future__ import annotations
 
 import ctypes.util
-import os
-import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 
-from brevact.heap import is_left_alone
-
 #: Libraries by the names of their allocators.
 ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
-
-
-def restart_with_mimalloc() -> None:
-    """Restart this process's program with mimalloc, if that is installed; otherwise return."""
-    is_decided = "LD_PRELOAD" in os.environ or is_left_alone(os.environ) or bool(allocator_in_use())
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or is_decided:
-        return
-    library = mimalloc()
-    if library is None or any(each in library for each in " :"):  # LD_PRELOAD takes no such path
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, "LD_PRELOAD": library}
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def mimalloc() -> str | None:

@@ -6,21 +6,15 @@ differ in length, processes compare digests of their settings and steps before t
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import re
 import struct
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from brevact.arguments import check_model
-from brevact.private_names.of_torch import all_gather_single
 from brevact.quantizers import (
     ActivationQuantizer,
     DualPrecisionQuantizer,
@@ -31,143 +25,48 @@ from brevact.quantizers import (
     UniformQuantizer,
     WeibullQuantizer,
 )
-from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
 
-_ALIGNMENT = 16
-SEEDS = -(2**63), 2**63 - 1
-"""The least and the largest seed."""
+ALIGNMENT = 16
 
 
 def message_of(packs: Sequence[PackedActivation]) -> Tensor:
     """Join packed tensors on one device into one message, (nbytes,) uint8."""
-    *starts, end = _starts([pack.spec for pack in packs])
-    message = packs[0].buffer.new_zeros(end)
-    for pack, start in zip(packs, starts, strict=True):
-        message[start : start + pack.spec.nbytes] = pack.buffer
-    return message
+    return torch.cat([nn.functional.pad(packed.buffer, (0, -packed.spec.nbytes % ALIGNMENT)) for packed in packs])
 
 
 def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedActivation]:
     """Split any process's message into packed tensors of these specs, which share its memory."""
-    starts = _starts(specs)
-    return [
-        PackedActivation(spec, message[start : start + spec.nbytes]) for spec, start in zip(specs, starts, strict=False)
-    ]
+    parts = message.split([-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs])
+    return [PackedActivation(spec, part[: spec.nbytes]) for spec, part in zip(specs, parts, strict=True)]
 
 
-def keep_for_this_stream(*tensors: Tensor) -> None:
-    """Keep the memory of another stream's tensors until this stream's work is done."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
-class Exchange:
-    """Settings and counts of a communication of gradients."""
-
-    def __init__(self, quantizer: ActivationQuantizer, min_numel: int, seed: int) -> None:
-        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
-            raise TypeError(
-                f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
-                "brevact.quantizer(StochBackward4bit) returns"
-            )
-        check_int("min_numel", min_numel, 0)
-        check_int("seed", seed, *SEEDS)
-        self.quantizer, self.min_numel, self.seed = quantizer, min_numel, seed
-        self.sent_bytes = 0  # of this rank's messages so far
-        self.plain_bytes = 0  # of the same gradients unpacked
-        self._agreed: set[str] = set()  # names of groups, empty behind load_state_dict
-
-    def _agree(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings, on which the messages' length depends, between a group's processes, once."""
-        if not isinstance(group, distributed.ProcessGroup):
-            raise TypeError(
-                f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
-                "register_comm_hook(None, hook) takes the default one"
-            )
-        if group.group_name in self._agreed:
-            return
-        settings = self.quantizer, self.min_numel, self.seed, *settings
-        mark = _digest(" ".join(map(_name, settings))).to(device)
-        marks = mark.new_empty(group.size(), _ALIGNMENT)
-        all_gather_single(marks.view(-1), mark, group=group)
-        different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
-        if different:
-            raise ValueError(
-                f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
-                "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
-                "step"
-            )
-        self._agreed.add(group.group_name)
-
-
-def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
-    """Return the start of each buffer, and the end of the message."""
-    starts = [0]
-    for spec in specs:
-        starts.append(starts[-1] + -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    return starts
-
-
-def _digest(text: str) -> Tensor:
-    digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()
+def digest_of(settings: Sequence[object]) -> Tensor:
+    """Return (16,) uint8 of the settings' texts without addresses: users' quantizers may lack a ``__repr__``."""
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", " ".join(map(str, settings)))
+    digest = hashlib.blake2b(text.encode(), digest_size=ALIGNMENT).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-def _name(setting: object) -> str:
-    """Return a setting's text without addresses: users' quantizers may lack a ``__repr__``."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(setting))
 
 
 def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
     """Run `finish`, without gradients, once a collective is done, and return the future of its result.
 
-    On a device, it runs on the stream that waits for the collective. On the CPU, a separate thread waits and runs it:
-    a callback on a thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the
-    Python object, while a thread that destroys the group holds the GIL and waits for the group's threads.
-
-    If the collective or the function raises, the future's `wait` raises a RuntimeError with the cause.
+    On a device, it runs on the stream that waits for the collective. On the CPU, this thread waits: a callback on a
+    thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the Python object,
+    while a thread that destroys the group holds the GIL and waits for the group's threads.
     """
 
     def finished(done: torch.futures.Future[Any]) -> Tensor:
-        found = done.value()  # on a device, raises the collective's error; on the CPU, an error or None
-        if isinstance(found, Exception):
-            raise found
+        done.value()  # raises the collective's error
         with torch.no_grad():
             return finish()
 
     if not is_cpu:
         return work.get_future().then(finished)
-    done: torch.futures.Future[Any] = torch.futures.Future()
-    result = done.then(finished)
-
-    def wait() -> None:
-        error = None
-        try:
-            work.wait()
-        except Exception as raised:
-            error = raised
-        done.set_result(error)
-
-    thread = threading.Thread(target=wait, name="brevact collective", daemon=True)
-    thread.start()
-    _waiting.add(thread)
-    return result
-
-
-#: Seconds that a process waits at exit for collectives with a pending function.
-PATIENCE = 1.0
-_waiting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _finish() -> None:
-    """Wait for running functions: a thread that returns to a finalized interpreter aborts the process."""
-    deadline = time.monotonic() + PATIENCE
-    for thread in list(_waiting):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    work.wait()
+    waited: torch.futures.Future[Any] = torch.futures.Future()
+    waited.set_result(None)
+    return waited.then(finished)
 
 
 #: Packs a tensor losslessly into its own bytes.
@@ -193,86 +92,6 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
 
 
-def check_feedback(quantizer: ActivationQuantizer) -> None:
-    """Raise a ValueError if a quantizer's error is not smaller than its input, measured on 4096 normal values."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
-    if (pack(quantizer, x, (0, 0, 0), 0).dequantize() - x).norm() >= x.norm():
-        raise ValueError(
-            f"error_feedback: got True with {brief(quantizer)}, whose errors exceed the gradients: they would grow "
-            "from step to step; accepted is a quantizer of smaller errors, StochBackward2bit, or error_feedback=False"
-        )
-
-
 def _seed(*parts: int) -> int:
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-class ParameterStates:
-    """Parameters' numbers, in the order first seen, and rounding errors to feed back; in files by name."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Tensor, int] = {}
-        self.residuals: dict[Tensor, Tensor] = {}
-
-    def number_of(self, parameter: Tensor) -> int:
-        if parameter not in self.numbers:
-            self.numbers[parameter] = 1 + max(self.numbers.values(), default=-1)
-        return self.numbers[parameter]
-
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return "numbers" and copied "residuals" by name; raises a ValueError if the model has no known parameter."""
-        known = {name: p for name, p in _named(model).items() if p in self.numbers}
-        if self.numbers and not known:
-            raise ValueError(
-                f"model: got {brief(model)}, which has none of the parameters whose gradients were averaged; "
-                "accepted is the model that DistributedDataParallel has, not a copy"
-            )
-        return {
-            "numbers": {name: self.numbers[p] for name, p in known.items()},
-            "residuals": {name: self.residuals[p].clone() for name, p in known.items() if p in self.residuals},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Replace a model's states; raises a ValueError if it lacks parameters of the state, or shapes differ."""
-        named = _named(model)
-        residuals: dict[Tensor, Tensor] = {}
-        for name in state["numbers"]:
-            if name not in named:
-                raise ValueError(f"state: has parameter {name!r}, which the model lacks; load it for the same model")
-        for name, residual in state["residuals"].items():
-            if name not in state["numbers"]:
-                raise ValueError(f"state: {name!r} has a residual and no number; accepted is what state_dict returned")
-            parameter = named[name]
-            if residual.shape != parameter.shape:
-                raise ValueError(
-                    f"state: {name!r} has shape {tuple(residual.shape)} there and {tuple(parameter.shape)} in the "
-                    "model; load it for the same model"
-                )
-            residuals[parameter] = residual.to(parameter.device, copy=True)
-        for parameter in named.values():
-            self.numbers.pop(parameter, None), self.residuals.pop(parameter, None)
-        self.numbers |= {named[name]: number for name, number in state["numbers"].items()}
-        self.residuals |= residuals
-
-
-def check_state(state: Any) -> None:
-    """Raise a ValueError unless this is a hook's state."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
-    if missing := {"step", "seed", "numbers", "residuals"} - set(state):
-        raise ValueError(f"state: lacks {sorted(missing)}; accepted is what state_dict(model) returned")
-    check_int("state['step']", state["step"], 0)
-    check_int("state['seed']", state["seed"], *SEEDS)
-    for key, kind in (("numbers", int), ("residuals", Tensor)):
-        values = state[key].values() if isinstance(state[key], Mapping) else [state[key]]
-        if not all(isinstance(value, kind) for value in values):
-            raise ValueError(
-                f"state: {key!r} is {brief(state[key])}; accepted is what state_dict(model) returned: names with "
-                f"values of type {kind.__name__}"
-            )
-
-
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    check_model(model)
-    return dict((model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model).named_parameters())

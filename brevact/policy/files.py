@@ -22,7 +22,7 @@ from torch import nn
 from brevact.autograd.rows import OP_NAMES
 from brevact.injectors.saved_form import from_plain, to_plain
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
+from brevact.policy.predicates import OF_MODELS, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
 from brevact.private_names.of_brevitas import IS_INSTALLED, MISSING
 from brevact.quantizers.brief import brief, did_you_mean
@@ -51,8 +51,7 @@ LAYER_TYPES: dict[str, type[nn.Module]] = _types()
 
 #: Functions of a name and a module, by their public path.
 PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
-    f"brevact.policy.predicates.{each.__name__}": each
-    for each in (computes_attention, is_activation_function, is_norm, is_rectified, *OF_MODELS)
+    f"brevact.policy.predicates.{each.__name__}": each for each in (is_norm, is_rectified, *OF_MODELS)
 }
 #: Fields for a rule's subject.
 FIELDS = ("name", "types", "functions", "predicate")

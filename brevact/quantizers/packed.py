@@ -270,8 +270,8 @@ class PackedActivation:
             raise TypeError(f"other: got {brief(other)}; accepted is a tensor of shape {layout.shape} on {device}")
         if other.shape != layout.shape or other.device != device:
             raise ValueError(
-                f"other: got a tensor of shape {tuple(other.shape)} on {other.device}; the packed one has shape "
-                f"{layout.shape} and is on {device}; pass one of this shape, there"
+                f"other: got a tensor of shape {tuple(other.shape)} on {other.device}; accepted is one of shape "
+                f"{layout.shape} on {device}, as the packed tensor"
             )
         if other.dtype != layout.dtype or not layout.matches(other):
             return self.dequantize() * other

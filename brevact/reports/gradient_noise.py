@@ -35,14 +35,19 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     before = ModelBefore(model, but_parameters=True)
     model.zero_grad(set_to_none=True)
     _seed_generators(seed)
+    others: list[tuple[Tensor, Tensor | None]] = []
     try:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
             _check_value(value)
-            with _gradients_kept(_leaves_beside(value, model)):
-                value.backward()
+            for leaf in _leaves_beside(value, model):
+                others.append((leaf, leaf.grad))
+                leaf.grad = None
+            value.backward()
     finally:
         before.restore()
+        for leaf, grad in others:
+            leaf.grad = grad
     found = [p.grad for p in model.parameters() if p.requires_grad]
     if all(grad is None for grad in found):
         raise ValueError(
@@ -68,18 +73,6 @@ def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
     nodes = nodes_behind([torch.autograd.graph.get_gradient_edge(value).node])
     leaves = [getattr(node, "variable", None) for node in nodes]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
-
-
-@contextmanager
-def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [(x, x.grad) for x in tensors]
-    try:
-        for x in tensors:
-            x.grad = None
-        yield
-    finally:
-        for x, grad in before:
-            x.grad = grad
 
 
 def squared_norm(found: Gradients) -> float:

@@ -173,13 +173,6 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
 
-def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    with in_place(model):
-        if not model.training:
-            model.train()
-        return peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch))
-
-
 def _seconds_of(
     steps: Mapping[bool, Callable[[], object]], device: torch.device, rounds: int
 ) -> dict[bool, list[float]]:

@@ -38,7 +38,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
             returns for a batch with labels.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+        **options: ``adapt_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
             optimizer.
 
     Raises:

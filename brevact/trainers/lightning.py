@@ -44,7 +44,7 @@ class LightningCallback(Callback):
         loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
             ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+        **options: ``adapt_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
             optimizer.
 
     Raises:
