@@ -113,11 +113,11 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     quantizer = packed.quantizer
     if not isinstance(quantizer, DrawnMix):  # buckets that are all alike
         return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
-    *packs, mask = packed.tensors
     result, size = torch.empty(quantizer.numel), quantizer.size
-    is_high = unpack_codes(mask, 1, -(-quantizer.numel // size)).bool().repeat_interleave(size)[: quantizer.numel]
-    for spec, pack, where in zip(quantizer.specs(packed.layout), packs, (~is_high, is_high), strict=True):
-        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]), packed.layout.flatten(x)[where])
+    is_high = unpack_codes(packed.tensors[1], 1, -(-quantizer.numel // size)).bool()
+    is_high = is_high.repeat_interleave(size)[: quantizer.numel]
+    for (own, _), where in zip(quantizer.packs(packed), (~is_high, is_high), strict=True):
+        result[where] = mixed_step(own, packed.layout.flatten(x)[where])
     return packed.layout.restore(result)
 
 

@@ -25,7 +25,7 @@ def placed(packed) -> torch.Tensor:
     if isinstance(packed.quantizer, UniformQuantizer):  # all are alike
         buckets = -(-packed.layout.numel // packed.quantizer.bucket_size)
         return torch.full((buckets,), packed.quantizer.bit_width > 2)
-    return unpack_codes(packed.tensors[2], 1, -(-packed.quantizer.numel // packed.quantizer.size)).bool()
+    return unpack_codes(packed.tensors[1], 1, -(-packed.quantizer.numel // packed.quantizer.size)).bool()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,7 @@ def parts_of(packed: PackedActivation) -> tuple[list[PackedActivation], tuple[Te
     """The packed low and high elements, and where each kind lies in memory."""
     sized = packed.quantizer
     is_high = placed(packed).repeat_interleave(sized.size)[: sized.numel]
-    packs = zip(sized.specs(packed.layout), packed.tensors, strict=False)
-    return [PackedActivation(spec, pack[: spec.nbytes]) for spec, pack in packs], (~is_high, is_high)
+    return [own for own, _ in sized.packs(packed)], (~is_high, is_high)
 
 
 def assert_each_kind_is_stored_as_its_quantizer_does(quantizer: MixingQuantizer, x: Tensor, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry
-from brevact.quantizers import kernel_ops, row_dispatch
-from brevact.quantizers.backends import refuse_wrapped
+from brevact.quantizers import kernel_ops
+from brevact.quantizers.apart import ApartQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
 from brevact.quantizers.formats.uniform import UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.quantizer import Quantizer
-from brevact.quantizers.reference import moved_seed
 from brevact.quantizers.rounding import Rounding
 
 NARROWEST, WIDEST = 1, 8
@@ -117,7 +115,7 @@ class _Division(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleQuantizer(Quantizer):
+class SampleQuantizer(ApartQuantizer):
     """Uniform quantizer that gives each sample of a batch a width of its own, 1 to 8 bits, `bit_width` in the mean.
 
     Widths b_n of N samples minimize the noise that they add to the gradient, under sum_n b_n <= floor(bit_width * N):
@@ -179,54 +177,20 @@ class SampleQuantizer(Quantizer):
         metadata = division.parts * division.buckets * _METADATA_BYTES + widths * (_ALIGNMENT + 1)
         return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
 
-    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        refuse_wrapped(dense)
-        layout, key = spec.layout, 0 if seed is None else seed
-        with torch.no_grad():
-            flat = kernel_ops.flat_memory(dense.detach(), layout.numel)
-            packs, stored = spec.split(buffer.zero_())
-            widths = self._allocate(flat, layout)
-            stored.copy_(widths)
-            for own, rows, pack in self._packs(layout, widths, packs):
-                own_key = moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)
-                row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
-
     def bit_widths(self, packed: PackedActivation) -> Tensor:
         """The uint8 widths that the samples of a quantized tensor, which is not empty, have."""
-        return packed.spec.split(packed.buffer)[1]
+        return packed.tensors[1]
 
-    def packs(self, packed: PackedActivation) -> list[tuple[PackedActivation, Tensor]]:
-        """The samples of each width as 1-D tensors, and which buckets of the tensor, in memory order, each one has."""
-        if not packed.layout.numel:
-            return []
-        packs, widths = packed.spec.split(packed.buffer)
-        found = self._packs(packed.layout, widths.cpu(), packs)
-        return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
-
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        numel = spec.layout.numel
-        if not numel:
-            return
-        packs, widths = spec.split(buffer)
-        factor = None if other is None else kernel_ops.flat_memory(other, numel)
-        with torch.no_grad():
-            for own, rows, pack in self._packs(spec.layout, widths.cpu(), packs):
-                row_dispatch.dequantize_rows(
-                    pack, own, rows, own.quantizer.bucket_size, factor, kernel_ops.flat_memory(target, numel)
-                )
-
-    def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
-        division, start = self._division(layout), 0
+    def kinds(self, layout: Layout, choice: Tensor) -> Iterable[tuple[PackedSpec[Any], Tensor, int]]:
+        division, widths = self._division(layout), choice.cpu()
         buckets = torch.arange(division.buckets)
         for width in widths.unique().tolist():
             parts = (widths == width).nonzero()
-            rows = (parts * division.buckets + buckets).view(-1).to(packs.device)
-            quantizer = self._of_width(width, division.bucket)
-            own: PackedSpec[Any] = PackedSpec(quantizer, Layout((len(parts) * division.elements,), (1,), layout.dtype))
-            yield own, rows, packs[start : start + own.nbytes]
-            start += -(-own.nbytes // _ALIGNMENT) * _ALIGNMENT
+            rows = (parts * division.buckets + buckets).view(-1).to(choice.device)
+            own = Layout((len(parts) * division.elements,), (1,), layout.dtype)
+            yield PackedSpec(self._of_width(width, division.bucket), own), rows, width * _WIDTH_KEY
 
-    def _allocate(self, flat: Tensor, layout: Layout) -> Tensor:
+    def choose(self, flat: Tensor, layout: Layout, seed: int | Tensor) -> Tensor:
         """(parts,) uint8 widths on the CPU; ranges of finite elements, and weights, decide."""
         division = self._division(layout)
         geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)
