@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,11 @@ def adaptive(**arguments: Any) -> brevact.Adaptive:
     return brevact.Adaptive(net, settings.pop("batch"), settings.pop("loss"), **settings)
 
 
+@functools.cache
+def running() -> brevact.Adaptive:
+    return adaptive(samples=4)
+
+
 MODEL, Q, X = model(), StochBackward2bit, torch.zeros(4, 8)
 TWO = [torch.ones(4, 8), 2 * torch.ones(4, 8)]
 FIT = {"model": MODEL, "batches": TWO, "loss": mean_loss}
@@ -101,8 +107,9 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (brevact.actnn_level, {}, {"name": ""}),
     (brevact.Adaptive, {"batch": X, "loss": print, "ratio": 2}, {"model": "module"}),
     (adaptive, {}, {"loss": "module type quantizer", "ratio": "float", "bit_width": "float"}),
-    (adaptive, {}, {"every": "large"}),
-    (lambda state: adaptive().load_state_dict(state), {}, {"state": ""}),
+    (adaptive, {}, {"every": "large", "samples": "None large"}),
+    (lambda indices: running().batch(indices).__enter__(), {}, {"indices": "list integers"}),
+    (lambda state: running().load_state_dict(state), {}, {"state": ""}),
     (SPEC.attach, {"model": MODEL, "batches": TWO, "loss": mean_loss}, {"batches": "list", "loss": ""}),
     (Policy, {}, {"rules": ""}),
     (BackwardSettings, {}, {"quantizer": ""}),
@@ -114,7 +121,6 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (bnn.ReLU, {}, {"act_quant": "None quantizer"}),
     (UniformQuantizer().quantize, {"x": X}, {"x": "tensor", "seed": "None zero negative large"}),
     (brevact.PackedActivation, {"spec": PACKED.spec, "buffer": PACKED.buffer}, {"spec": "", "buffer": ""}),
-    (PACKED.dequantize, {}, {"out": "None tensor"}),
     (PACKED.dequantize_multiply, {}, {"other": "tensor"}),
     (quantizer, {"source": Q}, {"bit_width": "", "bucket_size": "None large", "channel_dim": "zero negative large"}),
     (quantizer, {"source": Q}, {"rounding": "", "granularity": "", "scale_dtype": "", "minimum_dtype": ""}),

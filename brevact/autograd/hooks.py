@@ -166,8 +166,6 @@ class _InheritRegion(_EnterRegion):
 class _ExitRegion:
     """Forward hook that leaves the region that the pre-hook entered; also called if the forward raised."""
 
-    is_of_region = True
-
     def __init__(self, origin: str) -> None:
         self.origin = origin
 

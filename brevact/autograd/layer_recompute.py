@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,16 +31,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import (
-    MOST_HELD,
-    HeldOutput,
-    decoded,
-    inside_of_layer,
-    is_held,
-    make_token,
-    may_be_held,
-    take,
-)
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
@@ -52,15 +43,6 @@ from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Most layers recomputed one after the other before one is packed: all of them are held at once.
 MOST_NESTED = 4
-#: Multiplications per element (``recompute=``) from which on bytes count for more than time.
-DEEP = 4096
-#: Most source tensors of a longer chain before the next one begins: each reader saves all of them.
-MOST_TENSORS = 128
-#: Most layers of a longer chain without a sum between them: each one may amplify the packed tensor's error.
-MOST_WITHOUT_SUM = 10
-#: Most layers of any longer chain: decoding the last one takes ten nested Python calls per layer.
-MOST_CHAINED = 36
-
 #: Elements per ATen call of a convolution that runs over a few samples at a time.
 _NUMEL_OF_CALL = 1 << 18
 
@@ -70,21 +52,10 @@ Layer = TensorFunction
 
 @dataclass(eq=False, slots=True)
 class LayerOutput(HeldOutput):
-    """Decoder of a layer output; its sources are the input and the weight, and a bias may follow.
-
-    ``lingers``: held for readers that come much later. ``places``: indices of the input's tensors among the distinct
-    saved ones; None for those in order.
-    """
+    """Decoder of a layer output; its sources are the input and the weight, and a bias may follow."""
 
     layer: Layer
-    lingers: bool = field()  # otherwise the base class's value would be the default
-    places: tuple[int, ...] | None
     decodes_through = True
-
-    @property
-    def layers_without_sum(self) -> int:  # type: ignore[override]
-        is_squeezed = len(self.shape) > 2 and math.prod(self.shape[2:]) == 1  # errors of means are small
-        return self.sources[0][0].layers_without_sum + (not is_squeezed)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
@@ -96,8 +67,7 @@ class LayerOutput(HeldOutput):
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         decoder, count = self.sources[0]
-        kept = tensors[1 : 1 + count]
-        return kept if self.places is None else tuple([kept[place] for place in self.places]), decoder
+        return tensors[1 : 1 + count], decoder
 
     @property
     def has_rows(self) -> bool:
@@ -124,8 +94,7 @@ class LayerOutput(HeldOutput):
     def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
         (_, inputs), (of_weight, weights) = self.sources
         kept, source = self.input_of(tensors)
-        with inside_of_layer():
-            x = source.decode(kept)
+        x = source.decode(kept)
         weight = of_weight.decode(tensors[1 + inputs : 1 + inputs + weights])
         operands = (x, weight, *tensors[1 + inputs + weights :])
         x, weight, *bias = (each if each.dtype is self.dtype else each.to(self.dtype) for each in operands)
@@ -191,38 +160,17 @@ def remember_output(
         return
     inputs, of_input = known
     if of_input.depth >= _most_nested(input, out):
-        if not goes_deep(region) or len(inputs) > 2 * MOST_TENSORS:
-            return
-        if of_input.layers_without_sum >= MOST_WITHOUT_SUM or of_input.depth >= MOST_CHAINED:
-            return
+        return
     weights, of_weight = region.keep_weight(weight)
     if of_weight is AS_IT_IS:
         weights = (weight.detach(),)
-    inputs, places = _each_once(inputs) if goes_deep(region) else (inputs, None)
     decoder = (_layer_output if of_input.lasts and of_weight.lasts else LayerOutput)(
         ((of_input, len(inputs)), (of_weight, len(weights))),
         *(tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer),
-        goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
-        places,
     )
     biases = () if bias is None else (as_now(region, bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
     count(out.numel())
-
-
-def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...] | None]:
-    """Return the distinct tensors, and each given tensor's index among them; None if all are distinct."""
-    places: dict[int, int] = {}
-    found = tuple([places.setdefault(id(x), len(places)) for x in tensors])
-    if len(places) == len(tensors):
-        return tensors, None
-    distinct = {id(x): x for x in tensors}
-    return tuple([distinct[number] for number in places]), found
-
-
-def goes_deep(region: Keeper) -> bool:
-    """Return whether chains of layers go on through narrow ones, since bytes count for more than time."""
-    return region.recompute >= DEEP
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,9 +85,6 @@ class Quality(NamedTuple):
 EXACT = Quality()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations needs a setting, "
     "double_backward=True: brevact.quantize_backward(model, double_backward=True), "
@@ -111,10 +108,6 @@ class Decoder:
     allows_double_backward: bool = False
     #: Number of layers that are recomputed, one after the other, to decode the tensor.
     depth: int = 0
-    #: Number of those behind the last sum with a tensor that fewer layers, or none, compute.
-    layers_without_sum: int = 0
-    #: Whether the decoded tensor is held though its next reader comes much later.
-    lingers: bool = False
     #: Number of a norm's statistics at the end of the saved tensors.
     statistics: int = 0
     #: Whether :meth:`decode_through` applies the function while it decodes.
@@ -165,7 +158,7 @@ class PassesOn(Decoder):
 
     decoder: Decoder
     quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
-    layers_without_sum, allows_double_backward = map(_passed_on, ("layers_without_sum", "allows_double_backward"))
+    allows_double_backward = _passed_on("allows_double_backward")
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return self.decoder.is_read_again(tensors)
@@ -178,13 +171,9 @@ class PassesOn(Decoder):
 Saved = tuple[tuple[Tensor, ...], Decoder]
 
 
-def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
-    """Make a function return the same object for equal arguments, so that a training step reuses the last one's.
-
-    Equal arguments have the same types: two kinds of NamedTuple with the same items differ.
-    """
-    cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
-    return cast("Callable[P, R]", cached)
+#: Makes a function return the same object for equal arguments, so that a training step reuses the last one's. Equal
+#: arguments have the same types: two kinds of NamedTuple with the same items differ.
+one_object_each = functools.lru_cache(maxsize=4096, typed=True)
 
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -199,12 +188,6 @@ class _AsItIs(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
-
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return tensors[0].to(dtype)
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, bytes_of(tensors[0])
@@ -221,7 +204,8 @@ class _Packed(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         spec, buffer = self._spec, tensors[0]
         layout = spec.layout
-        if not (layout.is_result_dense and spec.accepts(buffer)):
+        fits = buffer.dtype is torch.uint8 and buffer.shape == spec.shape and buffer.is_contiguous()
+        if not (fits and layout.is_result_dense):
             return PackedActivation(spec, buffer).dequantize()
         stride, device = layout.result_stride, buffer.device
         target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)
@@ -292,7 +276,7 @@ class _Mask(Decoder):
         return unpack_mask(tensors[0], self.layout)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+        return mask_multiply(tensors[0], self.layout, grad, self.negative_slope)
 
     def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
         """Return the mask, packed in this layout's memory order; None for another order or a negative slope."""
@@ -301,7 +285,7 @@ class _Mask(Decoder):
 
     def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
         """Multiply in place: a fraction of the time on a CPU, and no memory."""
-        return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
+        return mask_multiply(tensors[0], self.layout, values, self.negative_slope, overwrites=True)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.MASKED, _bytes_of(self.layout)

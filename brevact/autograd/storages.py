@@ -256,7 +256,8 @@ def find_shared(
     packs = None if record is None else record.packs
     if not packs or x.is_inference():
         return None
-    sought, served = _key_of(x, settings), 0 if x.requires_grad else root
+    sought = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings
+    served = 0 if x.requires_grad else root
     found = packs.find(sought, served)
     if found is not None or also is None:
         return found
@@ -283,8 +284,5 @@ def share_packed(
     source, references = x.untyped_storage()._cdata, []
     for tensor in tensors:
         references.append(_WeakTensor(tensor, source))
-    packs[_key_of(x, settings)] = references, decoder, 0 if x.requires_grad else root
-
-
-def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
+    key = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings
+    packs[key] = references, decoder, 0 if x.requires_grad else root

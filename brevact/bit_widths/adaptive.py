@@ -1,4 +1,4 @@
-"""Adapt widths to the sensitivities of layers during training: `Adaptive`, and ActNN's levels."""
+"""Adapt widths to the sensitivities of layers and samples during training: `Adaptive`, and ActNN's levels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,14 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.running import is_distributed
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.bit_widths.budgets import BIT_WIDTHS, Groups, Option, allocate, bytes_of_budget
+from brevact.bit_widths.samples import SampleNorms
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY, has_policy
-from brevact.quantizers import PackedActivation, Rounding, SampleQuantizer, UniformQuantizer
+from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
 from brevact.quantizers.reference import moved_seed, seed_value
@@ -70,14 +71,14 @@ def has_width(settings: BackwardSettings | None) -> bool:
 class LayerWidths:
     """The regions of a model's policy whose widths may change, by module name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
         self.model = model
         self._settings: dict[tuple[BackwardSettings, int, bool], BackwardSettings] = {}
         self.base: dict[str, BackwardSettings] = {}
         _attach_to_all(model)
         for name, hook in _regions(model).items():
             if has_width(hook.settings):
-                self.base[name] = hook.settings
+                self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
         """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
@@ -157,6 +158,15 @@ def _attach_to_all(model: nn.Module) -> None:
                 found[name] = hook
 
 
+def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardSettings:
+    quantizer = settings.quantizer
+    if isinstance(quantizer, UniformQuantizer):
+        if quantizer.granularity is not Granularity.BUCKET or quantizer.bucket_size is None:
+            return settings
+        quantizer = SampleQuantizer(bit_width=quantizer.bit_width, bucket_size=max(8, quantizer.bucket_size))
+    return dataclasses.replace(settings, quantizer=dataclasses.replace(quantizer, weights=weights))
+
+
 def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
     plain: Any = type(settings.quantizer)
     kind = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
@@ -209,6 +219,9 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
         check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
         check_number("state: sensitivities", sensitivity, 0)
+    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+    if counts[0] != counts[1]:
+        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
 
 
 _log = logging.getLogger(__name__)
@@ -230,7 +243,11 @@ class Adaptive:
     widths, so that it needs as much memory as training plus two gradients of the weights. The constructor takes 10 more
     forward passes, one of them at full precision: if that does not fit, use a smaller batch and a budget as a ratio.
 
-    Source: ActNN, arXiv:2104.14129, section 4.3. Differs: ActNN has a closed form of the sensitivity per kind
+    With ``samples`` each sample of a batch also has its own width (`SampleQuantizer`): more bits for samples with
+    larger gradients, at the layers' outputs, in the last epoch; a new sample counts as the mean. The model then runs
+    inside ``with adaptive.batch(indices)``.
+
+    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity per kind
     of layer, which needs no pass and counts only the nearest weight; the measurement counts all weights. Budgets are in
     bytes, including metadata and masks.
 
@@ -259,6 +276,7 @@ class Adaptive:
         ratio: how many times fewer bytes a training step saves than at full precision.
         bit_width: alternatively, the bytes of all layers at this width, from 1 to 8; interpolated between integers.
         every: steps between measurements.
+        samples: number of samples in the data set; None for widths per layer only.
 
     Raises:
         TypeError: ``model`` is not a module, or an argument has the wrong type.
@@ -275,6 +293,7 @@ class Adaptive:
         ratio: float | None = None,
         bit_width: float | None = None,
         every: int = 500,
+        samples: int | None = None,
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
         if (ratio is None) is (bit_width is None):
@@ -283,6 +302,8 @@ class Adaptive:
                 "times less than at full precision, or bit_width=2 for the bytes of that width"
             )
         check_int("every", every, 1)
+        if samples is not None:
+            check_int("samples", samples, 1)
         if ratio is not None:
             check_number("ratio", ratio, 1)
         if bit_width is not None:
@@ -292,15 +313,17 @@ class Adaptive:
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
         before = ModelBefore(self._model)
         try:
-            self._start(batch, ratio, bit_width)
+            self._start(batch, ratio, bit_width, samples)
         except BaseException:
             before.restore()
             raise
 
-    def _start(self, batch: Any, ratio: float | None, bit_width: float | None) -> None:
+    def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
         if not has_policy(self._model):
             quantize_backward(self._model)
-        self._layers = LayerWidths(self._model)
+        self._norms = None if samples is None else SampleNorms(samples)
+        self._weights = None if samples is None else SampleWeights()
+        self._layers = LayerWidths(self._model, self._weights)
         if not self._layers.base:
             raise ValueError(
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and "
@@ -352,21 +375,54 @@ class Adaptive:
                 not finite, as in steps that a GradScaler skips.
         """
         self._steps += 1
+        if self._norms is not None:
+            self._norms.finish()
         if self._steps % self._every == 0:
             new = self._measured(batch)
             self._sensitivities = [
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
             ]
+            if self._norms is not None and is_distributed():
+                self._norms.reduce(next(self._model.parameters()).device)
             self._widths = self._allocate()
+
+    @contextmanager
+    def batch(self, indices: Any) -> Iterator[None]:
+        """Run the forward pass of a batch of these samples in the block; its backward pass may run after the block.
+
+        Args:
+            indices: (N,) integers, in the order of the batch; a sample has the same index in each epoch.
+
+        Raises:
+            TypeError: ``indices`` are not integers.
+            ValueError: ``indices`` are out of range or not one per sample, or ``samples`` was not given.
+        """
+        if self._norms is None or self._weights is None:
+            raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
+        self._norms.finish()
+        found = self._norms.checked(indices)
+        norms, modules = self._norms.begin(found), dict(self._model.named_modules())
+        handles = [modules[source].register_forward_hook(norms.watch) for source in self._groups.costs]
+        self._weights.values = self._norms.of(found)
+        try:
+            yield
+            norms.check_rows()
+        finally:
+            self._weights.values = None
+            for handle in handles:
+                handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next steps depend on, for a checkpoint."""
+        if self._norms is not None:
+            self._norms.finish()
         return {
             "steps": self._steps,
             "layers": list(self._groups.costs),
             "bit_widths": list(self._widths.values()),
             "sensitivities": list(self._sensitivities),
+            "samples": None if self._norms is None else self._norms.values.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -377,12 +433,14 @@ class Adaptive:
 
         Raises:
             TypeError: ``state`` is not a mapping.
-            ValueError: ``state`` is of other layers, or a number is out of range.
+            ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
         check_groups(state, self.state_dict())
         costs = self._groups.costs
         self._steps, self._widths = state["steps"], dict(zip(costs, state["bit_widths"], strict=True))
         self._sensitivities = [float(each) for each in state["sensitivities"]]
+        if self._norms is not None:
+            self._norms.values = state["samples"].to("cpu", copy=True).float()
         if all(self._widths[source] in costs[source] for source in costs) and self.saved_bytes <= self.budget_bytes:
             self._layers.set(self.bit_widths)
         else:
@@ -418,15 +476,14 @@ class ActnnLevel:
 
     Source: ActNN, arXiv:2104.14129, section 5.2 and table 2, and its published code. Differs: layers of every kind
     pack, not those of a list; L1 packs only convolutions, as in the paper (the code leaves norms unpacked); widths
-    follow a measured sensitivity of layers (`Adaptive`) and the ranges of samples, not their last gradients; swapping
-    moves all tensors that autograd saves, including weights.
+    follow a measured sensitivity (`Adaptive`); swapping moves all tensors that autograd saves, including weights.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     >>> level, x = brevact.actnn_level("L4"), torch.randn(256, 64)
     >>> loss = lambda model, batch: model(batch).square().mean()
-    >>> adaptive = level.quantize(model, x, loss)
-    >>> with level.saving(), brevact.backward_quant(model):
+    >>> adaptive = level.quantize(model, x, loss, samples=1000)
+    >>> with level.saving(), adaptive.batch(range(256)), brevact.backward_quant(model):
     ...     value = loss(model, x)
     >>> value.backward()
     >>> adaptive.step(x)
@@ -434,7 +491,7 @@ class ActnnLevel:
     Args:
         name: "L0" to "L5".
         policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
-        bit_width: byte budget, as the bytes of this width everywhere. None for fixed widths.
+        bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
         swaps: whether saved tensors move to host memory.
     """
 
@@ -443,7 +500,9 @@ class ActnnLevel:
     bit_width: float | None = None
     swaps: bool = False
 
-    def quantize(self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500) -> Adaptive | None:
+    def quantize(
+        self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
+    ) -> Adaptive | None:
         """Attach the level's policy to a model, in place.
 
         Args:
@@ -451,6 +510,7 @@ class ActnnLevel:
             batch: see :class:`Adaptive`.
             loss: see :class:`Adaptive`.
             every: see :class:`Adaptive`.
+            samples: see :class:`Adaptive`.
 
         Returns:
             The object that adapts the widths; None for L0, L1 and L2.
@@ -462,7 +522,7 @@ class ActnnLevel:
         quantize_backward(model, self.policy)
         if self.bit_width is None:
             return None
-        return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every)
+        return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context for forward passes: at L4 and L5 saved tensors move to host memory, pinned with CUDA."""
@@ -495,7 +555,7 @@ def actnn_level(name: str) -> ActnnLevel:
     | L0 | full precision |
     | L1 | convolutions at 4 bits |
     | L2 | all layers at 4 bits |
-    | L3 | 2 bits on average over layers, by their sensitivities, and samples, by their ranges |
+    | L3 | 2 bits on average over layers and samples, by their sensitivities |
     | L4 | L3, and saved tensors move to host memory |
     | L5 | L4, with an allocator that joins free segments: start with `PYTORCH_ALLOC_CONF=expandable_segments:True` |
 

@@ -30,7 +30,7 @@ from brevact.quantizers import (
 )
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES, check_int
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
 
 _ALIGNMENT = 16
 

@@ -50,15 +50,16 @@ def test_level_1_packs_convolutions_alone():
 @pytest.mark.parametrize("name", ["L3", "L4", "L5"])
 def test_levels_with_mixed_precision_store_what_2_bits_do(name: str):
     model = net(nn.SiLU)
-    adaptive = actnn_level(name).quantize(model, BATCH, loss_of, every=2)
+    adaptive = actnn_level(name).quantize(model, BATCH, loss_of, every=2, samples=32)
     assert stored(model).saved_bytes == adaptive.saved_bytes <= adaptive.budget_bytes
     uniform = brevact.quantize_backward(net(nn.SiLU), actnn_level("L3").policy)
     assert adaptive.budget_bytes == stored(uniform).saved_bytes
     for _ in range(2):
-        with actnn_level(name).saving():
+        with actnn_level(name).saving(), adaptive.batch(range(16)):
             loss = loss_of(model, BATCH)
         loss.backward()
         adaptive.step(BATCH)
+    assert (adaptive.state_dict()["samples"][:16] > 0).all()
 
 
 @pytest.mark.parametrize("name", ["L2", "L4"])
@@ -78,9 +79,9 @@ def test_saving_changes_where_tensors_wait_and_not_the_gradients(name: str):
 @pytest.mark.gpu
 def test_what_waits_on_the_host_is_pinned():
     model, batch = net().cuda(), tuple(x.cuda() for x in BATCH)
-    adaptive = actnn_level("L4").quantize(model, batch, loss_of)
+    adaptive = actnn_level("L4").quantize(model, batch, loss_of, samples=16)
     before = torch.cuda.memory_allocated()
-    with actnn_level("L4").saving():
+    with actnn_level("L4").saving(), adaptive.batch(range(16)):
         loss = loss_of(model, batch)
     assert torch.cuda.memory_allocated() - before < adaptive.saved_bytes / 2
     loss.backward()

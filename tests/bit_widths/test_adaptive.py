@@ -59,11 +59,15 @@ def widths_of(model: nn.Module) -> dict[str, int]:
     return {n: hook.settings.quantizer.bit_width for n, m in model.named_modules() for hook in regions_of(m)}
 
 
-def train(model: nn.Module, adaptive: Adaptive, steps: range) -> list[Tensor]:
+def train(model: nn.Module, adaptive: Adaptive, steps: range, indices: Tensor | None = None) -> list[Tensor]:
     optimizer, found = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
     for step in steps:
         batch = images(seed=step % 4)
-        loss = loss_of(model, batch)
+        if indices is None:
+            loss = loss_of(model, batch)
+        else:
+            with adaptive.batch(indices[step % 4]):
+                loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -74,18 +78,18 @@ def train(model: nn.Module, adaptive: Adaptive, steps: range) -> list[Tensor]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(  # every pair of two of them
-    ("activation", "budget", "policy"),
+    ("activation", "budget", "samples"),
     [
-        (nn.ReLU, {"bit_width": 4.5}, brevact.DEFAULT),
-        (nn.ReLU, {"ratio": 11.5}, brevact.StochBackward4bitPerSample),
-        (nn.SiLU, {"bit_width": 4.5}, brevact.StochBackward4bitPerSample),
-        (nn.SiLU, {"ratio": 11.5}, brevact.DEFAULT),
+        (nn.ReLU, {"bit_width": 4.5}, None),
+        (nn.ReLU, {"ratio": 11.5}, 64),
+        (nn.SiLU, {"bit_width": 4.5}, 64),
+        (nn.SiLU, {"ratio": 11.5}, None),
     ],
     ids=str,
 )
-def test_measured_bytes_are_within_the_budget_at_every_step(activation, budget, policy):
-    model, batch = brevact.quantize_backward(net(activation), policy), images()
-    adaptive = Adaptive(model, batch, loss_of, **budget, every=2)
+def test_measured_bytes_are_within_the_budget_at_every_step(activation, budget, samples):
+    model, batch = net(activation), images()
+    adaptive = Adaptive(model, batch, loss_of, **budget, every=2, samples=samples)
     seen = set()
     for step in range(5):
         train(model, adaptive, range(step, step + 1))
@@ -140,27 +144,56 @@ def test_sensitivities_are_the_noise_of_each_layer():
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one():
+@pytest.mark.parametrize("samples", [None, 64])
+def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | None):
+    indices = None if samples is None else torch.randperm(64).view(4, 16)
     model = brevact.quantize_backward(net(), StochBackward4bit)
-    adaptive = Adaptive(model, images(), loss_of, bit_width=3, every=3)
-    train(model, adaptive, range(4))
+    adaptive = Adaptive(model, images(), loss_of, bit_width=3, every=3, samples=samples)
+    train(model, adaptive, range(4), indices)
+    if samples is not None:  # of this net, those of all samples are too similar to move a bit
+        adaptive._norms.values = torch.logspace(-2, 2, samples)
     file = io.BytesIO()
     noise = {"rng": torch.get_rng_state(), "count": brevact.noise_count()}
     torch.save({"adaptive": adaptive.state_dict(), "model": model.state_dict(), **noise}, file)
-    expected = train(model, adaptive, range(4, 7))
+    expected = train(model, adaptive, range(4, 7), indices)
 
     file.seek(0)
     state = torch.load(file, weights_only=True)
     other = brevact.quantize_backward(net(seed=1), StochBackward4bit)
-    resumed = Adaptive(other, images(seed=9), loss_of, bit_width=3, every=3)
+    resumed = Adaptive(other, images(seed=9), loss_of, bit_width=3, every=3, samples=samples)
     other.load_state_dict(state["model"])
     resumed.load_state_dict(state["adaptive"])
     torch.set_rng_state(state["rng"])
     brevact.noise_count(state["count"])
-    found = train(other, resumed, range(4, 7))
+    found = train(other, resumed, range(4, 7), indices)
     # The optimizers' momentum begins anew in both.
     assert all(map(torch.equal, found, expected))
     assert resumed.bit_widths == adaptive.bit_widths
+
+
+def test_samples_with_larger_gradients_have_more_bits():
+    model = brevact.quantize_backward(net(), StochBackward4bit)
+    adaptive = Adaptive(model, images(), loss_of, bit_width=3, samples=20)
+    inputs, targets = images()
+
+    def widths() -> Tensor:
+        packed = []
+        with adaptive.batch(torch.arange(16)):
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+            with hooks:
+                loss = loss_of(model, (inputs, targets))
+        weights = torch.ones(16)
+        weights[3] = 1e6  # a sample that is far from being learned
+        (loss * 0 + (model_outputs[0] * weights[:, None]).square().sum()).backward()
+        tails = [x[-16:] for x in packed if x.dtype is torch.uint8 and 1 <= x[-16:].min() and x[-16:].max() <= 8]
+        return torch.stack(tails).float().mean(0)
+
+    model_outputs = []
+    model.register_forward_hook(lambda module, args, output: model_outputs.insert(0, output))
+    before, after = widths(), widths()
+    assert after[3] > before[3] and after[3] == after.max()
+    known = adaptive.state_dict()["samples"]
+    assert (known[:16] > 0).all() and (known[16:] == 0).all() and known.argmax() == 3
 
 
 def test_models_without_a_policy_get_the_default():
@@ -194,6 +227,7 @@ def test_rules_and_layers_without_a_width_stay():
         ({"bit_width": 9}, ValueError, "bit_width: got 9; accepted is a number from 1 to 8"),
         ({"ratio": 8, "every": 0}, ValueError, "every: got 0"),
         ({"ratio": 8, "every": 1.5}, TypeError, "every: got 1.5"),
+        ({"ratio": 8, "samples": 0}, ValueError, "samples: got 0"),
         ({"ratio": 1000}, ValueError, r"ratio=1000: that is \d+ bytes .* accepted is ratio=2\d\."),
     ],
     ids=str,
@@ -203,20 +237,38 @@ def test_adaptive_refuses(arguments: dict, error: type[Exception], message: str)
         Adaptive(brevact.quantize_backward(net(), StochBackward4bit), images(), loss_of, **arguments)
 
 
-def test_adaptive_refuses_models_without_widths_and_other_states():
+def test_adaptive_refuses_models_without_widths_and_wrong_indices():
     with pytest.raises(ValueError, match="no layer has a width that may change"):
         Adaptive(brevact.quantize_backward(net(), brevact.NearestBackward4bit), images(), loss_of, ratio=4)
     with pytest.raises(TypeError, match="model: got"):
         Adaptive(loss_of, images(), net(), ratio=4)
-    adaptive = Adaptive(net(), images(), loss_of, ratio=4)
+    adaptive = Adaptive(net(), images(), loss_of, ratio=4, samples=16)
+    for indices, error in (
+        ([0, 16], ValueError),
+        ([0.5], TypeError),
+        ("ab", TypeError),
+        ([], ValueError),
+        (3, TypeError),
+        (["a"], TypeError),
+    ):
+        with pytest.raises(error, match="indices: got"), adaptive.batch(indices):
+            pass
+    with (
+        pytest.raises(ValueError, match=r"got 8, and the outputs of layers have \[16\] rows"),
+        adaptive.batch(range(8)),
+    ):
+        adaptive._model(images()[0])
     with pytest.raises(TypeError, match="loss: got <CrossEntropyLoss"):
         Adaptive(net(), images(), nn.CrossEntropyLoss(), ratio=4)
     with pytest.raises(ValueError, match="no layer packs a tensor of it"):
         Adaptive(nn.Linear(4, 4), torch.randn(2, 4), lambda model, x: model(x).sum(), ratio=4)
+    with pytest.raises(ValueError, match="samples=len"), Adaptive(net(), images(), loss_of, ratio=4).batch([0]):
+        pass
     state = adaptive.state_dict()
     for wrong, message in (
         ({"steps": 0}, "got the keys"),
         (state | {"layers": []}, "its layers are"),
+        (state | {"samples": None}, "samples=None; accepted is 16"),
         (state | {"bit_widths": [1]}, "got 1 bit_widths; accepted are"),
         (state | {"sensitivities": []}, "got 0 sensitivities; accepted are"),
     ):
@@ -281,6 +333,17 @@ def test_a_checkpoint_of_a_larger_budget_does_not_exceed_that_of_the_object():
     small.load_state_dict(large.state_dict())
     assert small.saved_bytes <= small.budget_bytes
     assert stored(small._model, images()) <= small.budget_bytes
+
+
+def test_samples_are_remembered_where_some_layers_have_no_gradient():
+    model = net()
+    nn.init.zeros_(model[-1].weight)  # earlier layers get gradients of 0
+    adaptive = Adaptive(brevact.quantize_backward(model, StochBackward4bit), images(), loss_of, bit_width=4, samples=16)
+    with adaptive.batch(range(16)):
+        value = loss_of(model, images())
+    value.backward()
+    adaptive.step(images())
+    assert adaptive.state_dict()["samples"].mean().item() == pytest.approx(1.0)
 
 
 def test_adaptive_is_pickled_with_its_model() -> None:

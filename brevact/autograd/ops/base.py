@@ -254,15 +254,6 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
-    """Return one number per spatial dimension for each option, as torch's layers accept them."""
-    found = []
-    for option in options:
-        values = (option,) if isinstance(option, int) else tuple(option)
-        found.append(values * dims if len(values) == 1 else values)
-    return found
-
-
 def expanded_one(x: Tensor) -> Tensor:
     """Return a gradient of ones for ``x``: ATen's backward kernels then return a derivative or a mask."""
     make = _one.__wrapped__ if active_fake_mode() else _one  # fake tensors must not stay in the cache

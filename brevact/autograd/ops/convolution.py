@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import Formula, SavedValue, as_tuples, save
+from brevact.autograd.ops.base import Formula, SavedValue, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper
@@ -137,13 +137,13 @@ def _sample_by_sample(
     return grad_input, *totals
 
 
-def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
-    return (
-        region.packs_layer(input, weight, bias)
-        and input.dim() in (dims + 1, dims + 2)
-        and weight.dim() == dims + 2
-        and input.numel() > 0
-    )
+def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
+    """Return one number per spatial dimension for each option, as torch's layers accept them."""
+    found = []
+    for option in options:
+        values = (option,) if isinstance(option, int) else tuple(option)
+        found.append(values * dims if len(values) == 1 else values)
+    return found
 
 
 def _convolve(
@@ -183,7 +183,7 @@ def _convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Any:
-    if not _can_convolve(region, dims, input, weight, bias):
+    if not region.packs_layer(input, weight, bias, dims):
         return NotImplemented
     if isinstance(padding, str):
         steps, gaps = as_tuples(dims, stride, dilation)
@@ -211,7 +211,7 @@ def _transposed(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Any:
-    if not _can_convolve(region, dims, input, weight, bias):
+    if not region.packs_layer(input, weight, bias, dims):
         return NotImplemented
     steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
     geometry = steps, pads, dilation, True, more, groups

@@ -202,24 +202,14 @@ class InstanceNorm(BatchNorm):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        weight = _spread(weight, x)
-        return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
-
-    def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
-        grad_input, of_weight, of_bias = grads
-        of_weight, of_bias = (
-            None if total is None else total.view(x.shape[:2]).sum(0) for total in (of_weight, of_bias)
-        )
+        found = super().backward(_as_one(grad), _as_one(x), mean, invstd, _repeat(weight, len(x)), mask)
+        grad_input, *totals = found
+        of_weight, of_bias = (None if total is None else total.view(x.shape[:2]).sum(0) for total in totals)
         return None if grad_input is None else grad_input.view(x.shape), of_weight, of_bias
 
 
 def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
     return None if x is None else x.repeat(samples)
-
-
-def _spread(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """Repeat a weight in backward by other ops than forward's, whose result a graph would save."""
-    return None if weight is None else weight.expand(x.shape[:2]).reshape(-1)
 
 
 def _as_one(x: Tensor) -> Tensor:

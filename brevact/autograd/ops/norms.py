@@ -60,6 +60,11 @@ def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias:
     reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
     if not (reacts and input.numel()):
         return NotImplemented
+    if settings.double_backward:  # torch's own norm, whose input is packed, and not its normalized values
+        runner = None if isinstance(norm, Frozen) or rounds else region.torch_runner(input, *norm.running)
+        if runner is None or (weight is not None and weight.dim() >= input.dim()):
+            return NotImplemented
+        return runner.run_torch_function(lambda x: norm.forward(x, weight, bias)[0], input)
     if rounds and not (torch.is_grad_enabled() and trains):
         return _run_levels(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
     if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
@@ -315,6 +320,7 @@ OPS = (
             (getattr(F, name), getattr(torch, name)),
             functools.partial(_norm, name),
             _STORED,
+            twice=name in ("batch_norm", "layer_norm", "group_norm"),
             rounds_forward=name != "rms_norm",
             is_bit_exact=False,
             is_layer=True,

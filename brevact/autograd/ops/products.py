@@ -52,29 +52,21 @@ class _Matmul(NamedTuple):
         """dL/dA = g B^T, in column-major order if A is, as torch's."""
         if self.by_columns[0] and b.dim() == 2:
             return (b @ grad.mT).mT
-        grad, b = self._matrices(grad), b.unsqueeze(-1) if b.dim() == 1 else b
-        if len(self.first) <= 2 < grad.dim():
+        if len(self.first) == 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
             b = b.expand(*grad.shape[:-2], *b.shape[-2:])
-            return torch.tensordot(grad, b, dims=([*batch, -1], [*batch, -1])).reshape(self.first)
-        return (grad @ b.mT).sum_to_size(self.first if len(self.first) > 1 else (1, *self.first)).reshape(self.first)
+            return torch.tensordot(grad, b, dims=([*batch, -1], [*batch, -1]))
+        return (grad @ b.mT).sum_to_size(self.first)
 
     def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
         """dL/dB = A^T g, in column-major order if B is, as torch's."""
         if self.by_columns[1] and a.dim() == 2:
             return (grad.mT @ a).mT
-        grad, a = self._matrices(grad), a.unsqueeze(-2) if a.dim() == 1 else a
-        if len(self.second) <= 2 < grad.dim():
+        if len(self.second) == 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
             a = a.expand(*grad.shape[:-2], *a.shape[-2:])
-            return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2])).reshape(self.second)
-        return (
-            (a.mT @ grad).sum_to_size(self.second if len(self.second) > 1 else (*self.second, 1)).reshape(self.second)
-        )
-
-    def _matrices(self, grad: Tensor) -> Tensor:
-        grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
-        return grad.unsqueeze(-2) if len(self.first) == 1 else grad
+            return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2]))
+        return (a.mT @ grad).sum_to_size(self.second)
 
 
 def _lies_by_columns(x: Tensor) -> bool:
@@ -158,11 +150,11 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
-    """Handle products of two tensors; torch functions name the second one differently."""
-    if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2", "vec", "tensor"}:
+    """Handle products of matrices; torch functions name the second one differently."""
+    if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2"}:
         return NotImplemented
     (other,) = others or named.values()
-    if not _can_pack(region, input, other):
+    if not _can_pack(region, input, other) or min(input.dim(), other.dim()) < 2:
         return NotImplemented
 
     out = _apply(region, lambda a, b, _: func(a, b), _Matmul.of(input, other), input, other)
@@ -236,8 +228,8 @@ def _parse(equation: str, *shapes: torch.Size) -> _Einsum | None:
     return _Einsum(labels[0], labels[1], out, sizes)
 
 
-_TWO = ("matmul", "mm", "bmm", "mv", "dot")
-_ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
+_TWO = ("matmul", "mm", "bmm")
+_ADDED = ("addmm", "addbmm", "baddbmm")
 STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
@@ -272,7 +264,7 @@ OPS = (
         is_bit_exact=False,
     ),
     Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False),
-    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS),
+    Op(everywhere(*_TWO, *_ADDED, "mv", "dot", "addmv"), saves=Saves.FACTORS),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
         saves=Saves.FACTORS,
