@@ -12,7 +12,6 @@ E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from source
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -20,15 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.autograd import known_values
-from brevact.autograd.call_arguments import bound_call
+from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
 from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
-from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
+from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
+from brevact.autograd.storages import storage_address
 from brevact.autograd.store import reported
+from brevact.autograd.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
 
@@ -48,10 +50,9 @@ MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression; those that read one packed tensor overlap (``enters_layers``: also through layers)."""
+    """Operands of an expression; those that read one packed tensor overlap."""
 
-    def __init__(self, enters_layers: bool) -> None:
-        self._enters_layers = enters_layers
+    def __init__(self) -> None:
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self.quality = EXACT
@@ -81,8 +82,7 @@ class _Expressions:
     def _meet(self, kept: Saved) -> None:
         self.quality = self.quality.with_other(kept[1].quality)
         roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
-        reads, met = (roots, self._roots) if self._enters_layers else (packed, self.packed)
-        self.overlap = self.overlap or bool(reads & met)
+        self.overlap = self.overlap or bool(roots & self._roots)
         self._roots |= roots
         self.packed |= packed
         self.most = max(self.most, len(packed))
@@ -153,8 +153,6 @@ class DerivationRule(NamedTuple):
     most_packed: int = MOST_COMBINED
     is_jointly_linear: bool = False
     adds: bool = False
-    enters_layers: bool = True
-    most_decoded: float = MOST_DECODED
 
 
 def derivation(
@@ -198,7 +196,7 @@ def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation | None:
     """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
-    found = _Expressions(rule.enters_layers)
+    found = _Expressions()
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return None
@@ -223,7 +221,7 @@ def _derive_anew(
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
     made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    is_light = decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    is_light = decoded_bytes <= max(MOST_DECODED, rule.most_packed) * like.nbytes
     return Derivation(made, picks, is_light, tuple(small))
 
 
@@ -238,7 +236,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 
 
 def derive_output(
-    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Weight, bias: Weight
 ) -> None:
     if kept is None or not region.settings.derives:
         return
@@ -255,7 +253,6 @@ def derive(
     function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
-    is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
     are_found: bool = False,
@@ -278,15 +275,10 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
-        is_deep, adds = region.recompute >= DEEP, properties.get("adds", False)
-        if adds and region.recompute:
+        if properties.get("adds") and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
-        if is_deep and is_average:
-            properties["most_decoded"] = math.inf
-        tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
+        tensors, found = derivation(DerivationRule(function, **properties), kept, out)
         if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-            return
-        if is_deep and adds and len(tensors) > MOST_TENSORS:
             return
         is_new = is_new and found.decoder.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
@@ -349,12 +341,17 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(
-    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+    func: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    result: Tensor,
+    find: Callable[[Tensor], Saved | None] = known_values.find,
 ) -> None:
-    """Record that a result is a function of tensors, if all of them are known without a loss."""
+    """Record that a result is a function of tensors, if ``find`` returns an exact saved form of each."""
     operands = []
     for x in tensors:
-        known = known_values.find(x)
+        known = find(x)
         if known is None:
             return
         operands.append(known)
@@ -362,6 +359,44 @@ def track_moved(
         kept = function_of(bound_call(func, args, kwargs), operands, result, is_pointwise=False)
         if kept is not None:
             known_values.register(result, *kept)
+
+
+#: Functions of weights alone whose results are recomputed from the parameters: those of weight standardization, weight
+#: and spectral norm, LoRA products. They save no large result, and return the same bits when called again.
+_OF_WEIGHTS = frozenset(
+    getattr(home, name)
+    for name in (
+        *"add sub mul div true_divide square sqrt mean var std norm vector_norm matmul mm bmm addmm kron".split(),
+        *"__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__ normalize".split(),
+        *"reshape contiguous transpose cat stack _weight_norm _weight_norm_interface".split(),
+    )
+    for home in (torch, Tensor, F, torch.linalg)
+    if hasattr(home, name)
+)
+
+
+def track_weight(
+    region: Keeper, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """Record that a weight is a function of parameters, and of small tensors, which are saved as copies."""
+    least = region.settings.min_numel
+    if not is_activation(result) or result.numel() < least or kwargs.get("out") is not None:
+        return
+    if func is F.batch_norm:
+        is_pure = all(x is None for x in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")))
+    else:
+        is_pure = func in _OF_WEIGHTS
+
+    def find(x: Tensor) -> Saved | None:
+        if x.dtype is not result.dtype or storage_address(x) == storage_address(result):
+            return None  # autocast's cast is not repeated in backward; a view of a parameter takes no bytes
+        known = known_values.find(x)
+        if known is None and is_parameter_or_view(x):
+            return (x.detach(),), AS_IT_IS
+        return ((x.detach().clone(),), AS_IT_IS) if known is None and x.numel() < least else known
+
+    if is_pure:
+        track_moved(func, args, kwargs, tensors_of_call(args, kwargs), result, find)
 
 
 def track_derived(
@@ -392,6 +427,5 @@ def track_derived(
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,
-        is_average=kind is Kind.AVERAGE,
         are_found=True,
     )

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import fake_quantize
-from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all
+from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
 from brevact.autograd.running import before_first_region, packing_region
 from brevact.injectors.known_quantizers import (
     STATISTICS_OF_WEIGHTS,
     integers_of,
     is_own,
     known_quantizer,
-    statistics_of_weight,
     takes_statistics,
 )
 
@@ -46,7 +45,7 @@ def statistics(stock: Callable, stats: bv._Stats, input: Tensor) -> Any:
     if type(impl) not in STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
-        found = statistics_of_weight(region, impl, input)
+        found = weight_statistics(region, impl, input)
     elif type(impl) is bv.AbsPercentile:
         found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
     else:

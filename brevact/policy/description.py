@@ -32,7 +32,7 @@ class ModulePolicy:
 class BackwardPolicy:
     """Which backward quantizer applies where in a model.
 
-    ``print(policy)`` shows a tree: a line for each module whose quantizer differs from its parent's, and below it a
+    ``print(policy)`` shows a tree: a line for each module whose quantizers differ from its parent's, and below it a
     line for each op with a rule of its own.
 
     >>> import torch.nn as nn, brevact
@@ -65,8 +65,7 @@ class BackwardPolicy:
             name = "  " * (row.module.count(".") + 1) + row.module if row.module else "(model)"
             cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", quantizer_text(row)))
             indent = " " * (len(name) - len(name.lstrip()) + 2)
-            around = shown[above[row.module.rpartition(".")[0]]] if row.module else None
-            cells += [(indent + op, "op", "-", *texts) for op, texts in _ops_that_differ(row, around).items()]
+            cells += [(indent + op.op, "op", "-", op.rule, quantizer_text(op)) for op in row.ops]
         return text_table(header, cells)
 
 
@@ -119,15 +118,6 @@ def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[Mod
     for child_name, child in module.named_children():
         if not (is_quant_proxy(child) or isinstance(child, BackwardQuantProxy)):
             _describe(child, f"{name}.{child_name}" if name else child_name, row, rows)
-
-
-def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
-    """Return rule and quantizer, as texts, of the ops whose settings differ from the parent's."""
-    inside, around = (
-        {} if each is None else {op.op: (op.rule, quantizer_text(op)) for op in each.ops} for each in (row, parent)
-    )
-    of_module = row.rule or "-", quantizer_text(row)
-    return {op: inside.get(op, of_module) for op in {**around, **inside} if inside.get(op, of_module) != around.get(op)}
 
 
 def quantizer_text(row: ModulePolicy | OpPolicy | Assignment) -> str:

@@ -243,7 +243,7 @@ def _hint(key: Any, names: list[str]) -> str:
     return f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
 
 
-#: Names per kind that an error lists.
+#: Differences that an error lists.
 _SHOWN = 5
 
 
@@ -255,23 +255,17 @@ def layers_of(model: nn.Module) -> dict[str, str]:
 def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
     """Raise a ValueError unless a model's modules have the names and types, or subclasses, of a fitted policy's."""
     modules = dict(modules_without_own_region(model))
-    missing = [name for name in layers if name not in modules]
-    added = [name for name in modules if name not in layers]
-    changed = [
+    differences = [
         f"{name or '(model)'} is a {type(module).__name__}, and was a {layers[name]}"
         for name, module in modules.items()
         if name in layers and layers[name] not in [kind.__name__ for kind in type(module).__mro__]
     ]
-    if not missing and not added and not changed:
-        return
-    differences = changed[:_SHOWN] + [f"and {len(changed) - _SHOWN} more of another kind"] * (len(changed) > _SHOWN)
-    for what, names, others in (("missing", missing, added), ("new", added, ())):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            near = difflib.get_close_matches(names[0], others, n=3, cutoff=0.4)
-            hint = f" (nearest: {', '.join(near)})" if near else ""
-            differences.append(f"{what}: {', '.join(names[:_SHOWN])}{more}{hint}")
-    raise ValueError(
-        f"policy: it was fitted for another model than this {type(model).__name__}; {'; '.join(differences)}; give it "
-        "to the model that it was fitted for (the one inside of a wrapper: model.module), or fit again"
-    )
+    differences += [f"{name} is missing" for name in layers if name not in modules]
+    differences += [f"{name} is new" for name in modules if name not in layers]
+    if differences:
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise ValueError(
+            f"policy: it was fitted for another model than this {type(model).__name__}: "
+            f"{', '.join(differences[:_SHOWN])}{more}; give it to the model that it was fitted for (the one inside of "
+            "a wrapper: model.module), or fit again"
+        )

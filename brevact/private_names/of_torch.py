@@ -65,13 +65,10 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 # --- collectives
 
 
-def _collective(name: str, former: str) -> Any:
-    """Return a collective by its name, or by that below PyTorch 2.13; None without ``torch.distributed``."""
-    return find(f"torch.distributed.{name}", fallback=None) or find(f"torch.distributed.{former}", fallback=None)
-
-
-all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
-reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+#: By its name, or by that below PyTorch 2.13; None without ``torch.distributed``.
+all_gather_single = find("torch.distributed.all_gather_single", fallback=None) or find(
+    "torch.distributed.all_gather_into_tensor", fallback=None
+)
 _collectives = find("torch.distributed.distributed_c10d", fallback=None)
 
 
@@ -157,11 +154,9 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, modules and modes.
+#: Dynamo's classes of variables: of any, of frozen dataclasses and of modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
-DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
-ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
@@ -173,8 +168,6 @@ contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_c
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-CompileContext = find("torch._guards.CompileContext")
-convert_frame = find("torch._dynamo.convert_frame")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.

@@ -3,17 +3,15 @@
 from brevact.quantizers import ops as ops
 from brevact.quantizers.bits import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.checks import is_on_host
-from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
-from brevact.quantizers.formats.lossless.quantizer import ElementsQuantizer, LosslessQuantizer
-from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
-from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
-from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
-from brevact.quantizers.formats.per_sample.quantizer import SampleQuantizer
-from brevact.quantizers.formats.per_sample.widths import SampleWeights, widths_of_least_noise
-from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeQuantizer
-from brevact.quantizers.formats.uniform.quantizer import Granularity, UniformQuantizer
-from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
+from brevact.quantizers.formats.dual_precision import DualPrecisionQuantizer
+from brevact.quantizers.formats.lossless import ElementsQuantizer, LosslessQuantizer
+from brevact.quantizers.formats.mixed import MixedQuantizer, MixingQuantizer
+from brevact.quantizers.formats.normalized import NormalizedFormat, NormalizedQuantizer
+from brevact.quantizers.formats.per_sample import SampleQuantizer, SampleWeights, widths_of_least_noise
+from brevact.quantizers.formats.residual import ResidualQuantizer
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeQuantizer
+from brevact.quantizers.formats.uniform import Granularity, UniformQuantizer
+from brevact.quantizers.formats.weibull import WeibullQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import (
     decode_affine,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from brevact.geometry import DEFAULT_BLOCK, IntegerPlan
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
-from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
+from brevact.quantizers.formats.residual import ResidualQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec

@@ -27,7 +27,7 @@ from brevact.quantizers import (
     normalizing,
     reference,
 )
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from tests.crosses import taking_turns
 from tests.quantizers.grid_cases import GridCase, buckets, random_grid, values_around
 from tests.quantizers.kernel_op_cases import NAMES, SEED, check_kernel_op

@@ -118,7 +118,7 @@ OPS = (
         saves=Saves.PLACES,
     ),
     Op(
-        everywhere("exp exp2 var var_mean trapezoid trapz cumulative_trapezoid affine_grid affine_grid_generator stft"),
+        everywhere("exp exp2 var trapezoid trapz cumulative_trapezoid affine_grid affine_grid_generator stft"),
         stored=Stored(
             "exp, var, lerp, addcmul and other ops of a closed table",
             "activations packed, masks 1 bit, weights and indices unpacked",

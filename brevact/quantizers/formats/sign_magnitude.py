@@ -13,7 +13,7 @@ from brevact.private_names.of_torch import active_fake_mode
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int, check_number
-from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
+from brevact.quantizers.formats.mixed import MixingQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.quantizer import GridQuantizer

@@ -14,7 +14,7 @@ from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_fo
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
-from brevact.quantizers.formats.lossless.quantizer import ELEMENTS
+from brevact.quantizers.formats.lossless import ELEMENTS
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer

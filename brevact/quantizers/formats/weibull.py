@@ -10,7 +10,7 @@ from torch import Tensor
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
-from brevact.quantizers.formats.weibull.levels import UNITS, SideFits
+from brevact.quantizers.formats.weibull_levels import UNITS, SideFits
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.quantizer import GridQuantizer
