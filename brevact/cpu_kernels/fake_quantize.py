@@ -129,12 +129,11 @@ def fake_quantize_blocks(words_at, start, stop):
     shifted, rounded, numbers, spent = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     bits, q, random = u8_scratch(BLOCK), u8_scratch(BLOCK), u32_scratch(BLOCK // 2)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
-        if not single:
+        if index == start or not single:
             fill_numbers(words, first, count, scales, zero_points)
         x, out = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
         values = advance(f32_at(load(words, VALUES)), first) if load(words, VALUES) else spent
@@ -242,7 +241,6 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     bits, codes, numbers, row = u8_scratch(BLOCK), u8_scratch(BLOCK), u8_scratch(BLOCK), f32_scratch(256)
     spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
     for e in range(np.int64(1) << width if of_residuals else 0):
@@ -251,7 +249,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
-        if not single:
+        if index == start or not single:
             fill_numbers(words, first, count, scales, zero_points)
         g, target = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
         if of_values:
@@ -289,11 +287,10 @@ def decode_integers_blocks(words_at, start, stop):
     spare = (np.int64(1) << bit_width) - 1 if load(words, HAS_SPARE) else np.int64(-1)
     scales, zero_points, codes = f32_scratch(BLOCK), f32_scratch(BLOCK), u8_scratch(BLOCK)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
-    fill_numbers(words, 0, BLOCK if single else 0, scales, zero_points)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
-        if not single:
+        if index == start or not single:
             fill_numbers(words, first, count, scales, zero_points)
         packed, out = (
             advance(u8_at(load(words, CODES)), first // 8 * bit_width),
@@ -370,12 +367,7 @@ def fake_quantize(
 
 
 def run(
-    kernel: Any,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    arrays: tuple[Tensor | None, ...],
-    *words: int,
+    kernel: Any, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, arrays: tuple[Tensor | None, ...], *words: int
 ) -> None:
     numbers = scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()
     given = array("q", (*plan, *numbers, *map(address, arrays), *words))  # ctypes takes twice the time

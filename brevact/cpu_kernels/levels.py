@@ -38,7 +38,7 @@ from brevact.cpu_kernels.intrinsics import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
-from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
+from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, SCALE, next_of, start_of, words_of
 from brevact.cpu_kernels.packing import bytes_to_codes, halves_of, look_up_row, write_codes
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import uneven_levels
@@ -99,20 +99,15 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
             _emit_levels(levels, values, codes, np.float32(1.0), np.float32(-0.0), target, target_kind, at)
             continue
         norm = i64_at(norm_at)
-        outer, row, span, places = load(norm, OUTER), load(norm, ROW), load(norm, PLACE_INNER), load(norm, RUN)
+        outer, row, span = load(norm, OUTER), load(norm, ROW), load(norm, PLACE_INNER)
         means, factors, has_mean = f32_at(load(norm, MEAN)), f32_at(load(norm, SCALE)), load(norm, MEAN) != 0
-        start_of_run = bucket * inner // run * run
-        base, in_row, in_span = start_of_run // outer * row, start_of_run % outer, start_of_run % span
+        base, in_row, in_span = start_of(bucket * inner // run * run, norm)
+        group = base + in_span // run
         for slot in range(slots):
-            place = base + in_span // places
-            mean = load(means, place) if has_mean else np.float32(-0.0)  # which adds nothing, to zeros too
-            _emit_levels(levels, values, codes, load(factors, place), mean, target, target_kind, at + slot * codes)
+            mean = load(means, group) if has_mean else np.float32(-0.0)  # which adds nothing, to zeros too
+            _emit_levels(levels, values, codes, load(factors, group), mean, target, target_kind, at + slot * codes)
             if bucket * inner // run + slot < last:
-                in_row, in_span = in_row + run, in_span + run
-                if in_span >= span:
-                    in_span = np.int64(0)
-                if in_row >= outer:
-                    in_row, base = np.int64(0), base + row
+                base, group, in_row, in_span = next_of(base, group, in_row, in_span, run, span, outer, row)
 
 
 @kernel
@@ -166,11 +161,10 @@ def map_levels(
     if plan.geometry.bit_width > 4 or not plan.has_kernels:
         return NotImplemented
     own, words = uniform_table(plan, dtype), _words_of_segments(segments)
-    norm = None if factor is None or place is None else words_of(mean, factor, place)
+    norm_at, _norm = words_of(mean, factor, place)
     codes = buffer.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
-    norm_at, segments_at = 0 if norm is None else ctypes.addressof(norm), ctypes.addressof(words)
-    arguments = (*metadata, norm_at, segments_at, table.data_ptr(), KINDS[table.dtype], own.address)
+    arguments = (*metadata, norm_at, ctypes.addressof(words), table.data_ptr(), KINDS[table.dtype], own.address)
     entries = segments.slots << plan.geometry.bit_width
     share(map_levels_blocks, arguments, segments.rows // segments.slots, entries)
 

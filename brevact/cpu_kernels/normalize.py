@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,14 +18,14 @@ group, and which is whose: that of element e is e // OUTER * ROW + e % INNER // 
 
 
 @inlined
-def _start(first, words):
+def start_of(first, words):
     """Number of the first row's group, and places in the row and in a run of groups, of an element."""
     outer = load(words, OUTER)
     return first // outer * load(words, ROW), first % outer, first % load(words, INNER)
 
 
 @inlined
-def _next(base, group, in_row, in_inner, run, inner, outer, row):
+def next_of(base, group, in_row, in_inner, run, inner, outer, row):
     """The first four numbers, so many elements later, at the end of a run."""
     group, in_row, in_inner = group + 1, in_row + run, in_inner + run
     if in_inner >= inner:
@@ -47,7 +48,7 @@ def _map_elements(x, first, count, words_at, z, undoes):
     means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     none = np.float32(-0.0) if undoes else np.float32(0.0)  # which changes nothing, zeros neither
-    base, in_row, in_inner = _start(first, words)
+    base, in_row, in_inner = start_of(first, words)
     group, left = base + in_inner // run, run - in_inner % run
     e = 0
     while e < count:
@@ -63,7 +64,7 @@ def _map_elements(x, first, count, words_at, z, undoes):
             mean, scale = load(means, group) if has_mean else none, load(s, 0)
             for i in range(step):
                 store(target, i, _one(load(source, i), mean, scale, undoes))
-        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
+        base, group, in_row, in_inner = next_of(base, group, in_row, in_inner, step, inner, outer, row)
         e, left = e + step, run
 
 
@@ -82,8 +83,12 @@ def denormalize_elements(z, first, count, words_at, limit):
             store(z, i, limited(load(z, i), limit))
 
 
-def words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
+def words_of(mean: Tensor | None, factor: Tensor | None, place: Place | None) -> tuple[int, Any]:
+    """Address of the words of a normalization, 0 for none, and their owner."""
+    if factor is None or place is None:
+        return 0, None
     outer, row, inner, run = place
     if row == 1:  # one group from one multiple of `outer` to the next: kernels go through a run at a time
         inner = run = outer
-    return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), outer, row, inner, run)
+    words = array("q", (0 if mean is None else mean.data_ptr(), factor.data_ptr(), outer, row, inner, run))
+    return words.buffer_info()[0], words

@@ -7,7 +7,6 @@ and widths.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from array import array
 
@@ -79,26 +78,13 @@ _LOWEST = np.float32(-(2.0**128 - 2.0**104))
 
 
 @inlined
-def extend(x, count, low, high):
-    bits = i32_at(x)
+def extend(x, count, of_finite):
+    """Least and largest key, of the finite elements or of all; upside down for none."""
+    bits, low, high = i32_at(x), HIGHEST_KEY, LOWEST_KEY
     for e in range(count):
         key = key_of(load(bits, e))
-        low, high = min(low, key), max(high, key)
-    return low, high
-
-
-@inlined
-def is_finite_range(low, high):
-    return low > MINUS_INFINITY_KEY and high < INFINITY_KEY
-
-
-@inlined
-def extend_finite(x, count, low, high):
-    bits = i32_at(x)
-    for e in range(count):
-        key = key_of(load(bits, e))
-        finite = key > MINUS_INFINITY_KEY and key < INFINITY_KEY
-        low, high = min(low, key if finite else HIGHEST_KEY), max(high, key if finite else LOWEST_KEY)
+        counts = not of_finite or (key > MINUS_INFINITY_KEY and key < INFINITY_KEY)
+        low, high = min(low, key if counts else HIGHEST_KEY), max(high, key if counts else LOWEST_KEY)
     return low, high
 
 
@@ -266,10 +252,10 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         e = 0
         while e < count:
             run = min(inner, count - e)
-            low_key, high_key = extend(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-            flagged = not is_finite_range(low_key, high_key)
+            low_key, high_key = extend(advance(x, e), run, False)
+            flagged = low_key <= MINUS_INFINITY_KEY or high_key >= INFINITY_KEY
             if flagged:
-                low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+                low_key, high_key = extend(advance(x, e), run, True)
             if uneven:
                 low_end, high_end = canonical(low_key), canonical(high_key)
                 second_low, second_high, takes = HIGHEST_KEY, LOWEST_KEY, flagged
@@ -313,9 +299,8 @@ def quantize_uniform(
     if not plan.has_kernels:
         return NotImplemented
     table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
-    words = None if factor is None or place is None else words_of(mean, factor, place)
-    metadata = codes + plan.scale_at, codes + plan.minimum_at
-    key, norm_at = 0 if seed is None else int(seed), 0 if words is None else ctypes.addressof(words)
+    norm_at, _words = words_of(mean, factor, place)
+    metadata, key = (codes + plan.scale_at, codes + plan.minimum_at), 0 if seed is None else int(seed)
     arguments = (x.data_ptr(), codes, *metadata, key, table.address, norm_at)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size)
 
@@ -397,10 +382,9 @@ def dequantize_uniform(
     if not plan.has_kernels:
         return NotImplemented
     table, codes, geometry = uniform_table(plan, target.dtype), buffer.data_ptr(), plan.geometry
-    words = None if factor is None or place is None else words_of(mean, factor, place)
+    norm_at, _words = words_of(mean, factor, place)
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
     metadata, factors = (codes + plan.scale_at, codes + plan.minimum_at), 0 if other is None else other.data_ptr()
-    norm_at = 0 if words is None else ctypes.addressof(words)
     arguments = (codes, *metadata, factors, target.data_ptr(), table.address, norm_at, bits)
     share(dequantize_blocks, arguments, table.blocks, geometry.block_size)
     if mask is not None and not bits:

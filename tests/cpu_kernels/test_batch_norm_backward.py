@@ -117,8 +117,9 @@ def test_what_is_not_finite_stays_in_its_channel(bad: float, is_grad: bool):
 def test_an_infinite_deviation_makes_the_input_zero():
     given = Given((4, 6, 5, 5))
     given.invstd[2] = 0.0
-    for a, b in zip(given.by_kernel(MASK), given.by_aten(MASK), strict=True):
-        assert torch.equal(a[:, 2] if a.dim() > 1 else a[2], b[:, 2] if b.dim() > 1 else b[2])
+    found = given.by_kernel(MASK)
+    assert not given.x[:, 2].any() and not found[0][:, 2].any() and found[1][2] == 0
+    given.check(found)
 
 
 def test_the_number_of_threads_changes_no_bit():
@@ -185,11 +186,11 @@ def test_dispatch_modes_see_the_gradient():
 
 @pytest.mark.parametrize("shape", [(50000, 2, 1, 2), (4, 2, 512, 512)])
 def test_many_terms_are_added_as_exactly_as_few(shape: tuple[int, ...]):
-    """Float32 sums of 32 terms, added in float64: 33 roundings, and that of the result."""
+    """Sums in float64: the rounding of the result."""
     given = Given(shape)
     given.grad.fill_(0.1)
     total = given.grad.double().sum((0, 2, 3))
-    assert bool(((given.by_kernel(MASK)[2] - total).abs() <= 34 * HALF_STEP * total).all())
+    assert bool(((given.by_kernel(MASK)[2] - total).abs() <= 2 * HALF_STEP * total).all())
 
 
 def test_gradients_of_another_type_are_left_to_aten():

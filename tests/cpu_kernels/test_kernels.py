@@ -153,7 +153,8 @@ def test_sections_of_a_kernel_may_lie_anywhere(folder: Path):
 @pytest.mark.exhaustive
 def test_kernel_that_may_raise_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     text = "from brevact.cpu_kernels.intrinsics import *\n@kernel\n"
-    text += "def divide(target, amount, start, stop):\n    store(i64_at(target), 0, range(start, stop, amount)[0])\n"
+    text += "def divide(target, amount, start, stop):\n"
+    text += "    for block in range(start, stop, amount):\n        store(i64_at(target), 0, block)\n"
     (folder / "raising.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     importlib.import_module("raising")
