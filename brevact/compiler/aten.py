@@ -319,4 +319,4 @@ def is_cheap(node: Any) -> bool:
     packet = packet_of(node)
     if packet is aten.div:
         return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
-    return packet in _CHEAP
+    return packet in _CHEAP or (packet is aten.rsqrt and is_at_least_one(node.args[0]))

@@ -481,19 +481,25 @@ class Packing:
             yield node
 
     def _saturated(self, saved: Saved) -> list[fx.Node]:
-        """The results to save in place of an argument that only tanh or sigmoid read: its range may exceed theirs."""
-        found: list[fx.Node] = []
+        """The results to save in place of an argument of tanh or sigmoid, whose range may exceed theirs.
+
+        Parts of it that other ops read are saved, too; if these read all of it, it stays.
+        """
+        found: dict[fx.Node, None] = {}
         waiting = [saved.node] if saved.use is Use.SMOOTH and self.packs(saved) else []
         while waiting:
             node = waiting.pop()
-            if packet_of(node) in table.SATURATING and node is not saved.node:
-                found.append(node)
-            elif len(found) > _MOST_STEPS or not (node is saved.node or packet_of(node) in table.AFFINE):
-                return []
-            else:
-                waiting += readers_of(node, self.read)
+            for reader in readers_of(node, self.read):
+                if packet_of(reader) in table.SATURATING:
+                    found[reader] = None
+                elif reader not in self.gradients and _call_of(reader) in table.AFFINE:
+                    waiting.append(reader)
+                elif node is saved.node or len(found) > _MOST_STEPS:
+                    return []
+                else:
+                    found[node] = None
         is_small = sum(map(nbytes_of, found)) <= nbytes_of(saved.node)
-        return found if is_small and all(map(self.may_round, found)) else []
+        return list(found) if is_small and all(map(self.may_round, found)) else []
 
     def save_statistics(self) -> None:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again.
@@ -888,6 +894,11 @@ def _root(node: Any) -> fx.Node:
         if packet_of(before) not in table.MOVES:
             return node
         node = before.args[0]
+
+
+def _call_of(node: Any) -> Any:
+    """The op of a node, of one of several results that of the call that returns them."""
+    return packet_of(node.args[0] if node.target is operator.getitem else node)
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
