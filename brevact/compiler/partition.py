@@ -505,18 +505,19 @@ class Packing:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again.
 
         Where a norm alone reads a tensor, in another order, the moved copy is saved: its rows are what the norm scales.
+        So is it where attention alone reads it as keys.
         """
         found: dict[fx.Node, None] = {}
         for each in self.dependence.saved:
             if each.use is Use.EXACT or not self.packs(each):
                 continue
             node, settings = each.node, self.settings_of(each.readers)
-            while (statistics := self.statistics(node, settings)) is None:
+            while (statistics := self.statistics(node, settings)) is None and not self.is_key(node):
                 reader, *others = readers_of(node, self.read)
                 if others or packet_of(reader) not in table.MOVES or nbytes_of(reader) != nbytes_of(node):
                     break
                 node = reader
-            if statistics is not None and node is not each.node:
+            if node is not each.node and (statistics is not None or self.is_key(node)):
                 del self.saved[each.node]
                 found[node] = None
             found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
@@ -765,7 +766,8 @@ class Packing:
         with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
-            x = self.call(aten.reshape.default, node, self.sizes(viewed)[0]) if shape else node
+            x = self.less_mean(node) if self.is_key(node) else node
+            x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
             x, size, stride = self.placed(x, x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
@@ -780,6 +782,20 @@ class Packing:
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
+
+    def is_key(self, node: fx.Node) -> bool:
+        """Whether attention alone reads a tensor, as its keys, of which it does not read the mean."""
+        readers = readers_of(node, self.read)
+        places = [table.KEYS.get(packet_of(each), (-1, -1)) for each in readers]
+        return bool(readers) and all(
+            key > 0 and each.args[key] is node and each.args[query] is not node
+            for each, (query, key) in zip(readers, places, strict=True)
+        )
+
+    def less_mean(self, node: fx.Node) -> fx.Node:
+        mean = self.call(aten.mean.dim, node, [-2], True)
+        is_finite = self.call(aten.eq.Scalar, self.call(aten.sub.Tensor, mean, mean), 0)
+        return self.call(aten.sub.Tensor, node, self.call(aten.where.ScalarOther, is_finite, mean, 0))
 
     def pack_integers(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
         x = node.meta["val"]
