@@ -300,7 +300,15 @@ def is_at_least_one(node: Any) -> bool:
 
 
 def is_steep(node: Any) -> bool:
-    """Whether a node is an exponential without a bound: few of its values would take the range of all others."""
+    """Whether a node is an exponential or a quotient without a bound: few of its values would take all others' range.
+
+    Quotients by numbers that broadcast, such as norms and sums of rows, have one.
+    """
+    if packet_of(node) in (aten.div, aten.reciprocal):
+        below = node.args[-1]
+        sizes = [getattr(each, "meta", {}).get("val") for each in (node, below)]
+        is_same = all(isinstance(x, torch.Tensor) for x in sizes) and sizes[0].shape == sizes[1].shape
+        return is_same and packet_of(below) is not aten.expand and not is_at_least_one(below)
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
     x = node.args[0]

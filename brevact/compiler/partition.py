@@ -166,6 +166,7 @@ class Packing:
         self.save_masks()
         self.save_statistics()
         self.save_what_lacks_to_one()
+        self.save_distances_to_one()
 
     # --- which tensors to save
 
@@ -562,6 +563,30 @@ class Packing:
             self._redirect(self.nodes, {p: again})
             del self.saved[p]
             self.saved |= {left: None, place: None}
+            self.nodes = self.backward_nodes()
+        self.analyse()
+
+    def save_distances_to_one(self) -> None:
+        """Save 1 - p for a sigmoid p above 1/2, and a mask: sure elements' gradients are of that size."""
+        for each in self.dependence.saved:
+            p = each.node
+            if packet_of(p) is not aten.sigmoid or not self.is_lossy(p, each):
+                continue
+
+            def turn(x: fx.Node, is_above: fx.Node) -> fx.Node:
+                return self.call(
+                    aten.where.self, is_above, self.call(aten.add.Tensor, self.call(aten.neg.default, x), 1), x
+                )
+
+            with self.insert_after(p):
+                is_above = self._like(p, self.call(aten.gt.Scalar, p, 0.5))
+                left = self._like(p, turn(p, is_above))
+                again = self._like(p, turn(left, is_above))
+            for nodes in (self.live, self.activations):
+                nodes.add(left)
+            self._redirect(self.nodes, {p: again})
+            del self.saved[p]
+            self.saved |= {left: None, is_above: None}
             self.nodes = self.backward_nodes()
         self.analyse()
 

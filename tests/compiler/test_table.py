@@ -277,6 +277,26 @@ def test_what_keys_have_in_common_adds_no_noise():
     assert errors[1] < 2 * errors[0]
 
 
+def _squared_dice(x: Tensor) -> Tensor:
+    p, mask = x.sigmoid(), (x.detach() > 0).float()
+    return 1 - 2 * (p * mask).sum() / ((p * p).sum() + mask.sum())
+
+
+#: Losses whose gradients vanish where a sigmoid is sure.
+SURE = {
+    "cross-entropy of probabilities": lambda x: F.binary_cross_entropy(x.sigmoid(), (x.detach() > 0).float()),
+    "squared Dice": _squared_dice,
+}
+
+
+@pytest.mark.parametrize("name", some_of(SURE, quick=2))
+def test_losses_of_sure_sigmoids_have_little_noise(name):
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    errors, norm, _ = _errors_of_attention((x + 6 * x.sign()).requires_grad_(), SURE[name], DitherBackward4bit)
+    assert float(errors.flatten(1).norm(dim=1).mean()) < 0.5 * norm
+    assert float(errors.mean(0).norm()) <= 5 * float(errors.std(0).norm()) / DRAWS**0.5 + 0.05 * norm
+
+
 def _gated_steps(x: Tensor) -> Tensor:
     """An LSTM's steps, written out."""
     state = cell = x.new_zeros(len(x), 16)
