@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from brevact.command_line.launcher import allocator_in_use, mimalloc
+from brevact.command_line.doctor import allocator_in_use, mimalloc
 from brevact.heap import is_left_alone
 from recipes import files, results, training
 from recipes.policies import CHECKPOINT, PLAIN, variant_of

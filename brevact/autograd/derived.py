@@ -27,7 +27,7 @@ from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restr
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import reported
 from brevact.autograd.weights import is_parameter_or_view
@@ -236,7 +236,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 
 
 def derive_output(
-    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Weight, bias: Weight
 ) -> None:
     if kept is None or not region.settings.derives:
         return

@@ -14,6 +14,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
+from brevact.autograd.storages import Tensors
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
@@ -121,32 +122,32 @@ class Derived(Decoder):
         function = self.expression.function
         return function is torch.mul or getattr(function, "__name__", None) in DIVISIONS
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self._computed(tensors, None)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
 
-    def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
+    def parts(self, tensors: Tensors) -> list[Saved]:
         parts, start = [], 0
         for decoder, count in self.sources:
             parts.append((tensors[start : start + count], decoder))
             start += count
         return parts
 
-    def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _evaluated(self, tensors: Tensors) -> Tensor:
         parts, early = self.parts(tensors), self.deep
         if early:
             early -= {max(early, key=lambda number: place_of(parts[number]))}
         return _evaluated(self.expression, _Reading(parts, {}, self.repeated, early), is_whole=True)[0]
 
-    def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+    def _computed(self, tensors: Tensors, grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return self._computed_plainly(tensors, grad)
         return self._computed_plainly(tensors, grad)
 
-    def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+    def _computed_plainly(self, tensors: Tensors, grad: Tensor | None) -> Tensor:
         if self.function is None:
             values = self._evaluated(tensors)
         else:
@@ -228,13 +229,13 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
     if not operands or not all([isinstance(operand, int) for operand in operands]):
         return None
     *others, last = sorted(operands, key=lambda number: _is_output(parts[number]))
-    tensors, decoder = cast("tuple[tuple[Tensor, ...], Any]", parts[last])
+    tensors, decoder = cast("tuple[Tensors, Any]", parts[last])
     if not _is_output(parts[last]) or not decoder.is_affine or decoder.is_read_again(tensors) or last in others:
         return None
     bits = None
     if mask is not None:
         layout = Layout.of_sizes(decoder.shape, decoder.source.spec.layout.result_stride, decoder.dtype)
-        packed, of_mask = cast("tuple[tuple[Tensor, ...], Any]", parts[cast("int", mask)])
+        packed, of_mask = cast("tuple[Tensors, Any]", parts[cast("int", mask)])
         bits = of_mask.bits(packed, layout)
         if bits is None:
             return None

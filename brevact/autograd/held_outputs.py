@@ -26,13 +26,13 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import LONE, referent, versions_of
+from brevact.autograd.storages import LONE, Tensors, referent, versions_of
 from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
 MOST_HELD = 1 << 18
 
-Decode = Callable[[tuple[Tensor, ...]], Tensor]
+Decode = Callable[[Tensors], Tensor]
 
 
 class Cache(threading.local):
@@ -42,7 +42,7 @@ class Cache(threading.local):
         self._most, self._elements = most, 0
         self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
 
-    def decoded(self, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
+    def decoded(self, decoder: Any, tensors: Tensors, decode: Decode) -> Tensor:
         owner = tensors[0].untyped_storage()
         found = self._of.get(weakref.ref(owner))
         if found is not None:
@@ -177,7 +177,7 @@ class HeldOutput(Decoder):
         self.lasts = all(decoder.lasts for decoder, _ in self.sources)
         self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)
         found = None if held is None else held.find()
         if found is None:
@@ -185,7 +185,7 @@ class HeldOutput(Decoder):
             _hold(tensors[0], found, graph)
         return found
 
-    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:
+    def _computed(self, tensors: Tensors) -> tuple[Tensor, Graph | None]:
         raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ def is_held(token: Tensor) -> bool:
     return _HELD in token.untyped_storage().__dict__
 
 
-def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+def take(decoder: Decoder, tensors: Tensors) -> tuple[Tensor, bool]:
     """Decode a tensor, no longer held; return it, and whether the caller may overwrite it: nobody else reads it."""
     found = decoder.decode(tensors)
     if not isinstance(decoder, HeldOutput):

@@ -31,12 +31,12 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, is_held, make_token, take
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
-from brevact.autograd.storages import LONE, is_tracked
+from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, Weight, one_object_each, with_strides
+from brevact.autograd.storages import LONE, Tensors, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
@@ -57,15 +57,13 @@ class LayerOutput(HeldOutput):
     layer: Layer
     decodes_through = True
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if grad is None:
             return function(self.decode(tensors))
         values, is_owned = take(self, tensors)  # an activation function reads first in forward, so last in backward
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
-    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def input_of(self, tensors: Tensors) -> Saved:
         decoder, count = self.sources[0]
         return tensors[1 : 1 + count], decoder
 
@@ -74,7 +72,7 @@ class LayerOutput(HeldOutput):
         """Whether each output row is a function of the same input row, as in a linear layer."""
         return not isinstance(self.layer, BoundCall) and is_contiguous(self.shape, self.stride)
 
-    def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
+    def rows(self, tensors: Tensors) -> Callable[[int, int], Tensor]:
         with torch.no_grad(), DisableAutocast():
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
@@ -85,13 +83,13 @@ class LayerOutput(HeldOutput):
 
         return compute
 
-    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+    def _computed(self, tensors: Tensors) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return self._run(tensors), None
         return self._run(tensors), None
 
-    def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _operands(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
         (_, inputs), (of_weight, weights) = self.sources
         kept, source = self.input_of(tensors)
         x = source.decode(kept)
@@ -100,7 +98,7 @@ class LayerOutput(HeldOutput):
         x, weight, *bias = (each if each.dtype is self.dtype else each.to(self.dtype) for each in operands)
         return x, weight, bias[0] if bias else None
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _run(self, tensors: Tensors) -> Tensor:
         x, weight, bias = self._operands(tensors)
         count(math.prod(self.shape))
         samples, step = self.shape[0], samples_of_call(self.shape)
@@ -130,7 +128,7 @@ def is_output(decoder: Decoder) -> bool:
     return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, HeldOutput)
 
 
-def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
+def rows_of(decoder: Decoder, tensors: Tensors) -> Callable[[int, int], Tensor] | None:
     """Return a function (start, stop) -> rows of a linear layer's output; None for others, and once it is computed."""
     whole = decoder.decoder if isinstance(decoder, View) else decoder
     if not isinstance(whole, LayerOutput) or not whole.has_rows or is_held(tensors[0]):
@@ -149,7 +147,7 @@ def serves_norms(decoder: Decoder) -> bool:
 
 
 def remember_output(
-    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
+    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Weight, out: Tensor, cost: float
 ) -> None:
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
@@ -210,10 +208,10 @@ class _NormOutput(PassesOn):
     allows_double_backward = False
     how = storage_report.DERIVED
 
-    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def input_of(self, tensors: Tensors) -> Saved:
         return tensors[: self.count], self.decoder
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return False
 
     def _finished(self, out: Tensor) -> Tensor:
@@ -226,7 +224,7 @@ class NormOutputAgain(_NormOutput):
     __slots__ = ()
 
     @torch.no_grad()
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         x, given = self.decoder.decode(tensors[: self.count]), iter(tensors[self.count + 1 :])
         mean, weight, bias = (next(given) if there else None for there in self.has)
         shift, scale = aligned(self.alignment, mean, tensors[self.count], self.shape)
@@ -246,10 +244,7 @@ class ChannelsAgain(_NormOutput):
     __slots__ = ()
     decodes_through = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
-
-    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         x, scale, shift = self._read(tensors)
         is_owned = isinstance(self.decoder, HeldOutput) and not is_held(tensors[0])
         is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
@@ -259,21 +254,13 @@ class ChannelsAgain(_NormOutput):
             return x
         return self._finished(_affine(x, scale, shift))
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        return may_be_held(math.prod(self.shape), tensors[0])
-
-    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         spread, shift, *weight = tensors[self.count :]
         with torch.no_grad():
             scale = self.alignment.inverse(spread)
             return self.decoder.decode(tensors[: self.count]), scale * weight[0] if weight else scale, shift
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
-        if self.is_read_again(tensors):
-            values = function(decoded(self, tensors, self._decode))
-            return values if grad is None else grad * values
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         x, scale, shift = self._read(tensors)
         samples, size = self.shape[0], math.prod(self.shape[1:])
         step = samples if x.is_cuda else max(_NUMEL_IN_CACHE // size, 1)
@@ -307,7 +294,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def recomputed_output(
-    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
 ) -> Saved | None:
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):

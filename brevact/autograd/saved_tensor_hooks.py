@@ -35,7 +35,6 @@ from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_o
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
-from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
@@ -437,7 +436,7 @@ class SavedTensorHooks:
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
         """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
-        region = self._region
+        region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:
             return region, "", None
         name, label, letter, call = saver_of(x, frame)
@@ -446,7 +445,9 @@ class SavedTensorHooks:
             storage_report.report_code(label)
         if has_rule:
             region = region.keeper_of(name)
-        elif letter == UNKNOWN or (letter == SMOOTH and not _derives_curved(region.settings)):
+        elif letter == UNKNOWN or (
+            letter == SMOOTH and settings is not None and not (settings.derives_curved or settings.is_lossless)
+        ):
             why = storage_report.other_code(label) if storage_report.recorders else storage_report.OTHER_CODE
             return region, why if region.packs else "", None
         if letter == GRADIENT:
@@ -462,10 +463,6 @@ class SavedTensorHooks:
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
             return keep_as_it_is(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
-
-
-def _derives_curved(settings: BackwardSettings | None) -> bool:
-    return settings is None or settings.derives_curved or settings.is_lossless
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

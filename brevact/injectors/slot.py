@@ -10,7 +10,6 @@ from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.brevitas_injectors import is_act_quantizer, names_looked_up
 from brevact.injectors.class_protocol import InjectorClass, added_values, written_values
 from brevact.injectors.injector_type import (
     ACT_PREFIX,
@@ -22,7 +21,7 @@ from brevact.injectors.injector_type import (
     unknown_setting,
 )
 from brevact.injectors.proxies import BackwardQuantProxy
-from brevact.injectors.resolve import resolve
+from brevact.injectors.resolve import is_act_quantizer, names_looked_up, resolve
 from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 from brevact.quantizers.brief import brief
 from brevact.user_lines import warn

@@ -15,6 +15,7 @@ import difflib
 import json
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -72,7 +73,15 @@ def key_to_plain(key: Any) -> dict[str, Any]:
     if are_module_types(key):
         names = {kind: name for name, kind in LAYER_TYPES.items()}
         kinds = key if isinstance(key, tuple) else (key,)
-        return {"types": [names[kind] if kind in names else _refuse_type(kind) for kind in kinds]}
+        for kind in kinds:
+            if kind not in names:
+                raise TypeError(
+                    f"policy rule {kind.__module__}.{kind.__qualname__} cannot be saved: a file names types of "
+                    "torch.nn, brevitas.nn and brevact.nn alone, so that it runs no code; write name patterns in its "
+                    "place: {name: quantizer for name, module in model.named_modules() if isinstance(module, "
+                    f"{kind.__name__})}}"
+                )
+        return {"types": [names[kind] for kind in kinds]}
     for name, predicate in PREDICATES.items():
         if key is predicate:
             return {"predicate": name}
@@ -125,14 +134,6 @@ def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:
     )
 
 
-def _refuse_type(kind: type) -> str:
-    raise TypeError(
-        f"policy rule {kind.__module__}.{kind.__qualname__} cannot be saved: a file names types of torch.nn, "
-        "brevitas.nn and brevact.nn alone, so that it runs no code; write name patterns in its place: "
-        f"{{name: quantizer for name, module in model.named_modules() if isinstance(module, {kind.__name__})}}"
-    )
-
-
 _TOP = ("brevact", "rules", "layers", "report")
 _OF_RULES = (*FIELDS, "quantizer", "settings")
 
@@ -144,7 +145,7 @@ def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: 
     if layers is not None:
         plain["layers"] = dict(layers)
     if report is not None:
-        plain["report"] = report.to_plain()
+        plain["report"] = asdict(report)
     return json.dumps(plain, indent=1) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from brevact.tables import MIB, text_table
@@ -108,9 +108,6 @@ class FitReport:
         if self.recompute:
             text += f", layers of up to {self.recompute} multiplications an element are recomputed"
         return f"{text}\n{self.note}" if self.note else text
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:

@@ -39,7 +39,7 @@ from brevact.reports.gradient_noise import (
 )
 from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
-from brevact.reports.memory_table import Chain, MemoryReport, chains_of
+from brevact.reports.memory_table import Chain, chains_of
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB, MOST_BARS, plot_bars, progress_bar, size_text, text_table, write_csv
 
@@ -400,9 +400,14 @@ def gradient_report(
             for module in model.modules():
                 detach_region(module, POLICY)
             attach_policy(model, policy)
-        graphs = _memory_of_graphs(model, batches[0], loss)
+        batch = without_surroundings(batches[0])
+        run = functools.partial(loss, batch=batch)
+        graphs = report_of_graphs(model, run) if is_compiled(model) else None
+        graphs = graphs if graphs is not None and graphs.rows else None  # no graph packs
         with tails_of_inputs(model) as tails:
-            memory = graphs or _take_policy(model, batches[0], loss)
+            memory = graphs or memory_of(model, run, batch)
+        if memory.note == BY_DEFAULT:
+            attach_policy(model)
         chains = chains_of(memory)
         is_measured = layers is not None and bool(chains) and graphs is None
         passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
@@ -464,24 +469,6 @@ _OF_GRAPHS = (
     "The rows are tensors of compiled graphs, whose noise is measured in the total only; pass the model before "
     "torch.compile for the noise of each layer."
 )
-
-
-def _memory_of_graphs(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport | None:
-    """The tensors that a compiled model's graphs save; None for other models, and where no graph packs."""
-    if not is_compiled(model):
-        return None
-    batch = without_surroundings(batch)
-    found = report_of_graphs(model, lambda measured: loss(measured, batch))
-    return found if found.rows else None
-
-
-def _take_policy(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    """Return the bytes that the model saves under its policy, or else under the default one, which it then gets."""
-    batch = without_surroundings(batch)
-    memory = memory_of(model, lambda measured: loss(measured, batch), batch)
-    if memory.note == BY_DEFAULT:
-        attach_policy(model)
-    return memory
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import statistics
 import time
@@ -17,11 +19,11 @@ from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
+from brevact.private_names.of_profiler import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled
-from brevact.reports.peak import peak_of
 from brevact.tables import size_text, text_table, write_csv
 
 __all__ = ["StepReport", "step_report"]
@@ -166,6 +168,22 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
         model.zero_grad(set_to_none=True)
 
     return run
+
+
+def peak_of(step: Callable[[], object], device: torch.device) -> int:
+    step()  # warm up compiled kernels and cached constants
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    return max(itertools.accumulate(allocations(profile)), default=0)
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:

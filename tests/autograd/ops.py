@@ -227,15 +227,6 @@ PACKED = [
     Op("kl_div", lambda: ToTarget(F.kl_div, MAP, distribution, reduction="batchmean")),
     Op("kl_div log_target", lambda: ToTarget(F.kl_div, MAP, reduction="sum", log_target=True)),
     Op("bce_with_logits", lambda: ToTarget(F.binary_cross_entropy_with_logits, MAP, zero_one)),
-    Op(
-        "bce_with_logits weighted",
-        lambda: ToTarget(
-            *(F.binary_cross_entropy_with_logits, MAP, torch.sigmoid),
-            weight=torch.rand(12),
-            pos_weight=torch.rand(4, 1, 1) * 9,
-            reduction="none",
-        ),
-    ),
     Op("dice loss", lambda: ToTarget(dice, MAP, zero_one)),
     Op("tversky loss", lambda: ToTarget(dice, MAP, zero_one, falsely=0.7)),
     Op("squeeze-excitation", Scaled),

@@ -10,7 +10,7 @@ from torch import distributed
 
 import brevact
 from brevact.distributed import QuantizedHook, quantized_hook
-from brevact.distributed.packing import is_unbiased, pack
+from brevact.distributed.hook import is_unbiased, pack
 from brevact.quantizers import NormalizedQuantizer
 from tests.distributed.models import averaged, normal, parallel
 from tests.quantizers.subjects import SUBJECTS

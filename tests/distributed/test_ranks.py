@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import brevact
-from brevact.distributed.packing import pack
+from brevact.distributed.hook import pack
 from tests.distributed.ranks import given
 from tests.ranks import WORLD, load_ranks, run_ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from dataclasses import asdict
 
 import brevitas.nn as qnn
 import pytest
@@ -162,7 +163,7 @@ def test_save_refuses_what_is_the_users_own_and_writes_no_file(rules, words, tmp
 
 
 RULE = {"name": "*", "quantizer": "StochBackward2bit"}
-REPORT = brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7).to_plain() | {"groups": []}
+REPORT = asdict(brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7)) | {"groups": []}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from brevact.autograd import regions_disabled
 from brevact.reports.gradient_noise import gradients, plain_gradients
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import _measure, _measured_plain
-from brevact.reports.peak import peak_of
-from brevact.reports.step import step_of
+from brevact.reports.step import peak_of, step_of
 from tests.reports.test_in_place import collecting
 
 IMAGES, TOKENS, VOLUMES = torch.randn(2, 3, 12, 12), torch.randn(4, 16, 32), torch.randn(1, 1, 8, 8, 8)

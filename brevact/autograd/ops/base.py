@@ -38,6 +38,10 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
+#: Which gradients are needed.
+Needs = tuple[bool, ...]
+
+
 class SavedValue(NamedTuple):
     tensors: tuple[Tensor, ...]
     decoder: Any
@@ -134,7 +138,7 @@ Formula.record = super(torch.autograd.Function, Formula).apply  # of a class in 
 def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
     """Return the gradient g * mask * factor, laid out as torch's; ``is_exact``: 0 g is NaN where g is not finite."""
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: SavedValue) -> tuple[Tensor, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: SavedValue) -> tuple[Tensor, ...]:
         product = grad * kept.decode() if is_exact or stride is None else kept.multiply(grad)
         if stride is not None:
             product = lay_out(product, grad, stride, saved_first=saved_first)
@@ -278,7 +282,7 @@ def outside_regions(device: torch.device) -> Iterator[None]:
 
 
 def gradients_of(
-    compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
+    compute: Callable[..., Tensor], tensors: list[Tensor], needs: Needs, grad: Tensor
 ) -> list[Tensor | None]:
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
     with outside_regions(grad.device):
@@ -310,7 +314,7 @@ def compute_from_weight(
             known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
         return out
 
-    def through(needs: tuple[bool, ...], grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:
+    def through(needs: Needs, grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:
         return (gradients or functools.partial(gradients_of, compute))([*tensors], needs, grad)
 
     with DisableTorchFunction():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.ops.base import Formula, compute_from_weight, gradients_of, save
+from brevact.autograd.ops.base import Formula, Needs, compute_from_weight, gradients_of, save
 from brevact.autograd.ops.one_pass import Kind, OnePass, one_pass_for
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.store import keep_as_it_is, reported
@@ -55,7 +55,7 @@ class Integers(NamedTuple):
     def by_ops(self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor) -> Tensor:
         return (self.clamp(self.round(x / pre_scale + pre_zero_point)) - zero_point) * scale
 
-    def gradients(self, tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor) -> Sequence[Tensor | None]:
+    def gradients(self, tensors: list[Tensor], needs: Needs, grad: Tensor) -> Sequence[Tensor | None]:
         one_pass = one_pass_for(self.kind, False, *tensors)
         if one_pass is None:
             return gradients_of(self.by_ops, tensors, needs, grad)
@@ -141,7 +141,7 @@ def _gradients(
     residual_of: ResidualQuantizer | None,
     of_zero_point: torch.Size,
     keeps_ends: bool,
-    needs: tuple[bool, ...],
+    needs: Needs,
     grad: Tensor,
     codes: Any,
     residual: Any,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.ops.base import OfWeight, compute_from_weight, save
+from brevact.autograd.ops.base import Needs, OfWeight, compute_from_weight, save
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 
@@ -99,7 +99,7 @@ def _scale(value: Tensor, threshold: Tensor, least: float | None, learns: bool) 
     return OfWeight.record(None, run, _of_scale, value, threshold)
 
 
-def _of_scale(needs: tuple[bool, ...], grad: Tensor, signed: Tensor, threshold: Tensor) -> tuple[Tensor, None]:
+def _of_scale(needs: Needs, grad: Tensor, signed: Tensor, threshold: Tensor) -> tuple[Tensor, None]:
     return (grad / threshold).to(signed.dtype).mul_(signed.sgn()), None
 
 

@@ -29,6 +29,7 @@ from brevact.autograd.derived import derive, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.ops.base import (
     Formula,
+    Needs,
     as_number,
     clamp_passes_bounds,
     expanded_one,
@@ -264,7 +265,7 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
         save(ctx, mask if needs_input else None, below, exact=(weight,))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, mask: Any, below: Any, weight: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, mask: Any, below: Any, weight: Tensor) -> tuple[Any, ...]:
         w = _along_channels(weight.to(dtype), grad)
         grad_input = grad_weight = None
         if mask is not None:
@@ -278,11 +279,11 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     return region.apply(Formula, run, gradients, input, weight)
 
 
-def _times(needs: tuple[bool, ...], grad: Tensor, kept: Any) -> tuple[Any, ...]:
+def _times(needs: Needs, grad: Tensor, kept: Any) -> tuple[Any, ...]:
     return (kept.multiply(grad),)
 
 
-def _times_sign(needs: tuple[bool, ...], grad: Tensor, above: Any, below: Any) -> tuple[Any, ...]:
+def _times_sign(needs: Needs, grad: Tensor, above: Any, below: Any) -> tuple[Any, ...]:
     sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
     return (lay_out(sign.mul_(grad), grad, sign.stride()),)
 

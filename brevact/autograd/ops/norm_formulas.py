@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment, NormInput
-from brevact.autograd.saved import Keeper, Saved, one_object_each
+from brevact.autograd.saved import Keeper, Saved, Weight, one_object_each
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -36,6 +36,7 @@ from brevact.quantizers.backends import cpu_kernels, run_by_kernels
 from brevact.quantizers.normalizing import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Mask = list[bool]  # which gradients are needed
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -46,13 +47,7 @@ _OF_LAST_DIMS = Alignment(of_last_dims=True)
 
 
 def packed_batch_norm_backward(
-    packing: NormalizedPlan,
-    buffer: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
+    packing: NormalizedPlan, buffer: Tensor, grad: Tensor, weight: Weight, invstd: Tensor, eps: float, mask: Mask
 ) -> Gradients:
     """Gradients by batch statistics from packed normalized values; kernels sum in another order than ATen."""
     place = packing.place
@@ -69,14 +64,7 @@ def packed_batch_norm_backward(
 
 @run_by_kernels
 def batch_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
-    overwrites: bool,
+    grad: Tensor, x: Tensor, weight: Weight, mean: Tensor, invstd: Tensor, eps: float, mask: Mask, overwrites: bool
 ) -> Gradients:
     """Gradients of batch norm by batch statistics; if it ``overwrites``, the input's may reuse the memory of ``x``.
     The kernel adds the terms of sums in another order than ATen.
@@ -87,8 +75,8 @@ def batch_norm_backward(
 @run_by_kernels
 def batch_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Weight,
+    bias: Weight,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     momentum: float,
@@ -117,13 +105,11 @@ class Norm:
     def running(self) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the output, the means and the inverse deviations, as ATen does."""
         raise NotImplementedError
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         raise NotImplementedError
 
     @property
@@ -167,13 +153,11 @@ class BatchNorm(Norm):
     def running(self) -> tuple[Tensor | None, Tensor | None]:
         return self.running_mean, self.running_var
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         run = batch_norm.reference if self.packing is None else batch_norm
         return run(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
 
     @property
@@ -187,7 +171,7 @@ class InstanceNorm(BatchNorm):
 
     name = "instance_norm"
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         n, c = x.shape[:2]
         running = [_repeat(kept, n) for kept in self.running]
         out, mean, invstd, _, _ = batch_norm_impl_index(
@@ -199,9 +183,7 @@ class InstanceNorm(BatchNorm):
                 kept.copy_(repeated.view(n, c).mean(0))
         return out.view(x.shape), mean, invstd
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         found = super().backward(_as_one(grad), _as_one(x), mean, invstd, _repeat(weight, len(x)), mask)
         grad_input, *totals = found
         of_weight, of_bias = (None if total is None else total.view(x.shape[:2]).sum(0) for total in totals)
@@ -230,7 +212,7 @@ class Frozen(Norm):
     def __post_init__(self) -> None:
         self.name, self.alignment = self.function.__name__, Alignment(self.eps)
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
         rest = False, self.momentum, self.eps, self.cudnn_enabled
         out = self.function(x, weight, bias, self.mean, self.var, *rest)
@@ -238,9 +220,7 @@ class Frozen(Norm):
             return out, self.mean.clone(), self.var.clone()
         return out, self.mean, self.var
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Weight, mask: Mask) -> Gradients:
         if self.function is torch.instance_norm:  # it lays out samples as channels
             grad, x = grad.contiguous(), x.contiguous()
         return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
@@ -262,12 +242,10 @@ class LayerNorm(_OfLastDims):
     eps: float
     name = "layer_norm"
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         return torch.native_layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         # ATen reads the bias's dtype alone, which is the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
 
@@ -285,13 +263,11 @@ class GroupNorm(Norm):
         n, c = x.shape[:2]
         return n, c, x.numel() // (n * c), self.groups
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         dense = x.contiguous(memory_format=_format_of(x))
         return torch.native_group_norm(dense, _dense(weight), _dense(bias), *self._sizes(x), self.eps)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         order = _format_of(x)
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
         return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
@@ -304,7 +280,7 @@ class GroupNorm(Norm):
         return self.name, self.groups, self.eps
 
 
-def _dense(weight: Tensor | None) -> Tensor | None:
+def _dense(weight: Weight) -> Tensor | None:
     """Make a weight contiguous: ATen's group norm ignores its strides."""
     return None if weight is None else weight.contiguous()
 
@@ -321,7 +297,7 @@ class RMSNorm(_OfLastDims):
     has_mean = False
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, weight: Tensor | None, bias: None
+        self, x: Tensor, weight: Weight, bias: None
     ) -> tuple[Tensor, None, Tensor]:
         if x.is_cuda and not self._is_fused(x, weight):  # ATen's fused kernel supports one dtype and memory order
             square, eps = x.to(torch.promote_types(x.dtype, torch.float32)).square(), self.eps
@@ -332,7 +308,7 @@ class RMSNorm(_OfLastDims):
         return out, None, invstd
 
     def backward(  # type: ignore[override]
-        self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+        self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Weight, mask: Mask
     ) -> Gradients:
         """dx = invstd * (g w - x^ mean(g w x^)), dw = sum of g x^, with x^ = x * invstd."""
         if x.is_cuda and grad.dtype is x.dtype and self._is_fused(x, weight):
@@ -352,7 +328,7 @@ class RMSNorm(_OfLastDims):
         return tuple(range(-len(self.normalized_shape), 0))
 
     @staticmethod
-    def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
+    def _is_fused(x: Tensor, weight: Weight) -> bool:
         is_alike = weight is None or weight.dtype is x.dtype
         return is_alike and suggest_memory_format(x) is torch.contiguous_format
 

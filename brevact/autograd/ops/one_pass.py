@@ -159,15 +159,8 @@ class Quantized(NamedTuple):
     residual: Saved | None
 
 
-def one_pass_for(
-    kind: Kind | None,
-    rectifies: bool,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    pre_scale: Tensor,
-    pre_zero_point: Tensor,
-) -> OnePass | None:
+def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) -> OnePass | None:
+    scale, zero_point, pre_scale, pre_zero_point = given
     if kind is None or not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
@@ -186,13 +179,10 @@ def one_pass_for(
         return None
     if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
         return None  # a ReLU's gradient is 0 behind the division by NaN
-    if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
-        return None  # torch rounds addends, but not factors
+    if x.is_cpu and zero_point.dtype is not dtype is not torch.float32:
+        if not torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point):
+            return None  # torch rounds addends, but not factors
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
-
-
-def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
-    return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 
 @functools.lru_cache(maxsize=4096)

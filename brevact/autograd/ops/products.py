@@ -27,7 +27,7 @@ from torch import Tensor
 from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.layer_recompute import remember_output
-from brevact.autograd.ops.base import Formula, out_of_place, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
@@ -123,7 +123,7 @@ def _apply(
         return out
 
     def gradients(
-        dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any
+        dtype: torch.dtype, needs: Needs, grad: Tensor, kept_b: Any, kept_a: Any
     ) -> tuple[Tensor | None, ...]:
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
@@ -355,7 +355,7 @@ def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor,
             ctx.mark_dirty(a)
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any) -> tuple[Tensor | None, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept_b: Any, kept_a: Any) -> tuple[Tensor | None, ...]:
         return _product(kept_b, of_b, grad, of_a), _product(kept_a, of_a, grad, of_b)
 
     return region.apply(Formula, run, gradients, a, b)
@@ -436,7 +436,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
         save(ctx, keep_by_rows(region, a, dims), exact=(b,))
         return func(a, b)
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
         return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
 
     return region.apply(Formula, run, gradients, input, other)

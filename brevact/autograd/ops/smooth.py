@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.expressions import Derived
 from brevact.autograd.held_outputs import MOST_HELD
-from brevact.autograd.ops.base import Formula, as_number, expanded_one, is_inplace, save, value_of
+from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
@@ -82,7 +82,7 @@ def _apply(
     return region.apply(Formula, run, functools.partial(_times, curve.dim), input)
 
 
-def _times(dim: int | None, needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Tensor]:
+def _times(dim: int | None, needs: Needs, grad: Tensor, *kept: Any) -> tuple[Tensor]:
     products = [each.multiply(grad) for each in kept]
     return (products[0] if dim is None else torch.cat(products, dim),)
 
@@ -150,7 +150,7 @@ def _gate(region: Keeper, function: PointFunction, input: Tensor, dim: int) -> T
         derive(region, out, torch.mul, factors)
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, own: Any, slope: Any) -> tuple[Tensor]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, own: Any, slope: Any) -> tuple[Tensor]:
         return (torch.cat((own.multiply(grad), slope.multiply(kept.multiply(grad))), dim),)
 
     return region.apply(Formula, run, gradients, input)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, requires_grad, save, with_bits
+from brevact.autograd.ops.base import Formula, Needs, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 from brevact.autograd.saved import Keeper
 
@@ -129,7 +129,7 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
         ctx.is_deviation = True
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, unit: Any, *std: Tensor) -> tuple[Tensor]:
+    def gradients(needs: Needs, grad: Tensor, unit: Any, *std: Tensor) -> tuple[Tensor]:
         factor = grad.reshape(sizes) / divisor
         return (unit.decode() * (factor * (2 * std[0]) if std else factor),)
 
@@ -159,7 +159,7 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
         save(ctx, *kept, exact=tuple(norms))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, *rest: Any) -> tuple[Any, ...]:
         pairs, grad = zip(rest[:2], rest[2:], strict=True), grad.reshape(sizes)
         return tuple(None if kept is None else grad * kept.decode() / norm.clamp_min(eps) for kept, norm in pairs)
 
@@ -181,7 +181,7 @@ def _normalize(
         save(ctx, kept, exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
         return found
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
         y = kept.decode()
         across = (grad * y).sum(dims, keepdim=True).masked_fill_(norm < eps, 0)
         return ((grad - y * across) / norm.clamp_min(eps),)
