@@ -114,9 +114,7 @@ def _kinds(leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return types, and numbers as text where a zero may have a sign."""
     kinds = tuple(map(type, leaves))
     if float in kinds or complex in kinds:
-        return tuple(
-            [repr(leaf) if kind in (float, complex) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
-        )
+        return tuple([repr(x) if kind in (float, complex) else kind for x, kind in zip(leaves, kinds, strict=True)])
     return kinds
 
 

@@ -28,7 +28,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import Tensors, storage_address
 from brevact.autograd.store import reported
 from brevact.autograd.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
@@ -121,7 +121,7 @@ class Derivation(NamedTuple):
     is_light: bool
     small: tuple[int, ...]
 
-    def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def bind(self, tensors: Tensors) -> Saved:
         return tuple(map(tensors.__getitem__, self.picks)), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
@@ -155,11 +155,9 @@ class DerivationRule(NamedTuple):
     adds: bool = False
 
 
-def derivation(
-    rule: DerivationRule, operands: Sequence[Saved], like: Tensor
-) -> tuple[tuple[Tensor, ...], Derivation | None]:
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derivation | None]:
     """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
-    tensors: tuple[Tensor, ...] = ()
+    tensors: Tensors = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
         tensors += kept

@@ -46,9 +46,7 @@ class EagerMode(marks.RegionMode):
     """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
     @marks.skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             return marks.traced_call(self, func, types, args, kwargs)

@@ -49,10 +49,8 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-def _apply(
-    region: Keeper, layer: Callable, gradients_of: Callable, input: Tensor, weight: Tensor, bias: Weight
-) -> Tensor:
-    """Run a layer; ``gradients_of`` reads the computed type, the output's gradient, and the saved input and weight.
+def _apply(region: Keeper, layer: Callable, gradients: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
+    """Run a layer; ``gradients`` reads the computed type, the output's gradient, and the saved input and weight.
 
     A linear layer's weight is read for the input's gradient alone.
     """
@@ -63,7 +61,7 @@ def _apply(
         kept = region.keep(input) if needs_weight else None
         reads_weight = needs_input or (needs_weight and weight.dim() > 2)
         save(ctx, kept, region.keep_weight(weight) if reads_weight else None)
-        ctx.gradients = functools.partial(gradients_of, w.dtype)
+        ctx.gradients = functools.partial(gradients, w.dtype)
         return layer(x, w, b)
 
     return region.apply(Formula, run, None, input, weight, bias)
