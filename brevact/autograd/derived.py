@@ -124,10 +124,6 @@ class Derivation(NamedTuple):
     def bind(self, tensors: Tensors) -> Saved:
         return tuple(map(tensors.__getitem__, self.picks)), self.decoder
 
-    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether its unpacked sources take at most a bit per result element."""
-        return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
-
 
 #: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
 _derivations: dict[Hashable, tuple[Derivation | None, tuple[Decoder, ...]]] = {}
@@ -276,8 +272,8 @@ def derive(
         if properties.get("adds") and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
         tensors, found = derivation(DerivationRule(function, **properties), kept, out)
-        if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-            return
+        if found is None or not found.is_light or 8 * sum([tensors[i].nbytes for i in found.small]) > out.numel():
+            return  # unpacked sources may take a bit per result element
         is_new = is_new and found.decoder.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
