@@ -335,12 +335,7 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    result: Tensor,
-    find: Callable[[Tensor], Saved | None] = known_values.find,
+    func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], result: Tensor, find: Callable = known_values.find
 ) -> None:
     """Record that a result is a function of tensors, if ``find`` returns an exact saved form of each."""
     operands = []
@@ -394,13 +389,7 @@ def track_weight(
 
 
 def track_derived(
-    region: Keeper,
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Tensor,
-    operands: list[tuple[Tensor, Saved | None]],
-    kind: Kind,
+    region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor, operands: list, kind: Kind
 ) -> None:
     """Record that an out-of-place torch function's result is that function of ``operands`` (:func:`operands_of`)."""
     if not out.is_floating_point():

@@ -23,7 +23,6 @@ from brevact.autograd.other_code import ALGORITHMS, is_in_algorithm, is_of_torch
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
-from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.store import INTEGERS
@@ -213,14 +212,7 @@ _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
 
 
 def _track(
-    region: Any,
-    row: Op,
-    func: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    result: Any,
-    tensors: list[Tensor],
-    operands: list[tuple[Tensor, Saved | None]] | None,
+    region: Any, row: Op, func: Callable, args: tuple, kwargs: dict, result: Any, tensors: list[Tensor], operands: Any
 ) -> None:
     """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
     if type(result) is not Tensor:

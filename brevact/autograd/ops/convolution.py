@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import Formula, Needs, SavedValue, save
+from brevact.autograd.ops.base import Formula, Needs, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Weight
@@ -89,13 +89,7 @@ def _apply_convolution(
 
 
 def _sample_by_sample(
-    shape: torch.Size,
-    bias_sizes: list[int] | None,
-    geometry: _Geometry,
-    grad: Tensor,
-    kept: SavedValue,
-    weight: Tensor,
-    mask: list[bool],
+    shape: torch.Size, bias_sizes: Any, geometry: _Geometry, grad: Tensor, kept: Any, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of weight and bias first: only they need the decoded input.
 

@@ -7,8 +7,9 @@ Source: DIVISION, arXiv:2208.04187, section 3.4.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -170,6 +171,10 @@ _ATEN_MAX = {
 }
 
 
+def _places_in_maps(dims: int, tensors: Sequence[Tensor]) -> int:
+    return math.prod(tensors[0].shape[-dims:])
+
+
 _MAXIMUM = Stored("max-pooling", "position in the window, ceil(log2(window)) bits", EXACT)
 OPS = (
     Op(tuple(_MAX_POOLS), _max_pool, _MAXIMUM),
@@ -178,7 +183,7 @@ OPS = (
             everywhere(f"adaptive_max_pool{dims}d", f"adaptive_max_pool{dims}d_with_indices"),
             stored=Stored("adaptive max-pooling", "the indices, in the smallest integers that hold them", EXACT),
             saves=Saves.SIZES,
-            places=lambda tensors, dims=dims: math.prod(tensors[0].shape[-dims:]),
+            places=functools.partial(_places_in_maps, dims),
         )
         for dims in _DIMS
     ),
