@@ -36,14 +36,6 @@ from brevact.user_lines import warn
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
 
 
-def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    check_state(state, own)
-    for name in ("steps", "noise_count"):
-        check_int(f"state: {name}", state[name], 0)
-    if state["rules"] is not None:
-        Policy.from_json(state["rules"])  # raises unless valid
-
-
 def spec_of(policy: Any) -> PolicySpec | None:
     """Return a policy's spec, parsed if it is text; None for the policy that a model has."""
     if policy is None:
@@ -272,7 +264,7 @@ class TrainingPolicy:
         if self._batches and (self._adapt_every or (self._measures_memory and not self._is_compiled)):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            self.memory = memory_of(model, lambda model: loss(model, batch))
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is None:
             return
@@ -387,7 +379,11 @@ class TrainingPolicy:
             ValueError: ``state`` is of another version, or does not fit the model; this ends a run that has begun.
         """
         own = self.state_dict()
-        check_values(state, own)
+        check_state(state, own)
+        for name in ("steps", "noise_count"):
+            check_int(f"state: {name}", state[name], 0)
+        if state["rules"] is not None:
+            Policy.from_json(state["rules"])  # raises unless valid
         if state["policy"] != own["policy"]:
             warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
