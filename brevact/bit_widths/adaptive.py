@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,15 +88,6 @@ class LayerWidths:
                 if key not in self._settings:
                     self._settings[key] = _with_width(*key)
                 hook.settings = self._settings[key]
-
-    def stored(self, run: Callable[[nn.Module], Any]) -> dict[int, tuple[OpMemory, ...]]:
-        """Measure how each op saves its tensors if all layers have one width, by one forward pass per width."""
-        found = {}
-        with in_place(self.model):
-            for width in BIT_WIDTHS:
-                self.set(dict.fromkeys(self.base, width))
-                found[width] = stored_ops(self.model, run)
-        return found
 
 
 def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:
@@ -315,7 +306,11 @@ class Adaptive:
         def run(model: nn.Module) -> Any:
             return self._loss(model, batch)
 
-        stored = self._layers.stored(run)
+        stored = {}  # how each op saves its tensors if all layers have one width
+        with in_place(self._model):
+            for width in BIT_WIDTHS:
+                self._layers.set(dict.fromkeys(self._layers.base, width))
+                stored[width] = stored_ops(self._model, run)
         self._groups = groups_by_ops(stored, self._layers.base)
         costs = self._groups.costs
         if not costs:

@@ -200,24 +200,6 @@ _LEAST_SAVING = 0.02
 _ROUNDS = 3
 
 
-def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget: Budget, quiet: float) -> Policy:
-    """Return the policy of the first level that meets the budget with little noise, else the least noise within it."""
-    found: list[Any] = []
-    refusals: list[BudgetRefusal] = []
-    for recompute in levels:
-        try:
-            found.append(fit_at(recompute))
-        except BudgetRefusal as error:  # another level may meet the budget
-            refusals.append(error)
-            continue
-        if budget.is_met_by(found[-1].report) and (budget.noise is not None or found[-1].report.harm <= quiet):
-            return found[-1]
-    if not found:
-        raise min(refusals, key=lambda each: each.least)
-    met = [each for each in found if budget.is_met_by(each.report)]
-    return min(met or found, key=lambda each: each.report.harm)
-
-
 def levels_of(
     model: nn.Module, memory: MemoryOfPass, budget: Budget, batch: Any, loss: Loss, *, quiet: float, is_quick: bool
 ) -> dict[int, float]:
@@ -360,14 +342,24 @@ def fit(
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
             times = levels_of(model, memory, budget, batches[0], loss, quiet=effort.quiet, is_quick=quick)
 
-        def fit_at(recompute: int) -> Policy:
+        found: list[tuple[FitReport, Policy]] = []
+        refusals: list[BudgetRefusal] = []
+        for recompute, of_step in times.items():
             options = {"double_backward": double_backward, "recompute": recompute}
             fitting = _Fit(model, batches, loss, budget, exact, memory, on_pass, options, effort)
-            return fitting.best(fitting.reports(), times[recompute])
-
-        policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
-    report = policy.report
-    assert report is not None
+            try:
+                found.append(fitting.best(fitting.reports(), of_step))
+            except BudgetRefusal as error:  # another level may meet the budget
+                refusals.append(error)
+            else:
+                report, policy = found[-1]
+                if budget.is_met_by(report) and (budget.noise is not None or report.harm <= effort.quiet):
+                    break
+        else:  # no level meets the budget with little noise: the one of least noise
+            if not found:
+                raise min(refusals, key=lambda each: each.least)
+            met = [each for each in found if budget.is_met_by(each[0])]
+            report, policy = min(met or found, key=lambda each: each[0].harm)
     if budget.noise is None and not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
@@ -534,8 +526,8 @@ class _Fit:
             self._factor = (report.harm - self._rest) / total
         return _agree(report) and self._budget.is_met_by(report)
 
-    def best(self, found: Sequence[FitReport], time: float) -> Policy:
-        """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
+    def best(self, found: Sequence[FitReport], time: float) -> tuple[FitReport, Policy]:
+        """Return report and policy of least noise, or bytes, within the budget, or the nearest ones, with a note."""
         budget = self._budget
         met = [each for each in found if budget.is_met_by(each)]
         is_by_noise = (budget.noise is None) == bool(met)
@@ -548,7 +540,7 @@ class _Fit:
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
         report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
-        return replace(policy, layers=layers_of(self._model), report=report)
+        return report, replace(policy, layers=layers_of(self._model), report=report)
 
     def _count(self) -> None:
         self._passes += 1

@@ -258,7 +258,10 @@ def read(text: str, source: str, version: str) -> tuple[Any, ...]:
         _check_fields(content, _TOP)
         report = content.get("report")
         report = None if report is None else FitReport.from_plain(report)
-        return _rules(content["rules"]), _layers(content.get("layers")), report
+        layers = content.get("layers")
+        if not (layers is None or (isinstance(layers, dict) and all(isinstance(x, str) for x in layers.values()))):
+            raise TypeError(f"layers: got {brief(layers)}; accepted is an object of kinds of modules by name")
+        return _rules(content["rules"]), layers, report
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}{note}: {error}") from error
 
@@ -287,12 +290,6 @@ def _rules(entries: Any) -> dict[Any, Any]:
             raise ValueError(f"rule {number}: an earlier rule is for the same; leave one of them out")
         rules[key] = source
     return rules
-
-
-def _layers(layers: Any) -> dict[str, str] | None:
-    if layers is None or (isinstance(layers, dict) and all(isinstance(kind, str) for kind in layers.values())):
-        return layers
-    raise TypeError(f"layers: got {brief(layers)}; accepted is an object of kinds of modules by name")
 
 
 def _check_fields(entry: Mapping[str, Any], accepted: tuple[str, ...]) -> None:

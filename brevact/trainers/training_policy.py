@@ -21,7 +21,7 @@ from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.attach import quantize_backward, region_of_step, restore_backward
-from brevact.policy.presets import DEFAULT, Policy
+from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool, check_int
@@ -44,8 +44,6 @@ def spec_of(policy: Any) -> PolicySpec | None:
         return policy
     if isinstance(policy, str | os.PathLike):
         return parse_policy(policy)
-    if policy is DEFAULT:
-        return PolicySpec("default", policy)
     if not isinstance(policy, Policy):
         Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
