@@ -183,9 +183,11 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of frozen dataclasses and of modes.
+#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, modules and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
+DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
+ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
