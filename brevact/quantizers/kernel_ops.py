@@ -25,7 +25,6 @@ from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, Place, Segments, Uni
 from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.reference import (
-    ROUNDS,
     by_groups,
     calibrate,
     chunks,
@@ -34,7 +33,6 @@ from brevact.quantizers.reference import (
     group_ranges,
     pack_chunk,
     parts_of_steps,
-    philox4x32,
     positions_of_zeros,
     round_codes,
     shifts,
@@ -44,7 +42,6 @@ from brevact.quantizers.reference import (
 
 LARGEST_UNIT = 65536
 """Largest integer that a magnitude counts as in `moments`."""
-_LOW_32 = 0xFFFFFFFF
 
 
 @run_by_kernels
@@ -304,15 +301,6 @@ def look_up(
 def _by_groups(flat: Tensor, place: Place) -> Tensor:
     """Elements as rows of repeats of groups of runs, whose statistics are (rows, 1, groups, 1)."""
     return flat.view(-1, place.outer // place.inner, place.row, place.run)
-
-
-def random_words(seed: int | Tensor, words: Tensor) -> None:
-    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2, as int64."""
-    counter = torch.arange(-(-words.numel() // 4), device=words.device)
-    zero = torch.zeros_like(counter)
-    key = torch.as_tensor(seed, dtype=torch.int64, device=words.device)
-    drawn = philox4x32((counter & _LOW_32, counter >> 32, zero, zero), key, ROUNDS)
-    words.copy_(torch.stack(drawn, 1).view(-1)[: words.numel()])
 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:

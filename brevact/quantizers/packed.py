@@ -63,8 +63,7 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    _hash: int
-    __slots__ = ("_hash", "has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
+    __slots__ = ("has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -108,11 +107,7 @@ class PackedSpec(Generic[D]):
         return (self.quantizer, self.layout) == (other.quantizer, other.layout)
 
     def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            self._hash = hash((self.quantizer, self.layout))
-            return self._hash
+        return hash((self.quantizer, self.layout))
 
     def __reduce__(self) -> tuple[object, ...]:
         return PackedSpec.of, (self.quantizer, self.layout)

@@ -67,7 +67,7 @@ def model() -> Net:
 
 
 def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
-    return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
+    return memory_of(model, lambda copied: loss(copied, batch)).saved_bytes
 
 
 def test_bytes_are_those_of_a_step_with_its_loss():
@@ -150,7 +150,7 @@ def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
 
 def test_bytes_of_groups_add_up_at_any_widths(model, batches):
     def report():
-        return memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+        return memory_of(model, lambda copied: loss(copied, batches[0]))
 
     reports = {}
     for width in BIT_WIDTHS:
