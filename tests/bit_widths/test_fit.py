@@ -234,7 +234,7 @@ def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     quiet = brevact.fit(model, batches, loss, noise=0.01).report
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
-    assert timed.recompute == 256 and timed.ratio > both.ratio  # the last level, though an earlier one would do
+    assert timed.recompute == 256 and timed.ratio >= both.ratio  # the last level that saves bytes
     assert f"{timed.time:.2f} times as long" in timed.summary
 
 
