@@ -224,9 +224,8 @@ class Region:
         if plan is not None:
             spec, decoder = plan
             buffer = (x.new_zeros if spec.has_padding else x.new_empty)(spec.nbytes, dtype=torch.uint8)
-            spec.quantizer.encode(
-                x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
-            )
+            seed = self.seeds.next(x.device) if quantizer.is_stochastic else None
+            spec.quantizer.encode(x.detach(), spec, seed, buffer)
             return (buffer,), decoder
         if top_hooks(True) == self.hooks.pair:
             with self.hooks.suspended:  # a quantizer may use autograd, too

@@ -147,6 +147,8 @@ OUTPUT = {
     for name, (_, output) in _ATTENTION.items()
     for packet in _packets(aten, f"_scaled_dot_product_{name}_backward")
 }
+#: Places of query and key in calls of attention and of its backward pass.
+KEYS = {**dict.fromkeys(_DROPOUT, (0, 1)), **dict.fromkeys(OUTPUT, (1, 2))}
 #: Functions of 1 + exp(x) that are smooth in x.
 OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
 
@@ -319,4 +321,4 @@ def is_cheap(node: Any) -> bool:
     packet = packet_of(node)
     if packet is aten.div:
         return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
-    return packet in _CHEAP
+    return packet in _CHEAP or (packet is aten.rsqrt and is_at_least_one(node.args[0]))

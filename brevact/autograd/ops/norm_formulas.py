@@ -32,7 +32,7 @@ from brevact.private_names.of_torch import (
     is_any_autocast_enabled,
     suggest_memory_format,
 )
-from brevact.quantizers.backends import cpu_kernels, run_by_kernels
+from brevact.quantizers.backends import run_by_kernels
 from brevact.quantizers.normalizing import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -49,17 +49,9 @@ _OF_LAST_DIMS = Alignment(of_last_dims=True)
 def packed_batch_norm_backward(
     packing: NormalizedPlan, buffer: Tensor, grad: Tensor, weight: Weight, invstd: Tensor, eps: float, mask: Mask
 ) -> Gradients:
-    """Gradients by batch statistics from packed normalized values; kernels sum in another order than ATen."""
-    place = packing.place
-    is_taken = buffer.is_cpu and packing.layout.dtype is torch.float32 and place.row > 1 and place.run > 1
-    kernels = cpu_kernels() if is_taken else None  # maps of several channels: no memory for others
-    if kernels is not None:
-        target = packing.layout.empty(buffer.device)
-        found: Gradients = kernels.packed_batch_norm_backward(buffer, packing.plan, target, grad, weight, invstd, mask)
-        if found is not NotImplemented:
-            return found
+    """Gradients by batch statistics from packed normalized values."""
     x = packing.dequantize_centred(buffer, invstd)
-    return _batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
+    return batch_norm_backward(grad, x, weight, torch.zeros_like(invstd), invstd, eps, mask, True)
 
 
 @run_by_kernels

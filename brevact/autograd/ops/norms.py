@@ -51,7 +51,6 @@ from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState, is_parameter
 from brevact.quantizers import Layout, kernel_ops
-from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
@@ -102,17 +101,8 @@ def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Weight, b
     return out
 
 
-def _gradients(
-    norm: Any,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    needs: Needs,
-    grad: Tensor,
-    kept: SavedValue | None,
-    weight: Weight,
-    spread: Tensor | None,
-    mark: Tensor | None,
-) -> Gradients:
+def _gradients(norm: Any, dtype: torch.dtype, weight_dtype: Any, needs: Needs, grad: Tensor, *saved: Any) -> Gradients:
+    kept, weight, spread, mark = saved
     mask, packing = list(needs), norm.packing
     grad_input = grad_weight = None
     if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
@@ -148,15 +138,9 @@ def _run_planned(
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
     given: tuple[Any, ...] = input, weight, bias, *norm.running, norm.momentum, norm.eps
-    kernels = cpu_kernels() if input.is_cpu else None
-    found: Any = NotImplemented
-    if kernels is not None:
-        found = kernels.packed_batch_norm(*given, uniform, seed, place, buffer)
-    if found is NotImplemented:
-        run: Any = batch_norm.reference if kernels is None else batch_norm
-        found = run(*given, norm.cudnn_enabled)
-        kernel_ops.quantize_uniform(input, uniform, seed, found[1], found[2], place, buffer)
-    out, mean, invstd = found
+    run: Any = batch_norm if input.is_cpu else batch_norm.reference
+    out, mean, invstd = run(*given, norm.cudnn_enabled)
+    kernel_ops.quantize_uniform(input, uniform, seed, mean, invstd, place, buffer)
     of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
     region.share_normalized(input, of_norm.key, *kept)

@@ -64,9 +64,7 @@ class _Curve(NamedTuple):
     dim: int | None = None
 
 
-def _apply(
-    region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool = False
-) -> Tensor:
+def _apply(region: Keeper, call: Callable, curve: _Curve, input: Tensor, inplace: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
         source = None if curve.value is None else keep_source(region, input)
         save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
