@@ -45,7 +45,6 @@ _ROUNDS, _DRAWS = 9, 3
 
 _FORMATS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither", "Nearest") for bits in (2, 4))
 _COMPILED = (":1", "+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
-_AGAIN = ("LosslessBackward:recompute=1024", "DitherBackward8bit:recompute=4096")
 _RESIDUALS = "LosslessBackward:residual_bit_width=2"
 _EVERY = (f"{CHECKPOINT}:2+DEFAULT", f"{CHECKPOINT}:4+DEFAULT")
 _COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
@@ -54,7 +53,7 @@ _LARGE = tuple(name for name in GROUPS["large"] if name not in _COMPARED)
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
     (_LARGE, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
-    (_COMPARED, (COMPILED, *_AGAIN, "fit:30x"), "bytes,time,noise"),
+    (_COMPARED, (COMPILED, "LosslessBackward:recompute=1024", "fit:30x"), "bytes,time,noise"),
     ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,compile,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),

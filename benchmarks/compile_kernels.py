@@ -34,7 +34,7 @@ from benchmarks.records import append_rows, print_table
 from brevact import triton_kernels
 from brevact.geometry import Grid, IntegerPlan, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from brevact.triton_kernels.launch import Program
 
 TARGETS = {

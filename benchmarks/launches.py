@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import brevact
 from benchmarks.records import print_table
 from brevact import triton_kernels
-from brevact.autograd.ops import norm_formulas, norms
 from brevact.quantizers import backends
 from brevact.triton_kernels.launch import Program
 
@@ -100,8 +99,6 @@ def counted() -> Iterator[Counter[str]]:
         mock.patch.object(triton_kernels, "takes", lambda arrays: True),
         mock.patch.object(triton_kernels.uniform, "seed_on", lambda device, given: None if given is None else seed),
         mock.patch.object(backends, "_launchers", lambda on_gpu: triton_kernels),
-        mock.patch.object(norm_formulas, "cpu_kernels", lambda: None),
-        mock.patch.object(norms, "cpu_kernels", lambda: None),
         launches,
     ):
         yield launches.names

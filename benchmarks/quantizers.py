@@ -56,12 +56,12 @@ def operations(x: Tensor, bit_width: int) -> dict[str, Callable[[], object]]:
         rounding: UniformQuantizer(bit_width=bit_width, rounding=rounding)
         for rounding in ("nearest", "stochastic", "dithered")
     }
-    packed, buffer = quantizers["stochastic"].quantize(x), torch.empty_like(x)
+    packed = quantizers["stochastic"].quantize(x)
     return {
         "clone": x.clone,
         **{name: lambda q=quantizer: q.quantize(x) for name, quantizer in quantizers.items()},
-        "dequantize": lambda: packed.dequantize(out=buffer),
-        "dequantize and multiply": lambda: packed.dequantize_multiply(x, out=buffer),
+        "dequantize": lambda: packed.dequantize(),
+        "dequantize and multiply": lambda: packed.dequantize_multiply(x),
         "dequantize with SiLU": lambda: decode_through(packed, F.silu, None, None, x.dtype, None),
     }
 

@@ -101,14 +101,14 @@ def captured(
 
 
 class _Captured:
-    """A step. By kind of call: the number of its runs so far, or its graph, or None if it gets none."""
+    """A step. By kind of call: the number of its runs so far, or the replay of its graph, or None if it gets none."""
 
     def __init__(
         self, step: Callable[..., Any], most: int, warm_up: int, generators: tuple[torch.Generator, ...]
     ) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step, self._most, self._warm_up, self._generators = step, most, warm_up, generators
-        self._kinds: dict[Hashable, int | _Graph | None] = {}
+        self._kinds: dict[Hashable, int | Callable[[list[Tensor]], Any] | None] = {}
         self._constants: dict[Hashable, Any] = {}
         self._reasons: set[str] = set()
         self._program = _Program()
@@ -132,8 +132,8 @@ class _Captured:
         kind = self._kinds.get(key, 0)
         if self._program.absent and any(p.grad is not None for p in self._program.absent):
             kind = None  # it adds to gradients that it has not found before
-        if isinstance(kind, _Graph):
-            return kind.replay(tensors)
+        if callable(kind):
+            return kind(tensors)
         if key not in self._kinds and len(self._kinds) >= self._most:
             parts = zip(_PARTS, key, *self._kinds, strict=True)
             differing = "; ".join(text for text, *values in parts if len({*values}) > 1)
@@ -160,13 +160,13 @@ class _Captured:
             self._constants[key] = _constants_of(result)
             self._tell(reason)
             return result
-        graph = self._capture(leaves, spec, self._constants[key])
-        if isinstance(graph, _Graph):
-            self._kinds[key] = graph
-            return graph.replay(tensors)
+        replay = self._capture(leaves, spec, self._constants[key])
+        if callable(replay):
+            self._kinds[key] = replay
+            return replay(tensors)
         result = self._step(*args, **kwargs)  # raises the step's own error
         self._kinds[key] = None
-        self._tell(graph)
+        self._tell(replay)
         return result
 
     def _tell(self, reason: str) -> None:
@@ -199,8 +199,8 @@ class _Captured:
             reason = program.why_not(before)
         return result, not found, reason
 
-    def _capture(self, leaves: list[Any], spec: Any, constants: Any) -> _Graph | str:
-        """Return the graph of a step, or why there is none; parameters and their gradients stay as they are."""
+    def _capture(self, leaves: list[Any], spec: Any, constants: Any) -> Callable[[list[Tensor]], Any] | str:
+        """Return the function that replays a step, or why there is none; parameters and gradients stay as they are."""
         program = self._program
         inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(inputs, spec)
@@ -236,18 +236,32 @@ class _Captured:
                 group["lr"] = lr
         if _constants_of(result) != constants:
             return "it returns numbers or a structure that change; return tensors"
-        found = _Graph(graph, result)
-        found.inputs = [x for x in inputs if isinstance(x, Tensor)]
-        found.ends = [*zip(parameters, ends, strict=True)]
-        found.starts = [
+        kept, (results, shape) = [x for x in inputs if isinstance(x, Tensor)], tree_flatten(result)
+        added_to = [
             (p, start)
-            for (p, end), start in zip(found.ends, starts, strict=True)
+            for p, start, end in zip(parameters, starts, ends, strict=True)
             if start is not None and (end is None or end is start)
         ]
-        found.rates = [(rate, group) for group, rate, _ in rates]
-        found.changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
-        found.settings = program.settings()
-        return found
+        changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
+        settings = program.settings()  # alive: their identities are in the key
+
+        @torch.no_grad()
+        def replay(tensors: list[Tensor], _settings: Any = settings) -> Any:
+            for own, x in zip(kept, tensors, strict=True):
+                own.copy_(x)
+            for p, buffer in added_to:
+                if p.grad is None:
+                    buffer.zero_()
+                elif p.grad is not buffer:
+                    buffer.copy_(p.grad)
+            for group, rate, _ in rates:
+                rate.fill_(group["lr"])
+            graph.replay()
+            _set_gradients(parameters, ends)
+            torch.autograd.graph.increment_version(changed)
+            return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in results], shape)
+
+        return replay
 
     def _mend_generators(self) -> None:
         """Take generators out of a failed capture, which some versions of PyTorch leave them in."""
@@ -257,38 +271,6 @@ class _Captured:
             except RuntimeError:
                 generator.graphsafe_set_state(generator.clone_state())
                 self._is_off = True  # other graphs advance the old state
-
-
-class _Graph:
-    """A CUDA graph, and the tensors it reads and writes."""
-
-    inputs: list[Tensor]
-    starts: list[tuple[Tensor, Tensor]]  #: Parameters, and the gradients that the graph adds to.
-    ends: list[tuple[Tensor, Tensor | None]]  #: Parameters, and their gradients behind a step.
-    rates: list[tuple[Tensor, dict[str, Any]]]  #: Learning rates that the graph reads, and their parameter groups.
-    changed: list[Tensor]  #: Parameters and buffers that a step changes.
-    settings: list[Any]  #: Those of policies, kept alive since their identities are in the key.
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: Any) -> None:
-        self.graph = graph
-        self.results, self.spec = tree_flatten(result)
-
-    @torch.no_grad()
-    def replay(self, tensors: list[Tensor]) -> Any:
-        for kept, x in zip(self.inputs, tensors, strict=True):
-            kept.copy_(x)
-        for p, buffer in self.starts:
-            if p.grad is None:
-                buffer.zero_()
-            elif p.grad is not buffer:
-                buffer.copy_(p.grad)
-        for rate, group in self.rates:
-            rate.fill_(group["lr"])
-        self.graph.replay()
-        for p, grad in self.ends:
-            p.grad = grad
-        torch.autograd.graph.increment_version(self.changed)
-        return tree_unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in self.results], self.spec)
 
 
 class _Program:
@@ -460,12 +442,12 @@ def _kind_of(leaf: Any) -> Hashable:
 
 def _why_not_these(leaves: list[Any], tensors: list[Tensor]) -> str:
     for x in tensors:
-        if x.device.type != _DEVICE:
-            return f"an argument, of shape {tuple(x.shape)}, is on {x.device}; pass tensors on the GPU"
+        if x.device.type != _DEVICE or x.layout is not torch.strided:
+            return (
+                f"an argument, of shape {tuple(x.shape)}, is on {x.device}, {x.layout}; pass strided tensors on the GPU"
+            )
         if x.requires_grad:
             return f"an argument, of shape {tuple(x.shape)}, requires gradients; pass x.detach()"
-        if x.layout is not torch.strided:
-            return f"an argument has the layout {x.layout}; pass strided tensors"
     for leaf in leaves:
         try:
             hash(leaf)
@@ -532,27 +514,21 @@ def _set_gradients(parameters: list[nn.Parameter], grads: list[Tensor | None]) -
 
 @contextmanager
 def _syncs(wanted: bool) -> Iterator[list[str]]:
-    """Collect the lines of a block that synchronize; other warnings are shown as ever."""
+    """Collect the lines of a block that synchronize; other warnings are shown behind it."""
     places: list[str] = []
     if not wanted:
         yield places
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", f".*{_SYNCHRONIZES}")
-        show = warnings.showwarning
-
-        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any) -> None:
-            if _SYNCHRONIZES in str(message):
-                places.append(f"{filename}:{lineno}")
-            else:
-                show(message, category, filename, lineno, *others)
-
-        warnings.showwarning = note  # type: ignore[assignment]
-        if mode == 0:
-            torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode(mode or "warn")
         try:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+    for each in caught:
+        if _SYNCHRONIZES in str(each.message):
+            places.append(f"{each.filename}:{each.lineno}")
+        elif "Synchronization debug mode is a prototype" not in str(each.message):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)

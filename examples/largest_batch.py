@@ -9,9 +9,8 @@ model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32),
 
 
 def peaks(size):
-    report = brevact.memory_report(
-        model, torch.randn(size, 3, 32, 32), lambda model, batch: model(batch).square().mean()
-    )
+    batch = torch.randn(size, 3, 32, 32)
+    report = brevact.step_report(model, batch, lambda model, batch: model(batch).square().mean(), rounds=2)
     return report.plain_peak, report.packed_peak
 
 

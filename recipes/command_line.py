@@ -1,12 +1,15 @@
 """The command line of a recipe: trains, prints the table, and goes on where it stopped."""
 
 import argparse
+import os
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from brevact.command_line.launcher import restart_with_mimalloc
+from brevact.command_line.doctor import allocator_in_use, mimalloc
+from brevact.heap import is_left_alone
 from recipes import files, results, training
 from recipes.policies import CHECKPOINT, PLAIN, variant_of
 from recipes.recipe import Recipe, RecipeError, check_libraries, option, torch_device
@@ -75,3 +78,17 @@ def _parse(recipe: Recipe, arguments: Sequence[str] | None) -> argparse.Namespac
     found.add_argument("--resume", action="store_true", help="go on with the runs in the folder")
     found.add_argument("--overwrite", action="store_true", help="replace the runs in the folder")
     return parser.parse_args(arguments)
+
+
+def restart_with_mimalloc() -> None:
+    """Restart this process's program with mimalloc, if that is installed; otherwise return."""
+    is_decided = "LD_PRELOAD" in os.environ or is_left_alone(os.environ) or bool(allocator_in_use())
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or is_decided:
+        return
+    library = mimalloc()
+    if library is None or any(each in library for each in " :"):  # LD_PRELOAD takes no such path
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, "LD_PRELOAD": library}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -16,6 +16,11 @@ HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
 #: Rows that hold for all ops.
 OF_ALL_OPS = (
     Stored(
+        "weights made of weights (weight standardization, weight and spectral norm, LoRA products)",
+        "the parameter, from which they are recomputed: change it, even by `.data`, only after the backward pass",
+        EXACT,
+    ),
+    Stored(
         "Functions of Liger, Unsloth, flash-attn, xformers, fla, mamba-ssm, causal-conv1d, Transformer Engine, apex, "
         "torchao's float8 and spconv",
         "by a table (`brevact/autograd/library_functions.py`) of tensors and library versions: activations packed, "

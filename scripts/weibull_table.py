@@ -1,4 +1,4 @@
-"""Compute `brevact/quantizers/formats/weibull/levels.bin`, the levels of least variance for Weibull distributions.
+"""Compute `brevact/quantizers/formats/weibull_levels.bin`, the levels of least variance for Weibull distributions.
 
     python -m scripts.weibull_table
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import gamma, gammainc
 
-from brevact.quantizers.formats.weibull import levels as layout
+from brevact.quantizers.formats import weibull_levels as layout
 
 Array = np.ndarray
 

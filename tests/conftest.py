@@ -17,20 +17,13 @@ import pytest
 gc.disable()  # until all is collected: nearly all allocations of imports and collecting stay
 
 KERNELS = Path(__file__).parents[1] / "brevact" / "cpu_kernels"
-#: Compiles the kernels of a training step, and then the others together.
-COMPILE_KERNELS = """
-import brevact.cpu_kernels.launch
-from brevact.cpu_kernels import kernels
-with kernels._held(folder := kernels.writable_folder()):
-    kernels._compile([each for each in kernels._kernels if kernels._read(each) is None], folder)
-"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """In a process that runs tests, prepares torch; in one that starts such processes, compiles kernels meanwhile."""
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
-        if not [*KERNELS.glob("__pycache__/*.o")] and "NUMBA_CACHE_DIR" not in os.environ:
-            command = [sys.executable, "-c", COMPILE_KERNELS]
+        if not [*KERNELS.glob("__pycache__/*.kernels")] and "NUMBA_CACHE_DIR" not in os.environ:
+            command = [sys.executable, "-c", "import brevact.cpu_kernels.launch"]
             config.compiling = subprocess.Popen(command, cwd=KERNELS.parents[1], stderr=subprocess.DEVNULL)
         return
     import torch

@@ -32,9 +32,7 @@ LAYERS = (
 
 
 def _layer_of(name: str) -> int:
-    """Place in the list; the injectors of a format, which lie in its folder, have that of the package of injectors."""
-    parts = name.split(".")
-    part = "injectors" if parts[-1] == "injectors" else parts[1]
+    part = name.split(".")[1]
     return next(place for place, layer in enumerate(LAYERS) if part in layer)
 
 

@@ -77,7 +77,7 @@ def test_wheel_from_the_sdist_has_every_file_of_the_package_and_no_other(wheel: 
         names = set(archive.namelist())
         metadata = archive.read(f"brevact-{brevact.__version__}.dist-info/METADATA").decode()
     assert {name for name in names if ".dist-info/" not in name} == expected
-    assert "brevact/py.typed" in names and any(name.endswith("weibull/levels.bin") for name in names)
+    assert "brevact/py.typed" in names and any(name.endswith("formats/weibull_levels.bin") for name in names)
     assert f"brevact-{brevact.__version__}.dist-info/licenses/LICENSE" in names
     assert re.search(r"^Requires-Dist: torch<[\d.]+,>=2\.11$", metadata, re.M)
 

@@ -12,7 +12,6 @@ E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so they are derived only from source
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -20,15 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.autograd import known_values
-from brevact.autograd.call_arguments import bound_call
+from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
 from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
-from brevact.autograd.layer_recompute import DEEP, MOST_TENSORS, recomputed_output
+from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
+from brevact.autograd.storages import Tensors, storage_address
 from brevact.autograd.store import reported
+from brevact.autograd.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
 
@@ -48,10 +50,9 @@ MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
-    """Operands of an expression; those that read one packed tensor overlap (``enters_layers``: also through layers)."""
+    """Operands of an expression; those that read one packed tensor overlap."""
 
-    def __init__(self, enters_layers: bool) -> None:
-        self._enters_layers = enters_layers
+    def __init__(self) -> None:
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
         self.quality = EXACT
@@ -81,8 +82,7 @@ class _Expressions:
     def _meet(self, kept: Saved) -> None:
         self.quality = self.quality.with_other(kept[1].quality)
         roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
-        reads, met = (roots, self._roots) if self._enters_layers else (packed, self.packed)
-        self.overlap = self.overlap or bool(reads & met)
+        self.overlap = self.overlap or bool(roots & self._roots)
         self._roots |= roots
         self.packed |= packed
         self.most = max(self.most, len(packed))
@@ -121,12 +121,8 @@ class Derivation(NamedTuple):
     is_light: bool
     small: tuple[int, ...]
 
-    def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def bind(self, tensors: Tensors) -> Saved:
         return tuple(map(tensors.__getitem__, self.picks)), self.decoder
-
-    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether its unpacked sources take at most a bit per result element."""
-        return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
 
 #: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
@@ -153,15 +149,11 @@ class DerivationRule(NamedTuple):
     most_packed: int = MOST_COMBINED
     is_jointly_linear: bool = False
     adds: bool = False
-    enters_layers: bool = True
-    most_decoded: float = MOST_DECODED
 
 
-def derivation(
-    rule: DerivationRule, operands: Sequence[Saved], like: Tensor
-) -> tuple[tuple[Tensor, ...], Derivation | None]:
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derivation | None]:
     """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
-    tensors: tuple[Tensor, ...] = ()
+    tensors: Tensors = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
         tensors += kept
@@ -198,7 +190,7 @@ def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation | None:
     """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
-    found = _Expressions(rule.enters_layers)
+    found = _Expressions()
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return None
@@ -223,7 +215,7 @@ def _derive_anew(
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
     made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    is_light = decoded_bytes <= max(rule.most_decoded, rule.most_packed) * like.nbytes
+    is_light = decoded_bytes <= max(MOST_DECODED, rule.most_packed) * like.nbytes
     return Derivation(made, picks, is_light, tuple(small))
 
 
@@ -238,7 +230,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 
 
 def derive_output(
-    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Weight, bias: Weight
 ) -> None:
     if kept is None or not region.settings.derives:
         return
@@ -255,7 +247,6 @@ def derive(
     function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
-    is_average: bool = False,
     is_dirty: bool = False,
     is_new: bool = False,
     are_found: bool = False,
@@ -278,16 +269,11 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
-        is_deep, adds = region.recompute >= DEEP, properties.get("adds", False)
-        if adds and region.recompute:
+        if properties.get("adds") and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
-        if is_deep and is_average:
-            properties["most_decoded"] = math.inf
-        tensors, found = derivation(DerivationRule(function, enters_layers=not is_deep, **properties), kept, out)
-        if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-            return
-        if is_deep and adds and len(tensors) > MOST_TENSORS:
-            return
+        tensors, found = derivation(DerivationRule(function, **properties), kept, out)
+        if found is None or not found.is_light or 8 * sum([tensors[i].nbytes for i in found.small]) > out.numel():
+            return  # unpacked sources may take a bit per result element
         is_new = is_new and found.decoder.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
@@ -349,12 +335,12 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(
-    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+    func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], result: Tensor, find: Callable = known_values.find
 ) -> None:
-    """Record that a result is a function of tensors, if all of them are known without a loss."""
+    """Record that a result is a function of tensors, if ``find`` returns an exact saved form of each."""
     operands = []
     for x in tensors:
-        known = known_values.find(x)
+        known = find(x)
         if known is None:
             return
         operands.append(known)
@@ -364,14 +350,46 @@ def track_moved(
             known_values.register(result, *kept)
 
 
+#: Functions of weights alone whose results are recomputed from the parameters: those of weight standardization, weight
+#: and spectral norm, LoRA products. They save no large result, and return the same bits when called again.
+_OF_WEIGHTS = frozenset(
+    getattr(home, name)
+    for name in (
+        *"add sub mul div true_divide square sqrt mean var std norm vector_norm matmul mm bmm addmm kron".split(),
+        *"__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __neg__ normalize".split(),
+        *"reshape contiguous transpose cat stack _weight_norm _weight_norm_interface".split(),
+    )
+    for home in (torch, Tensor, F, torch.linalg)
+    if hasattr(home, name)
+)
+
+
+def track_weight(
+    region: Keeper, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """Record that a weight is a function of parameters, and of small tensors, which are saved as copies."""
+    least = region.settings.min_numel
+    if not is_activation(result) or result.numel() < least or kwargs.get("out") is not None:
+        return
+    if func is F.batch_norm:
+        is_pure = all(x is None for x in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")))
+    else:
+        is_pure = func in _OF_WEIGHTS
+
+    def find(x: Tensor) -> Saved | None:
+        if x.dtype is not result.dtype or storage_address(x) == storage_address(result):
+            return None  # autocast's cast is not repeated in backward; a view of a parameter takes no bytes
+        known = known_values.find(x)
+        if known is None and is_parameter_or_view(x):
+            return (x.detach(),), AS_IT_IS
+        return ((x.detach().clone(),), AS_IT_IS) if known is None and x.numel() < least else known
+
+    if is_pure:
+        track_moved(func, args, kwargs, tensors_of_call(args, kwargs), result, find)
+
+
 def track_derived(
-    region: Keeper,
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Tensor,
-    operands: list[tuple[Tensor, Saved | None]],
-    kind: Kind,
+    region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor, operands: list, kind: Kind
 ) -> None:
     """Record that an out-of-place torch function's result is that function of ``operands`` (:func:`operands_of`)."""
     if not out.is_floating_point():
@@ -392,6 +410,5 @@ def track_derived(
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,
-        is_average=kind is Kind.AVERAGE,
         are_found=True,
     )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import held_meanwhile, not_held, place_of
+from brevact.autograd.held_outputs import not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
+from brevact.autograd.storages import Tensors
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
@@ -35,10 +36,6 @@ class Call(NamedTuple):
     @property
     def calls(self) -> int:
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
-
-    @property
-    def adds(self) -> bool:
-        return self.function in _SUMS or any(operand.adds for operand in self.operands if isinstance(operand, Call))
 
     @property
     def multiplies(self) -> bool:
@@ -98,10 +95,8 @@ class Derived(Decoder):
     #: Sources that the expression reads more than once, and those that recompute layers.
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
-    adds: bool = field(init=False)
     how: str = field(init=False)
     depth: int = field(init=False)
-    layers_without_sum: int = field(init=False)
     allows_double_backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,12 +104,9 @@ class Derived(Decoder):
         self.function = self.expression.as_function if is_fused else None
         self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
-        self.adds = self.expression.adds
         decoders = [decoder for decoder, _ in self.sources]
         self.allows_double_backward = all([decoder.allows_double_backward for decoder in decoders])
         self.depth = max([decoder.depth for decoder in decoders], default=0)
-        rounded = [decoder.layers_without_sum for decoder in decoders if decoder.depth or not decoder.quality.is_exact]
-        self.layers_without_sum = (min if self.adds else max)(rounded, default=0)
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
 
     @property
@@ -130,37 +122,32 @@ class Derived(Decoder):
         function = self.expression.function
         return function is torch.mul or getattr(function, "__name__", None) in DIVISIONS
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self._computed(tensors, None)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
 
-    def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
+    def parts(self, tensors: Tensors) -> list[Saved]:
         parts, start = [], 0
         for decoder, count in self.sources:
             parts.append((tensors[start : start + count], decoder))
             start += count
         return parts
 
-    def _evaluated(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        parts, deep = self.parts(tensors), self.deep
-        reading = _Reading(parts, {}, self.repeated, deep)
-        if not deep:
-            return _evaluated(self.expression, reading, is_whole=True)[0]
-        latest = max(deep, key=lambda number: place_of(parts[number]))
-        if self.adds or not parts[latest][1].lingers:
-            return _evaluated(self.expression, reading._replace(early=deep - {latest}), is_whole=True)[0]
-        with held_meanwhile():  # a gate is computed from the tensor that it multiplies
-            return _evaluated(self.expression, reading._replace(early=frozenset()), is_whole=True)[0]
+    def _evaluated(self, tensors: Tensors) -> Tensor:
+        parts, early = self.parts(tensors), self.deep
+        if early:
+            early -= {max(early, key=lambda number: place_of(parts[number]))}
+        return _evaluated(self.expression, _Reading(parts, {}, self.repeated, early), is_whole=True)[0]
 
-    def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+    def _computed(self, tensors: Tensors, grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return self._computed_plainly(tensors, grad)
         return self._computed_plainly(tensors, grad)
 
-    def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+    def _computed_plainly(self, tensors: Tensors, grad: Tensor | None) -> Tensor:
         if self.function is None:
             values = self._evaluated(tensors)
         else:
@@ -242,13 +229,13 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
     if not operands or not all([isinstance(operand, int) for operand in operands]):
         return None
     *others, last = sorted(operands, key=lambda number: _is_output(parts[number]))
-    tensors, decoder = cast("tuple[tuple[Tensor, ...], Any]", parts[last])
+    tensors, decoder = cast("tuple[Tensors, Any]", parts[last])
     if not _is_output(parts[last]) or not decoder.is_affine or decoder.is_read_again(tensors) or last in others:
         return None
     bits = None
     if mask is not None:
         layout = Layout.of_sizes(decoder.shape, decoder.source.spec.layout.result_stride, decoder.dtype)
-        packed, of_mask = cast("tuple[tuple[Tensor, ...], Any]", parts[cast("int", mask)])
+        packed, of_mask = cast("tuple[Tensors, Any]", parts[cast("int", mask)])
         bits = of_mask.bits(packed, layout)
         if bits is None:
             return None

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import LONE, referent, versions_of
+from brevact.autograd.storages import LONE, Tensors, referent, versions_of
 from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
 MOST_HELD = 1 << 18
 
-Decode = Callable[[tuple[Tensor, ...]], Tensor]
+Decode = Callable[[Tensors], Tensor]
 
 
 class Cache(threading.local):
@@ -42,7 +42,7 @@ class Cache(threading.local):
         self._most, self._elements = most, 0
         self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
 
-    def decoded(self, decoder: Any, tensors: tuple[Tensor, ...], decode: Decode) -> Tensor:
+    def decoded(self, decoder: Any, tensors: Tensors, decode: Decode) -> Tensor:
         owner = tensors[0].untyped_storage()
         found = self._of.get(weakref.ref(owner))
         if found is not None:
@@ -76,11 +76,11 @@ Graph = tuple[Tensor, tuple[Tensor | None, ...]]
 class _Output:
     """An output, held by its token's storage, with its version, backward pass, stream, and graph (None without one)."""
 
-    __slots__ = ("graph", "lingers", "stream", "task", "values", "version")
+    __slots__ = ("graph", "stream", "task", "values", "version")
 
-    def __init__(self, values: Tensor, task: int, graph: Graph | None = None, *, lingers: bool = False) -> None:
-        self.values, self.version, self.stream, self.graph = values, values._version, _stream_of(values), graph
-        self.task, self.lingers = task, lingers
+    def __init__(self, values: Tensor, task: int, graph: Graph | None = None) -> None:
+        self.values, self.version, self.stream = values, values._version, _stream_of(values)
+        self.task, self.graph = task, graph
 
     def find(self) -> Tensor | None:
         """Return the output if it is unmodified, of this stream and backward pass: one that raised leaves its own."""
@@ -105,8 +105,6 @@ class _Task(threading.local):
     number = -1
     #: Whether outputs are computed for one reader, long before the next one runs.
     passes_on = False
-    #: Whether the input of a layer is computed.
-    is_inside = False
 
     def __init__(self) -> None:
         self.tokens: list[weakref.ref[Any]] = []
@@ -115,25 +113,24 @@ class _Task(threading.local):
 _task = _Task()
 
 
-def _hold(token: Tensor, values: Tensor, graph: Graph | None = None, *, lingers: bool = False) -> None:
+def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
     """Hold an output until its readers have run; with ``retain_graph``, until the backward pass ends."""
     task = current_graph_task()
-    if task == -1 or (_task.passes_on and not lingers):
+    if task == -1 or _task.passes_on:
         return
     if _task.number != task:
         _task.number, _task.tokens = task, []
         queue_callback(functools.partial(_let_go, _task.tokens))
     storage = token.untyped_storage()
-    storage.__dict__[_HELD] = _Output(values, task, graph, lingers=lingers)
+    storage.__dict__[_HELD] = _Output(values, task, graph)
     _task.tokens.append(weakref.ref(storage))
 
 
-def _let_go(tokens: list[weakref.ref[Any]], start: int = 0, *, lingering: bool = True) -> None:
-    for reference in tokens[start:]:
+def _let_go(tokens: list[weakref.ref[Any]]) -> None:
+    for reference in tokens:
         storage = referent(reference)
-        held: _Output | None = None if storage is None else storage.__dict__.get(_HELD)
-        if storage is not None and held is not None and (lingering or not held.lingers):
-            del storage.__dict__[_HELD]
+        if storage is not None:
+            storage.__dict__.pop(_HELD, None)
 
 
 def make_token(device: torch.device) -> Tensor:
@@ -148,34 +145,13 @@ def place_of(kept: Saved) -> int:
 
 
 @contextmanager
-def _during(flag: str) -> Iterator[None]:
-    before = getattr(_task, flag)
-    setattr(_task, flag, True)
+def not_held() -> Iterator[None]:
+    """Compute outputs for one reader without holding them: other readers run much later in backward."""
+    before, _task.passes_on = _task.passes_on, True
     try:
         yield
     finally:
-        setattr(_task, flag, before)
-
-
-#: Compute outputs for one reader without holding them: other readers run much later in backward.
-not_held = functools.partial(_during, "passes_on")
-#: Compute a layer's input: readers of lingering outputs do not follow at once.
-inside_of_layer = functools.partial(_during, "is_inside")
-
-
-@contextmanager
-def held_meanwhile() -> Iterator[None]:
-    """Within :func:`not_held`, hold outputs for this block's readers, and free them at its end unless they linger."""
-    if not _task.passes_on:
-        yield
-        return
-    first = len(_task.tokens) if _task.number == current_graph_task() else 0
-    _task.passes_on = False
-    try:
-        yield
-    finally:
-        _task.passes_on = True
-        _let_go(_task.tokens, first, lingering=False)
+        _task.passes_on = before
 
 
 @dataclass(eq=False, slots=True)
@@ -201,16 +177,15 @@ class HeldOutput(Decoder):
         self.lasts = all(decoder.lasts for decoder, _ in self.sources)
         self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)
         found = None if held is None else held.find()
         if found is None:
-            with not_held() if self.lingers and _task.is_inside else nullcontext():
-                found, graph = self._computed(tensors)
-            _hold(tensors[0], found, graph, lingers=self.lingers)
+            found, graph = self._computed(tensors)
+            _hold(tensors[0], found, graph)
         return found
 
-    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:
+    def _computed(self, tensors: Tensors) -> tuple[Tensor, Graph | None]:
         raise NotImplementedError
 
 
@@ -227,7 +202,7 @@ def is_held(token: Tensor) -> bool:
     return _HELD in token.untyped_storage().__dict__
 
 
-def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+def take(decoder: Decoder, tensors: Tensors) -> tuple[Tensor, bool]:
     """Decode a tensor, no longer held; return it, and whether the caller may overwrite it: nobody else reads it."""
     found = decoder.decode(tensors)
     if not isinstance(decoder, HeldOutput):

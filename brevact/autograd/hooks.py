@@ -168,9 +168,6 @@ class _ExitRegion:
 
     is_of_region = True
 
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-
     @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():
@@ -214,12 +211,18 @@ def _attach(module: nn.Module, hook: _EnterRegion) -> None:
     detach_region(module, hook.origin)
     hook.yields = hook.attachment is not None and is_shareable(module)
     entering = module.register_forward_pre_hook(hook)
-    leaving = module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
-    # Dynamo guards on the keys: with equal ones, blocks of one class share a graph.
-    key = -1 - zlib.crc32(hook.origin.encode())
-    tables: tuple[Any, ...] = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
-    for table, handle in zip(tables, (entering, leaving, leaving), strict=True):
-        table[key] = table.pop(handle.id)
+    leaving = module.register_forward_hook(_ExitRegion(), always_call=True)
+    for table, handle in zip(_tables_of(module), (entering, leaving, leaving), strict=True):
+        table[_key_of(hook.origin)] = table.pop(handle.id)
+
+
+def _tables_of(module: nn.Module) -> tuple[Any, ...]:
+    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+
+
+def _key_of(origin: str) -> int:
+    """Return an origin's key; Dynamo guards on keys: with equal ones, blocks of one class share a graph."""
+    return -1 - zlib.crc32(origin.encode())
 
 
 def is_shareable(module: nn.Module) -> bool:
@@ -234,17 +237,7 @@ def takes_hooks(module: nn.Module) -> bool:
 
 def detach_region(module: nn.Module, origin: str = "layer") -> bool:
     """Undo :func:`attach_region`; return whether there was anything to undo."""
-    tables = (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,), _EnterRegion),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called), _ExitRegion),
-    )
-    found = False
-    for hooks, companions, kind in tables:
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kind) and hook.origin == origin]:
-            found = True
-            for table in (hooks, *companions):
-                table.pop(key, None)
-    return found
+    return any([table.pop(_key_of(origin), None) is not None for table in _tables_of(module)])
 
 
 def regions_of(module: nn.Module) -> list[Any]:

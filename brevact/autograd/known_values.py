@@ -33,7 +33,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
 from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Quality, Saved, SavedByHook, one_object_each
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import find_record, record_of, storage_address, versions_of
+from brevact.autograd.storages import Tensors, find_record, record_of, storage_address, versions_of
 from brevact.geometry import IntegerPlan
 from brevact.quantizers import Layout, is_on_host, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
@@ -56,7 +56,7 @@ class IntegerCodes(Decoder):
     nbytes: int = field()  # otherwise the base class's value would be the default
     has_spare: bool = False
 
-    def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> Tensors:
         """Return the tensors of integers without a spare code."""
         codes, offset = self.layout.flatten(q) - self.minimum, zero_point.detach().clone()
         poison = q.sum(dtype=torch.float32).mul_(0.0)
@@ -72,7 +72,7 @@ class IntegerCodes(Decoder):
     def _last(self) -> int:
         return 2**self.bit_width - 1
 
-    def integers(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def integers(self, tensors: Tensors) -> Tensor:
         """Return q - z."""
         packed, zero_point, _, *mask = tensors
         codes = unpack_codes(packed, self.bit_width, self.layout.numel)
@@ -85,11 +85,11 @@ class IntegerCodes(Decoder):
             q.masked_fill_(unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
         return self.layout.restore(q) - zero_point
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         is_held = may_be_held(self.layout.numel, tensors[0])
         return decoded(self, tensors, self._decode) if is_held else self._decode(tensors)
 
-    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _decode(self, tensors: Tensors) -> Tensor:
         packed, zero_point, scale, *mask = tensors
         found = None if mask else _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
@@ -153,10 +153,10 @@ class Recomputed(Decoder):
     compute: Callable[..., Tensor]
     nbytes: int = field()
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return decoded(self, tensors, self._decode) if type(tensors[0]) is Tensor else self._decode(tensors)
 
-    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _decode(self, tensors: Tensors) -> Tensor:
         with torch.no_grad():
             return self.compute(*tensors)
 
@@ -167,26 +167,18 @@ class View(PassesOn):
     stride: tuple[int, ...]
     offset: Any  # int; torch types it as a symbol, too
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
 
 _view = one_object_each(View)
 
 #: A tensor's version, shape, strides and dtype; its saved form's tensors, their versions, decoder, quality and scope.
-_Entry = tuple[
-    int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Decoder, Quality, Any
-]
+_Entry = tuple[int, torch.Size, tuple[int, ...], torch.dtype, Tensors, tuple[int, ...], Decoder, Quality, Any]
 
 
 def register(
-    x: Tensor,
-    tensors: tuple[Tensor, ...],
-    decoder: Decoder,
-    *,
-    scope: Any = None,
-    is_dirty: bool = False,
-    is_new: bool = False,
+    x: Tensor, tensors: Tensors, decoder: Any, *, scope: Any = None, is_dirty: bool = False, is_new: bool = False
 ) -> None:
     """Record the saved form of ``x``: an op that saves ``x`` saves ``tensors`` instead.
 
@@ -267,7 +259,7 @@ def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> 
     register(out, tensors, replace(integers, layout=layout, nbytes=out.nbytes))
 
 
-def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, IntegerCodes] | None:
+def _codes_of(tensors: Tensors, decoder: Any) -> tuple[Tensor, IntegerCodes] | None:
     if isinstance(decoder, IntegerCodes):
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder
@@ -320,7 +312,7 @@ class _Codes(Decoder):
     nbytes: int = field()
     floor: Tensor | None = None
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         """Return packed codes: all ones where the first bit is set, ``floor`` or zeros elsewhere."""
         bit_width, (bits,) = self.bit_width, tensors
         rows = bits.bitwise_left_shift(_shifts(bit_width, bits.device)).bitwise_and_(_mask_of(bit_width))
@@ -351,7 +343,7 @@ def load_ends(token: Tensor) -> Tensor:
     return stored.decoder.decode(stored.tensors())
 
 
-def share_codes(tensors: tuple[Tensor, ...]) -> None:
+def share_codes(tensors: Tensors) -> None:
     """For each codes tensor that an op saves, let its quantizer save it in place of the first bits."""
     for x in tensors:
         known = x.untyped_storage().__dict__

@@ -23,7 +23,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,36 +31,18 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import (
-    MOST_HELD,
-    HeldOutput,
-    decoded,
-    inside_of_layer,
-    is_held,
-    make_token,
-    may_be_held,
-    take,
-)
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, one_object_each, with_strides
-from brevact.autograd.storages import LONE, is_tracked
+from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, Weight, one_object_each, with_strides
+from brevact.autograd.storages import LONE, Tensors, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Most layers recomputed one after the other before one is packed: all of them are held at once.
 MOST_NESTED = 4
-#: Multiplications per element (``recompute=``) from which on bytes count for more than time.
-DEEP = 4096
-#: Most source tensors of a longer chain before the next one begins: each reader saves all of them.
-MOST_TENSORS = 128
-#: Most layers of a longer chain without a sum between them: each one may amplify the packed tensor's error.
-MOST_WITHOUT_SUM = 10
-#: Most layers of any longer chain: decoding the last one takes ten nested Python calls per layer.
-MOST_CHAINED = 36
-
 #: Elements per ATen call of a convolution that runs over a few samples at a time.
 _NUMEL_OF_CALL = 1 << 18
 
@@ -70,41 +52,27 @@ Layer = TensorFunction
 
 @dataclass(eq=False, slots=True)
 class LayerOutput(HeldOutput):
-    """Decoder of a layer output; its sources are the input and the weight, and a bias may follow.
-
-    ``lingers``: held for readers that come much later. ``places``: indices of the input's tensors among the distinct
-    saved ones; None for those in order.
-    """
+    """Decoder of a layer output; its sources are the input and the weight, and a bias may follow."""
 
     layer: Layer
-    lingers: bool = field()  # otherwise the base class's value would be the default
-    places: tuple[int, ...] | None
     decodes_through = True
 
-    @property
-    def layers_without_sum(self) -> int:  # type: ignore[override]
-        is_squeezed = len(self.shape) > 2 and math.prod(self.shape[2:]) == 1  # errors of means are small
-        return self.sources[0][0].layers_without_sum + (not is_squeezed)
-
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if grad is None:
             return function(self.decode(tensors))
         values, is_owned = take(self, tensors)  # an activation function reads first in forward, so last in backward
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
-    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def input_of(self, tensors: Tensors) -> Saved:
         decoder, count = self.sources[0]
-        kept = tensors[1 : 1 + count]
-        return kept if self.places is None else tuple([kept[place] for place in self.places]), decoder
+        return tensors[1 : 1 + count], decoder
 
     @property
     def has_rows(self) -> bool:
         """Whether each output row is a function of the same input row, as in a linear layer."""
         return not isinstance(self.layer, BoundCall) and is_contiguous(self.shape, self.stride)
 
-    def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
+    def rows(self, tensors: Tensors) -> Callable[[int, int], Tensor]:
         with torch.no_grad(), DisableAutocast():
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
@@ -115,23 +83,22 @@ class LayerOutput(HeldOutput):
 
         return compute
 
-    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+    def _computed(self, tensors: Tensors) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return self._run(tensors), None
         return self._run(tensors), None
 
-    def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _operands(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
         (_, inputs), (of_weight, weights) = self.sources
         kept, source = self.input_of(tensors)
-        with inside_of_layer():
-            x = source.decode(kept)
+        x = source.decode(kept)
         weight = of_weight.decode(tensors[1 + inputs : 1 + inputs + weights])
         operands = (x, weight, *tensors[1 + inputs + weights :])
         x, weight, *bias = (each if each.dtype is self.dtype else each.to(self.dtype) for each in operands)
         return x, weight, bias[0] if bias else None
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _run(self, tensors: Tensors) -> Tensor:
         x, weight, bias = self._operands(tensors)
         count(math.prod(self.shape))
         samples, step = self.shape[0], samples_of_call(self.shape)
@@ -161,7 +128,7 @@ def is_output(decoder: Decoder) -> bool:
     return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, HeldOutput)
 
 
-def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
+def rows_of(decoder: Decoder, tensors: Tensors) -> Callable[[int, int], Tensor] | None:
     """Return a function (start, stop) -> rows of a linear layer's output; None for others, and once it is computed."""
     whole = decoder.decoder if isinstance(decoder, View) else decoder
     if not isinstance(whole, LayerOutput) or not whole.has_rows or is_held(tensors[0]):
@@ -180,7 +147,7 @@ def serves_norms(decoder: Decoder) -> bool:
 
 
 def remember_output(
-    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, cost: float
+    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Weight, out: Tensor, cost: float
 ) -> None:
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
@@ -191,38 +158,17 @@ def remember_output(
         return
     inputs, of_input = known
     if of_input.depth >= _most_nested(input, out):
-        if not goes_deep(region) or len(inputs) > 2 * MOST_TENSORS:
-            return
-        if of_input.layers_without_sum >= MOST_WITHOUT_SUM or of_input.depth >= MOST_CHAINED:
-            return
+        return
     weights, of_weight = region.keep_weight(weight)
     if of_weight is AS_IT_IS:
         weights = (weight.detach(),)
-    inputs, places = _each_once(inputs) if goes_deep(region) else (inputs, None)
     decoder = (_layer_output if of_input.lasts and of_weight.lasts else LayerOutput)(
         ((of_input, len(inputs)), (of_weight, len(weights))),
         *(tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer),
-        goes_deep(region) and (out.numel() < input.numel() or out.numel() <= MOST_HELD),
-        places,
     )
     biases = () if bias is None else (as_now(region, bias, False),)
     region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
     count(out.numel())
-
-
-def _each_once(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...] | None]:
-    """Return the distinct tensors, and each given tensor's index among them; None if all are distinct."""
-    places: dict[int, int] = {}
-    found = tuple([places.setdefault(id(x), len(places)) for x in tensors])
-    if len(places) == len(tensors):
-        return tensors, None
-    distinct = {id(x): x for x in tensors}
-    return tuple([distinct[number] for number in places]), found
-
-
-def goes_deep(region: Keeper) -> bool:
-    """Return whether chains of layers go on through narrow ones, since bytes count for more than time."""
-    return region.recompute >= DEEP
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:
@@ -262,10 +208,10 @@ class _NormOutput(PassesOn):
     allows_double_backward = False
     how = storage_report.DERIVED
 
-    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def input_of(self, tensors: Tensors) -> Saved:
         return tensors[: self.count], self.decoder
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return False
 
     def _finished(self, out: Tensor) -> Tensor:
@@ -278,7 +224,7 @@ class NormOutputAgain(_NormOutput):
     __slots__ = ()
 
     @torch.no_grad()
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         x, given = self.decoder.decode(tensors[: self.count]), iter(tensors[self.count + 1 :])
         mean, weight, bias = (next(given) if there else None for there in self.has)
         shift, scale = aligned(self.alignment, mean, tensors[self.count], self.shape)
@@ -298,10 +244,10 @@ class ChannelsAgain(_NormOutput):
     __slots__ = ()
     decodes_through = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
 
-    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _decode(self, tensors: Tensors) -> Tensor:
         x, scale, shift = self._read(tensors)
         is_owned = isinstance(self.decoder, HeldOutput) and not is_held(tensors[0])
         is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
@@ -311,18 +257,16 @@ class ChannelsAgain(_NormOutput):
             return x
         return self._finished(_affine(x, scale, shift))
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return may_be_held(math.prod(self.shape), tensors[0])
 
-    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         spread, shift, *weight = tensors[self.count :]
         with torch.no_grad():
             scale = self.alignment.inverse(spread)
             return self.decoder.decode(tensors[: self.count]), scale * weight[0] if weight else scale, shift
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if self.is_read_again(tensors):
             values = function(decoded(self, tensors, self._decode))
             return values if grad is None else grad * values
@@ -359,7 +303,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def recomputed_output(
-    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
 ) -> Saved | None:
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):

@@ -1,7 +1,8 @@
 """Table of other libraries' Functions: how their gradients depend on each tensor that they save.
 
-A letter stands for each argument of ``save_for_backward``, in order, None included; a Function may save several sets of
-tensors, of different numbers. Sets of other numbers, and Functions of versions that nobody has read, stay as they are.
+A row has a package's Functions. A letter stands for each argument of ``save_for_backward``, in order, None included; a
+Function may save several sets of tensors, of different numbers. Sets of other numbers, and Functions of versions that
+nobody has read, stay as they are.
 """
 
 from __future__ import annotations
@@ -53,144 +54,80 @@ READ = {
 #: Namespaces of operators that write to nothing but what they declare, of libraries in `READ`.
 DECLARING = {"bitsandbytes"}
 _TABLE = """
-torch.nn.modules._functions SyncBatchNorm L----
-timm.layers.activations_me SwishAutoFn S
-timm.layers.activations_me MishAutoFn S
-transformers.models.bloom.modeling_bloom GeLUFunction S
-transformers.models.sew_d.modeling_sew_d XSoftmax Q
-
-liger_kernel.ops.rms_norm LigerRMSNormFunction L-- L-
-liger_kernel.ops.fused_add_rms_norm LigerFusedAddRMSNormFunction L--
-liger_kernel.ops.modulated_rms_norm LigerModulatedRMSNormFunction L---- L--- L--
-liger_kernel.ops.layer_norm LigerLayerNormFunction L----
-liger_kernel.ops.group_norm LigerGroupNormFunction L----
-liger_kernel.ops.swiglu LigerSiLUMulFunction SL
-liger_kernel.ops.swiglu LigerFusedGateUpSiLUMulFunction S
-liger_kernel.ops.geglu LigerGELUMulFunction SL
-liger_kernel.ops.mlp LigerMLPFunction L---S
-liger_kernel.ops.fused_moe LigerFusedMoEFunction L--S-------
-liger_kernel.ops.cross_entropy LigerCrossEntropyFunction G
-liger_kernel.ops.fused_linear_cross_entropy LigerFusedLinearCrossEntropyFunction GGG ----
-liger_kernel.ops.fused_linear_jsd LigerFusedLinearJSDFunction GG
-liger_kernel.ops.fused_linear_kl_div LigerFusedLinearKLDivFunction GG
-liger_kernel.chunked_loss.cpo_loss LigerFusedLinearCPOFunction GGG
-liger_kernel.chunked_loss.dpo_loss LigerFusedLinearDPOFunction GGG
-liger_kernel.chunked_loss.grpo_loss LigerFusedLinearGRPOFunction GGG
-liger_kernel.chunked_loss.kto_loss LigerFusedLinearKTOFunction GGG
-liger_kernel.chunked_loss.orpo_loss LigerFusedLinearORPOFunction GGG
-liger_kernel.chunked_loss.simpo_loss LigerFusedLinearSimPOFunction GGG
-liger_kernel.chunked_loss.jsd_loss LigerFusedLinearJSDFunction GGG
-liger_kernel.chunked_loss.cosine_similarity_loss LigerFusedLinearCosineSimilarityFunction GGG
-liger_kernel.chunked_loss.fused_linear_ppo _ChunkedSelectiveLogProbFunction -----
-liger_kernel.ops.jsd LigerJSDFunction G
-liger_kernel.ops.tvd LigerTVDLossFunction G
-liger_kernel.ops.softmax LigerSoftmaxFunction Q
-liger_kernel.ops.dyt LigerDyTFunction S---
-liger_kernel.ops.kl_div LigerKLDivLossFunction -
-liger_kernel.ops.sparsemax LigerSparsemaxFunction -
-liger_kernel.ops.relu_squared LigerReLUSquaredFunction -
-liger_kernel.ops.poly_norm LigerPolyNormFunction ---
-liger_kernel.ops.rope LigerRopeFunction --
-liger_kernel.ops.qwen2vl_mrope LigerQwen2VLMRopeFunction --
-liger_kernel.ops.tiled_mlp LigerTiledMLPFunction -
-
-unsloth.kernels.fast_lora LoRA_MLP ------LSL ------LSL---
-unsloth.kernels.fast_lora LoRA_QKV L------ L---------
-unsloth.kernels.fast_lora LoRA_W --L --L-
-unsloth.kernels.rms_layernorm Fast_RMS_Layernorm L--
-unsloth.kernels.layernorm Fast_Layernorm L----
-unsloth.kernels.cross_entropy_loss Fast_CrossEntropyLoss --- ----
-unsloth.kernels.rope_embedding Slow_RoPE_Embedding --
-unsloth.kernels.moe.grouped_gemm.interface GroupedGemm L---
-unsloth_zoo.fused_losses.cross_entropy_loss UnslothFusedLoss GGG
-unsloth_zoo.rl_replacements UnslothEfficientGRPO G
-
-flash_attn.flash_attn_interface FlashAttnFunc QQLL--
-flash_attn.flash_attn_interface FlashAttnQKVPackedFunc QQLL--
-flash_attn.flash_attn_interface FlashAttnKVPackedFunc QQLL--
-flash_attn.flash_attn_interface FlashAttnVarlenFunc QQLL----
-flash_attn.flash_attn_interface FlashAttnVarlenKVPackedFunc QQLL----
-flash_attn.flash_attn_interface FlashAttnVarlenQKVPackedFunc QQLL---
-flash_attn_interface FlashAttnFunc QQLL-
-flash_attn_interface FlashAttnQKVPackedFunc QQLL-
-flash_attn_interface FlashAttnVarlenFunc QQLL----- QQLL---
-flash_attn.cute.interface FlashAttnFunc QQLL-
-flash_attn.cute.interface FlashAttnVarlenFunc QQLL-----
-flash_attn.ops.triton.layer_norm LayerNormFn L--------
-flash_attn.ops.triton.layer_norm LayerNormLinearFn L-----
-flash_attn.ops.triton.layernorm LayerNormFn L----
-flash_attn.ops.layer_norm DropoutAddLayerNormFn LL------
-flash_attn.ops.activations SwiGLUFunction SL
-flash_attn.ops.activations GeLUFunction S-
-flash_attn.ops.activations FastGeLUFunction S
-flash_attn.ops.fused_dense FusedDenseFunc L- -
-flash_attn.ops.fused_dense FusedMLPFunc L---L ----
-flash_attn.ops.triton.cross_entropy CrossEntropyLoss ---
-
-xformers.ops.fmha _fMHA QQLL-
-xformers.ops.swiglu_op _SwiGLUDecomposedFunc L------SLLL-
-xformers.ops.swiglu_op _SwiGLUFusedFunc L---SL
-
-fla.modules.norm.layernorm LayerNormFunction L----
-fla.modules.norm.layernorm LayerNormLinearFunction L-----
-fla.modules.norm.fused_norm_gate LayerNormGatedFunction LS----
-fla.modules.norm.fused_norm_gate LayerNormGatedLinearFunction LS-----
-fla.modules.norm.layernorm_gated LayerNormFn S----S
-fla.modules.norm.l2norm L2NormFunction S- -
-fla.modules.layernorm LayerNormFunction L----
-fla.modules.layernorm LayerNormLinearFunction L-----
-fla.modules.l2norm L2NormFunction S- -
-fla.modules.activations.ops SwiGLUFunction SL
-fla.modules.activations.ops SwiGLULinearFunction SL-
-fla.modules.activations.ops SwishFunction S
-fla.modules.activations.ops GeLUFunction S-
-fla.modules.activations.ops FastGeLUFunction S
-fla.modules.activations SwiGLUFunction SL
-fla.modules.activations SwiGLULinearFunction SL-
-fla.modules.activations SwishFunction S
-fla.modules.fused_linear_cross_entropy.ops FusedLinearCrossEntropyFunction GGG
-fla.modules.fused_linear_cross_entropy FusedLinearCrossEntropyFunction GGG
-fla.modules.fused_kl_div.ops FusedKLDivLossFunction GG
-fla.modules.fused_cross_entropy.ops FusedCrossEntropyFunction ---
-fla.modules.causal_conv1d.ops CausalConv1dFunction S----
-fla.modules.convolution CausalConv1dFunction S----
-fla.ops.gla.chunk ChunkGLAFunction LLL---L- LLL---L
-fla.ops.simple_gla.chunk ChunkSimpleGLAFunction LLL---- LLL--- LLL--
-
-mamba_ssm.ops.selective_scan_interface SelectiveScanFn L--LL--- L--LL-S--L
-mamba_ssm.ops.triton.ssd_combined MambaChunkScanCombinedFn LL---LL-S---
-mamba_ssm.ops.triton.ssd_combined MambaSplitConv1dScanCombinedFn ---S---------
-mamba_ssm.ops.triton.layer_norm LayerNormFn L--------
-mamba_ssm.ops.triton.layer_norm LayerNormLinearFn L-----
-mamba_ssm.ops.triton.layernorm_gated LayerNormFn S----S
-causal_conv1d.causal_conv1d_interface CausalConv1dFn S---- S--
-
-transformer_engine.pytorch.module.linear _Linear L--- L-----
-transformer_engine.pytorch.module.layernorm_linear _LayerNormLinear L----L-- L------L-
-transformer_engine.pytorch.module.layernorm_mlp _LayerNormMLP L-L---SSL----- L---LSL-------- -------
-transformer_engine.pytorch.attention.dot_product_attention.backends FusedAttnFunc ----QQLL--------
-transformer_engine.pytorch.cross_entropy CrossEntropyFunction G --- ----
-apex.normalization.fused_layer_norm FusedLayerNormAffineFunction L----
-apex.normalization.fused_layer_norm FusedLayerNormAffineMixedDtypesFunction L----
-apex.normalization.fused_layer_norm FusedLayerNormFunction L--
-apex.normalization.fused_layer_norm FusedRMSNormAffineFunction L--
-apex.normalization.fused_layer_norm FusedRMSNormAffineMixedDtypesFunction L--
-apex.normalization.fused_layer_norm FusedRMSNormFunction L-
-apex.contrib.layer_norm.layer_norm FastLayerNormFN L---
-apex.contrib.xentropy.softmax_xentropy SoftmaxCrossEntropyLoss -----
-apex.fused_dense.fused_dense FusedDenseFunc L-
-apex.fused_dense.fused_dense DenseNoBiasFunc L-
-apex.fused_dense.fused_dense FusedDenseGeluDenseFunc L--SL
-
-torchao.float8.float8_linear matmul_with_hp_or_float8_args L-
-spconv.pytorch.functional SparseConvFunction --L-
-spconv.pytorch.functional SparseInverseConvFunction --L-
-spconv.pytorch.functional SubMConvFunction --L-
-spconv.pytorch.functional SparseImplicitGemmFunction L---
-spconv.pytorch.functional SparseMaxPoolFunction ----
-spconv.pytorch.functional SparseMaxPoolImplicitGemmFunction ---
-efficientnet_pytorch.utils SwishImplementation S
-monai.networks.blocks.activation SwishImplementation S
+torch.nn.modules: _functions.SyncBatchNorm L----
+timm.layers.activations_me: SwishAutoFn S, MishAutoFn S
+transformers.models: bloom.modeling_bloom.GeLUFunction S, sew_d.modeling_sew_d.XSoftmax Q
+liger_kernel.ops: rms_norm.LigerRMSNormFunction L-- L-, fused_add_rms_norm.LigerFusedAddRMSNormFunction L--
+liger_kernel.ops: modulated_rms_norm.LigerModulatedRMSNormFunction L---- L--- L--
+liger_kernel.ops: layer_norm.LigerLayerNormFunction L----, group_norm.LigerGroupNormFunction L----
+liger_kernel.ops: swiglu.LigerSiLUMulFunction SL, swiglu.LigerFusedGateUpSiLUMulFunction S
+liger_kernel.ops: geglu.LigerGELUMulFunction SL, mlp.LigerMLPFunction L---S, fused_moe.LigerFusedMoEFunction L--S-------
+liger_kernel.ops: cross_entropy.LigerCrossEntropyFunction G
+liger_kernel.ops: fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction GGG ----
+liger_kernel.ops: fused_linear_jsd.LigerFusedLinearJSDFunction GG, fused_linear_kl_div.LigerFusedLinearKLDivFunction GG
+liger_kernel.ops: jsd.LigerJSDFunction G, tvd.LigerTVDLossFunction G, softmax.LigerSoftmaxFunction Q
+liger_kernel.ops: dyt.LigerDyTFunction S---, kl_div.LigerKLDivLossFunction -, sparsemax.LigerSparsemaxFunction -
+liger_kernel.ops: relu_squared.LigerReLUSquaredFunction -, poly_norm.LigerPolyNormFunction ---
+liger_kernel.ops: rope.LigerRopeFunction --, qwen2vl_mrope.LigerQwen2VLMRopeFunction --
+liger_kernel.ops: tiled_mlp.LigerTiledMLPFunction -
+liger_kernel.chunked_loss: cpo_loss.LigerFusedLinearCPOFunction GGG, dpo_loss.LigerFusedLinearDPOFunction GGG
+liger_kernel.chunked_loss: grpo_loss.LigerFusedLinearGRPOFunction GGG, kto_loss.LigerFusedLinearKTOFunction GGG
+liger_kernel.chunked_loss: orpo_loss.LigerFusedLinearORPOFunction GGG, simpo_loss.LigerFusedLinearSimPOFunction GGG
+liger_kernel.chunked_loss: jsd_loss.LigerFusedLinearJSDFunction GGG
+liger_kernel.chunked_loss: cosine_similarity_loss.LigerFusedLinearCosineSimilarityFunction GGG
+liger_kernel.chunked_loss: fused_linear_ppo._ChunkedSelectiveLogProbFunction -----
+unsloth.kernels: fast_lora.LoRA_MLP ------LSL ------LSL---, fast_lora.LoRA_QKV L------ L---------
+unsloth.kernels: fast_lora.LoRA_W --L --L-, rms_layernorm.Fast_RMS_Layernorm L--, layernorm.Fast_Layernorm L----
+unsloth.kernels: cross_entropy_loss.Fast_CrossEntropyLoss --- ----, rope_embedding.Slow_RoPE_Embedding --
+unsloth.kernels: moe.grouped_gemm.interface.GroupedGemm L---
+unsloth_zoo: fused_losses.cross_entropy_loss.UnslothFusedLoss GGG, rl_replacements.UnslothEfficientGRPO G
+flash_attn: flash_attn_interface.FlashAttnFunc QQLL--, flash_attn_interface.FlashAttnQKVPackedFunc QQLL--
+flash_attn: flash_attn_interface.FlashAttnKVPackedFunc QQLL--, flash_attn_interface.FlashAttnVarlenFunc QQLL----
+flash_attn: flash_attn_interface.FlashAttnVarlenKVPackedFunc QQLL----
+flash_attn: flash_attn_interface.FlashAttnVarlenQKVPackedFunc QQLL---, cute.interface.FlashAttnFunc QQLL-
+flash_attn: cute.interface.FlashAttnVarlenFunc QQLL-----, ops.triton.layer_norm.LayerNormFn L--------
+flash_attn: ops.triton.layer_norm.LayerNormLinearFn L-----, ops.triton.layernorm.LayerNormFn L----
+flash_attn: ops.layer_norm.DropoutAddLayerNormFn LL------, ops.activations.SwiGLUFunction SL
+flash_attn: ops.activations.GeLUFunction S-, ops.activations.FastGeLUFunction S, ops.fused_dense.FusedDenseFunc L- -
+flash_attn: ops.fused_dense.FusedMLPFunc L---L ----, ops.triton.cross_entropy.CrossEntropyLoss ---
+flash_attn_interface: FlashAttnFunc QQLL-, FlashAttnQKVPackedFunc QQLL-, FlashAttnVarlenFunc QQLL----- QQLL---
+xformers.ops: fmha._fMHA QQLL-, swiglu_op._SwiGLUDecomposedFunc L------SLLL-, swiglu_op._SwiGLUFusedFunc L---SL
+fla.modules: norm.layernorm.LayerNormFunction L----, norm.layernorm.LayerNormLinearFunction L-----
+fla.modules: norm.fused_norm_gate.LayerNormGatedFunction LS----
+fla.modules: norm.fused_norm_gate.LayerNormGatedLinearFunction LS-----, norm.layernorm_gated.LayerNormFn S----S
+fla.modules: norm.l2norm.L2NormFunction S- -, layernorm.LayerNormFunction L----
+fla.modules: layernorm.LayerNormLinearFunction L-----, l2norm.L2NormFunction S- -, activations.ops.SwiGLUFunction SL
+fla.modules: activations.ops.SwiGLULinearFunction SL-, activations.ops.SwishFunction S, activations.ops.GeLUFunction S-
+fla.modules: activations.ops.FastGeLUFunction S, activations.SwiGLUFunction SL, activations.SwiGLULinearFunction SL-
+fla.modules: activations.SwishFunction S, fused_linear_cross_entropy.ops.FusedLinearCrossEntropyFunction GGG
+fla.modules: fused_linear_cross_entropy.FusedLinearCrossEntropyFunction GGG, fused_kl_div.ops.FusedKLDivLossFunction GG
+fla.modules: fused_cross_entropy.ops.FusedCrossEntropyFunction ---, causal_conv1d.ops.CausalConv1dFunction S----
+fla.modules: convolution.CausalConv1dFunction S----
+fla.ops: gla.chunk.ChunkGLAFunction LLL---L- LLL---L, simple_gla.chunk.ChunkSimpleGLAFunction LLL---- LLL--- LLL--
+mamba_ssm.ops: selective_scan_interface.SelectiveScanFn L--LL--- L--LL-S--L
+mamba_ssm.ops: triton.ssd_combined.MambaChunkScanCombinedFn LL---LL-S---
+mamba_ssm.ops: triton.ssd_combined.MambaSplitConv1dScanCombinedFn ---S---------, triton.layer_norm.LayerNormFn L--------
+mamba_ssm.ops: triton.layer_norm.LayerNormLinearFn L-----, triton.layernorm_gated.LayerNormFn S----S
+causal_conv1d: causal_conv1d_interface.CausalConv1dFn S---- S--
+transformer_engine.pytorch: module.linear._Linear L--- L-----
+transformer_engine.pytorch: module.layernorm_linear._LayerNormLinear L----L-- L------L-
+transformer_engine.pytorch: module.layernorm_mlp._LayerNormMLP L-L---SSL----- L---LSL-------- -------
+transformer_engine.pytorch: attention.dot_product_attention.backends.FusedAttnFunc ----QQLL--------
+transformer_engine.pytorch: cross_entropy.CrossEntropyFunction G --- ----
+apex: normalization.fused_layer_norm.FusedLayerNormAffineFunction L----
+apex: normalization.fused_layer_norm.FusedLayerNormAffineMixedDtypesFunction L----
+apex: normalization.fused_layer_norm.FusedLayerNormFunction L--
+apex: normalization.fused_layer_norm.FusedRMSNormAffineFunction L--
+apex: normalization.fused_layer_norm.FusedRMSNormAffineMixedDtypesFunction L--
+apex: normalization.fused_layer_norm.FusedRMSNormFunction L-, contrib.layer_norm.layer_norm.FastLayerNormFN L---
+apex: contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss -----, fused_dense.fused_dense.FusedDenseFunc L-
+apex: fused_dense.fused_dense.DenseNoBiasFunc L-, fused_dense.fused_dense.FusedDenseGeluDenseFunc L--SL
+torchao: float8.float8_linear.matmul_with_hp_or_float8_args L-
+spconv.pytorch.functional: SparseConvFunction --L-, SparseInverseConvFunction --L-, SubMConvFunction --L-
+spconv.pytorch.functional: SparseImplicitGemmFunction L---, SparseMaxPoolFunction ----
+spconv.pytorch.functional: SparseMaxPoolImplicitGemmFunction ---
+efficientnet_pytorch: utils.SwishImplementation S
+monai: networks.blocks.activation.SwishImplementation S
 """
 
 
@@ -245,13 +182,16 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "fla.modules.activations.ops.SwiGLUFunction": _silu_mul,
     "liger_kernel.ops.geglu.LigerGELUMulFunction": lambda shape, a, b: _Gated(shape, _gelu_tanh),
 }
-_ROWS = [line.split() for line in _TABLE.split("\n") if line]
 #: Letters of the sets of tensors that a Function saves, by its path.
-SETS = {f"{module}.{name}": sets for module, name, *sets in _ROWS}
+SETS: dict[str, list[str]] = {}
 #: Names of Functions, by module.
 BY_MODULE: dict[str, list[str]] = {}
-for _module, _name, *_ in _ROWS:
-    BY_MODULE.setdefault(_module, []).append(_name)
+for _line in _TABLE.strip().split("\n"):
+    _package, _, _functions = _line.partition(": ")
+    for _function, *_sets in map(str.split, _functions.split(", ")):
+        SETS[f"{_package}.{_function}"] = _sets
+        _module, _, _name = f"{_package}.{_function}".rpartition(".")
+        BY_MODULE.setdefault(_module, []).append(_name)
 
 
 #: Attributes of a context that say that a norm saves its result, which backward divides by the weight.

@@ -16,15 +16,13 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, is_stored, tensors_of_call
 from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
-from brevact.autograd.layer_recompute import goes_deep
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
 from brevact.autograd.other_code import ALGORITHMS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.rectified import carry, offer_again
-from brevact.autograd.rows import ROWS, row_of, run_counterpart
+from brevact.autograd.rows import ROWS, row_of
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
-from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.store import INTEGERS
@@ -47,9 +45,7 @@ class EagerMode(marks.RegionMode):
     """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
     @marks.skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             return marks.traced_call(self, func, types, args, kwargs)
@@ -108,6 +104,26 @@ class EagerMode(marks.RegionMode):
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
 
 
+def _run_counterpart(row: Op, region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a counterpart; NotImplemented for arguments that it does not support (``out=``), too few or too many.
+
+    Torch then handles them or raises the error. NotImplemented, too, if a policy is lossless and torch's own gradient
+    differs in the last bits, and for double backward, which Functions of ours do not support.
+    """
+    settings = region.settings
+    if settings.leaves_ops_to_torch and (
+        (settings.is_exact and not row.is_bit_exact) or (settings.double_backward and not row.twice)
+    ):
+        return NotImplemented
+    assert row.handler is not None
+    try:
+        return row.handler(region, func, *args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the handler
+            raise
+    return NotImplemented
+
+
 def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
     is_inside = caller.f_globals.get("__name__") in ALGORITHMS
     tensors = tensors_of_call(args, kwargs)
@@ -119,7 +135,7 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
             return func(*args, **kwargs)
         is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # torch knows its gradients' strides
         if not (is_inside or is_empty or (row.is_norm and region.makes_weight(row, tensors))):
-            result = run_counterpart(row, region, func, args, kwargs)
+            result = _run_counterpart(row, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.is_tracked:
                     _track(region, row, func, args, kwargs, result, tensors, operands)
@@ -196,14 +212,7 @@ _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
 
 
 def _track(
-    region: Any,
-    row: Op,
-    func: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    result: Any,
-    tensors: list[Tensor],
-    operands: list[tuple[Tensor, Saved | None]] | None,
+    region: Any, row: Op, func: Callable, args: tuple, kwargs: dict, result: Any, tensors: list[Tensor], operands: Any
 ) -> None:
     """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
     if type(result) is not Tensor:
@@ -227,8 +236,7 @@ def _track(
     if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:
-        is_small = row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel()
-        if is_small and not goes_deep(region):
+        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
             return
         operands = operands_of(region, tensors)
     if operands is None:
@@ -240,7 +248,7 @@ def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: 
     if row.handler is not None and is_alive(sys._getframe(3)):
         push_hooks(*region.hooks.pair)  # on top, where our Function pops them: others inside stay in force
         try:
-            result = run_counterpart(row, region, func, args, kwargs)
+            result = _run_counterpart(row, region, func, args, kwargs)
         finally:
             pop_hooks()
         if result is not NotImplemented:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, Weight, one_object_each
 from brevact.autograd.settings import SaveMode
+from brevact.autograd.storages import Tensors
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -72,9 +73,8 @@ class Alignment(NamedTuple):
 
     def inverse(self, spread: Tensor) -> Tensor:
         """Return the inverse deviations, in float32 or wider, from the spreads that the norm saves."""
-        spread = (
-            spread if spread.dtype is torch.float32 else spread.to(torch.promote_types(spread.dtype, torch.float32))
-        )
+        if spread.dtype is not torch.float32:
+            spread = spread.to(torch.promote_types(spread.dtype, torch.float32))
         return spread if self.eps is None else torch.rsqrt(spread + self.eps)
 
 
@@ -93,17 +93,17 @@ def aligned(
 class Unpacked(PassesOn):
     statistics: int = field()  # otherwise the base class's value would be the default
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self.decoder.decode(tensors[: -self.statistics])
 
-    def without_statistics(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def without_statistics(self, tensors: Tensors) -> Saved:
         return tensors[: -self.statistics], self.decoder
 
-    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+    def with_statistics(self, tensors: Tensors) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None
         return self.decode(tensors), mean, tensors[-1]
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return self.decoder.described(tensors[: -self.statistics])
 
 
@@ -120,7 +120,7 @@ class Centred(Decoder):
         self.quality = Quality(spec.quantizer)
         self._plans: dict[torch.Size, NormalizedPlan | None] = {}  # by the sizes of deviations
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         packed, alignment = self.packed(tensors), self._alignment
         spec, buffer = packed.spec, packed.buffer
         invstd = alignment.align(alignment.inverse(tensors[-1]), spec.layout.shape)
@@ -132,16 +132,16 @@ class Centred(Decoder):
             return denormalize(packed, None, invstd, self._dtype)
         return plan.decode_affine(buffer, reciprocal_of(invstd), None)
 
-    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+    def with_statistics(self, tensors: Tensors) -> WithStatistics:
         return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
 
-    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def sources(self, tensors: Tensors) -> Tensors:
         return tensors[:1]
 
-    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+    def packed(self, tensors: Tensors) -> PackedActivation:
         return PackedActivation(self.spec, tensors[0])
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.PACKED, self.spec.layout.numel * self._dtype.itemsize
 
 
@@ -155,16 +155,16 @@ class _PackedOnBackward(Centred):
         super().__init__(alignment, spec, dtype)
         self._seed, self.statistics = seed, count
 
-    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def sources(self, tensors: Tensors) -> Tensors:
         return tensors
 
-    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+    def packed(self, tensors: Tensors) -> PackedActivation:
         seed = tensors[1] if self._seed is None else self._seed
         mean = tensors[-2] if self.statistics == 2 else None
         statistics = aligned(self._alignment, mean, tensors[-1], tensors[0].shape)
         return quantize_normalized(self.spec.quantizer, tensors[0], *statistics, seed)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
 
 
@@ -191,27 +191,27 @@ class OutputDecoder(Decoder):
     def __post_init__(self) -> None:
         self.quality, self.lasts = self.source.quality, self.source.lasts
 
-    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
+    def _read(self, tensors: Tensors) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
         packed, (has_weight, has_bias) = self.source.packed(tensors[: self.count]), self.has
         shape = packed.spec.layout.shape
         scale = self.alignment.align_weight(tensors[self.count], shape) if has_weight else None
         shift = self.alignment.align_weight(tensors[-1], shape) if has_bias else None
         return packed, scale, shift
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
 
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def decode_as(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         if dtype is torch.bfloat16 and self.dtype is torch.float32 and not self.is_read_again(tensors):
             return decode_affine(*self._read(tensors), dtype)
         return self.decode(tensors).to(dtype)
 
-    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _decode(self, tensors: Tensors) -> Tensor:
         if self.plan is None:
             return decode_affine(*self._read(tensors), self.dtype)
         return self.plan.decode_affine(tensors[0], tensors[1], tensors[2] if self.has[1] else None)
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return may_be_held(self.shape.numel(), tensors[0])
 
     @property
@@ -220,7 +220,7 @@ class OutputDecoder(Decoder):
         return self.has[0] and self.source.lasts
 
     def decode_in_one_pass(
-        self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
+        self, tensors: Tensors, addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
     ) -> Tensor | None:
         """Return (output + addend) * mask (packed, in the output's order), or None; ``overwrites``: into ``addend``."""
         if self.plan is not None and (addend is None or self.plan.matches(addend)):
@@ -228,9 +228,7 @@ class OutputDecoder(Decoder):
             return self.plan.decode_affine(tensors[0], tensors[1], shift, addend, mask, overwrites=overwrites)
         return decode_in_one_pass(*self._read(tensors), self.dtype, addend, mask, overwrites=overwrites)
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if self.is_read_again(tensors):
             values = function(decoded(self, tensors, self._decode))
             return values if grad is None else grad * values
@@ -273,7 +271,7 @@ class NormInput(NamedTuple):
         return None if key is None else (key, self.dtype)
 
     @property
-    def statistics(self) -> tuple[Tensor, ...]:
+    def statistics(self) -> Tensors:
         return (self.spread,) if self.mean is None else (self.mean, self.spread)
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -308,9 +306,7 @@ class NormInput(NamedTuple):
         return _halved(quantizer) if is_of_two else quantizer
 
 
-def output_of(
-    region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Saved | None:
+def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None

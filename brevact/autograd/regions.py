@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from brevact.autograd import known_values, running, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
 from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import DEEP, serves_norms
+from brevact.autograd.layer_recompute import serves_norms
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.ops.op import Op
@@ -148,7 +148,7 @@ class Region:
         found.attachment, found.recompute = self.attachment, self.recompute
         return found
 
-    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None, settings: Any = None) -> Saved:
         """Save a floating-point or complex activation, or a norm's normalized input, by the region's settings.
 
         With ``share``, ``x`` is packed once for all ops that save it. For a norm, the normalized values are packed, and
@@ -157,35 +157,20 @@ class Region:
 
         Returns the registered form of ``x`` (a forward quantizer's codes, or, except for a norm, the tensors that ``x``
         derives from); otherwise the packed tensor; ``x`` itself if it has fewer than ``settings.min_numel`` elements,
-        or the settings are exact.
+        or the settings are exact. ``settings``, of calls from here, replace the region's.
         """
-        if x.is_complex():
-            return self._keep_pairs(x, share)
-        if x._is_view() and is_parameter(x._base):
-            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
-            return kept if norm is None else norm.unpacked(kept)
-        if self.is_counted:
-            with no_dispatch_modes():
-                return self._keep(x, self.settings, share, norm)
-        return self._keep(x, self.settings, share, norm)
-
-    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
-        known = known_values.find(x)
-        if known is not None:
-            return reported(known)
-        tensors, decoder = self.keep(pairs_of(x), share=share)
-        if decoder is AS_IT_IS:
-            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
-        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
-
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        with no_dispatch_modes() if self.is_counted else nullcontext():
-            return self._keep(x, self.settings.for_normalized, True, norm)
-
-    def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
+        if settings is None:
+            if x.is_complex():
+                return self._keep_pairs(x, share)
+            if x._is_view() and is_parameter(x._base):
+                kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+                return kept if norm is None else norm.unpacked(kept)
+            settings = self.settings
+            if self.is_counted:
+                with no_dispatch_modes():
+                    return self.keep(x, share=share, norm=norm, settings=settings)
         normalizes = norm is not None and not settings.is_lossless
-        is_small = x.numel() < settings.min_numel
-        if is_small and self.recompute < DEEP:
+        if x.numel() < settings.min_numel:
             return beside(keep_small(x, settings), norm)
         record = find_record(x) if share else None
         if record is not None and (record.known is not None or record.held is not None):
@@ -198,8 +183,6 @@ class Region:
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
                 return known if norm is None else beside(known, norm)
-        if is_small:
-            return beside(keep_small(x, settings), norm)
         if settings.is_exact:
             return beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
         # A checkpoint expects tensors of the same sizes again, so random sizes follow from the number of elements.
@@ -220,6 +203,19 @@ class Region:
             report_statistics(found)
         return found if norm is None or normalizes else beside(found, norm)
 
+    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        tensors, decoder = self.keep(pairs_of(x), share=share)
+        if decoder is AS_IT_IS:
+            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
+        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
+
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+        with no_dispatch_modes() if self.is_counted else nullcontext():
+            return self.keep(x, norm=norm, settings=self.settings.for_normalized)
+
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Saved:
         quantizer = settings.quantizer
         plan = None
@@ -227,10 +223,9 @@ class Region:
             plan = plan_of(quantizer, x.shape, x.stride(), x.dtype)
         if plan is not None:
             spec, decoder = plan
-            buffer = spec.empty(x)
-            spec.quantizer.encode(
-                x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
-            )
+            buffer = (x.new_zeros if spec.has_padding else x.new_empty)(spec.nbytes, dtype=torch.uint8)
+            seed = self.seeds.next(x.device) if quantizer.is_stochastic else None
+            spec.quantizer.encode(x.detach(), spec, seed, buffer)
             return (buffer,), decoder
         if top_hooks(True) == self.hooks.pair:
             with self.hooks.suspended:  # a quantizer may use autograd, too
@@ -348,13 +343,20 @@ class Region:
     def packs_layer_input(self, x: Any) -> bool:
         return type(x) is Tensor and is_activation(x)
 
-    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None) -> bool:
-        """Return whether a layer's input can be packed, and the input, weight or bias needs a gradient."""
+    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None, dims: int | None = None) -> bool:
+        """Return whether a layer's input can be packed, and the input, weight or bias needs a gradient.
+
+        ``dims``: spatial dimensions of a convolution.
+        """
         return (
             type(input) is Tensor
             and is_activation(input)
-            and is_activation(weight)
+            and (
+                (type(weight) is nn.Parameter and weight.dtype is input.dtype and weight.layout is _STRIDED)
+                or is_activation(weight)
+            )
             and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+            and (dims is None or weight.dim() == dims + 2 == input.dim() + (input.dim() == dims + 1))
         )
 
     def packs_input(self, x: Any) -> bool:

@@ -121,26 +121,6 @@ ROWS, _NAMES = _table()
 OP_NAMES: dict[Callable, str] = {**_NAMES, checkpoint: CHECKPOINT}
 
 
-def run_counterpart(row: Op, region: Any, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a counterpart; NotImplemented for arguments that it does not support (``out=``), too few or too many.
-
-    Torch then handles them or raises the error. NotImplemented, too, if a policy is lossless and torch's own gradient
-    differs in the last bits, and for double backward, which Functions of ours do not support.
-    """
-    settings = region.settings
-    if settings.leaves_ops_to_torch and (
-        (settings.is_exact and not row.is_bit_exact) or (settings.double_backward and not row.twice)
-    ):
-        return NotImplemented
-    assert row.handler is not None
-    try:
-        return row.handler(region, func, *args, **kwargs)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised inside the handler
-            raise
-    return NotImplemented
-
-
 def row_of(func: Callable) -> Op:
     row = ROWS.get(func)
     if row is None:

@@ -13,14 +13,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
-from brevact.autograd.storages import bytes_of, versions_of
+from brevact.autograd.storages import Tensors, bytes_of, versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
     Layout,
@@ -85,9 +85,6 @@ class Quality(NamedTuple):
 EXACT = Quality()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations needs a setting, "
     "double_backward=True: brevact.quantize_backward(model, double_backward=True), "
@@ -111,10 +108,6 @@ class Decoder:
     allows_double_backward: bool = False
     #: Number of layers that are recomputed, one after the other, to decode the tensor.
     depth: int = 0
-    #: Number of those behind the last sum with a tensor that fewer layers, or none, compute.
-    layers_without_sum: int = 0
-    #: Whether the decoded tensor is held though its next reader comes much later.
-    lingers: bool = False
     #: Number of a norm's statistics at the end of the saved tensors.
     statistics: int = 0
     #: Whether :meth:`decode_through` applies the function while it decodes.
@@ -127,31 +120,29 @@ class Decoder:
         found: int = math.prod(self.shape) * self.dtype.itemsize  # type: ignore[attr-defined]
         return found
 
-    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
+    def input_of(self, tensors: Tensors) -> Saved | None:
         """Return the saved form of a recomputed layer's or norm's input; None for other decoders."""
         return None
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         raise NotImplementedError
 
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def decode_as(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """Return the activation in the type that its reader computes in, such as autocast's."""
         return self.decode(tensors).to(dtype)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return grad * self.decode(tensors)
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         values = function(self.decode(tensors))
         return values if grad is None else grad * values
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         """Return whether :meth:`decode` may return memory that others read."""
         return True
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return self.how, self.nbytes
 
 
@@ -165,26 +156,22 @@ class PassesOn(Decoder):
 
     decoder: Decoder
     quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
-    layers_without_sum, allows_double_backward = map(_passed_on, ("layers_without_sum", "allows_double_backward"))
+    allows_double_backward = _passed_on("allows_double_backward")
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return self.decoder.is_read_again(tensors)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return self.decoder.described(tensors)
 
 
 #: The saved form of a tensor: tensors for autograd to save, and the decoder that reads them.
-Saved = tuple[tuple[Tensor, ...], Decoder]
+Saved = tuple[Tensors, Decoder]
 
 
-def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
-    """Make a function return the same object for equal arguments, so that a training step reuses the last one's.
-
-    Equal arguments have the same types: two kinds of NamedTuple with the same items differ.
-    """
-    cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
-    return cast("Callable[P, R]", cached)
+#: Makes a function return the same object for equal arguments, so that a training step reuses the last one's. Equal
+#: arguments have the same types: two kinds of NamedTuple with the same items differ.
+one_object_each = functools.lru_cache(maxsize=4096, typed=True)
 
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -197,16 +184,10 @@ class _AsItIs(Decoder):
     __slots__ = ()
     allows_double_backward = lasts = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return tensors[0]
 
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return tensors[0].to(dtype)
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * tensors[0]
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, bytes_of(tensors[0])
 
 
@@ -218,17 +199,18 @@ class _Packed(Decoder):
     def __init__(self, spec: PackedSpec) -> None:
         self._spec, self.quality = spec, Quality(spec.quantizer)
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         spec, buffer = self._spec, tensors[0]
         layout = spec.layout
-        if not (layout.is_result_dense and spec.accepts(buffer)):
+        fits = buffer.dtype is torch.uint8 and buffer.shape == spec.shape and buffer.is_contiguous()
+        if not (fits and layout.is_result_dense):
             return PackedActivation(spec, buffer).dequantize()
         stride, device = layout.result_stride, buffer.device
         target = torch.empty_strided(layout.shape, stride, dtype=layout.dtype, device=device)
         spec.quantizer.decode(buffer, spec, target)
         return target
 
-    def decode_as(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def decode_as(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
         spec, layout = self._spec, self._spec.layout
         is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
@@ -239,15 +221,13 @@ class _Packed(Decoder):
         spec.quantizer.decode(tensors[0], spec, target)
         return target
 
-    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: Tensors) -> bool:
         return False
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         layout = self._spec.layout
         if layout.numel <= _FEW_ELEMENTS:
             values = function(self.decode(tensors))
@@ -255,7 +235,7 @@ class _Packed(Decoder):
         packed = PackedActivation(self._spec, tensors[0])
         return decode_through(packed, function, None, None, layout.dtype, grad)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.PACKED, _bytes_of(self._spec.layout)
 
 
@@ -268,17 +248,17 @@ class PackedOnBackward(Decoder):
     def quality(self) -> Quality:  # type: ignore[override]
         return Quality(self.quantizer)
 
-    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+    def _pack(self, tensors: Tensors) -> PackedActivation:
         seed = tensors[1] if self.seed is None else self.seed
         return quantize(self.quantizer, without_gaps(tensors[0]), seed)
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self._pack(tensors).dequantize()
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return self._pack(tensors).dequantize_multiply(grad)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize
 
 
@@ -288,22 +268,22 @@ class _Mask(Decoder):
     negative_slope: float
     lasts = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return unpack_mask(tensors[0], self.layout)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+    def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
+        return mask_multiply(tensors[0], self.layout, grad, self.negative_slope)
 
-    def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
+    def bits(self, tensors: Tensors, layout: Layout) -> Tensor | None:
         """Return the mask, packed in this layout's memory order; None for another order or a negative slope."""
         is_same = self.layout.shape == layout.shape and self.layout.dims == layout.dims and layout.is_dense
         return tensors[0] if is_same and self.negative_slope == 0.0 else None
 
-    def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
+    def multiply_(self, tensors: Tensors, values: Tensor) -> Tensor:
         """Multiply in place: a fraction of the time on a CPU, and no memory."""
-        return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
+        return mask_multiply(tensors[0], self.layout, values, self.negative_slope, overwrites=True)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+    def described(self, tensors: Tensors) -> tuple[str, int]:
         return storage_report.MASKED, _bytes_of(self.layout)
 
 
@@ -353,7 +333,7 @@ class _Places(Decoder):
     """Bits of a code; 0 if codes are integers of a smaller type."""
     lasts = allows_double_backward = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         codes = tensors[0]
         if self.bit_width:
             codes = unpack_codes(codes, self.bit_width, self.shape.numel()).view(self.shape)
@@ -370,7 +350,7 @@ class Blank(Decoder):
     device: torch.device
     allows_double_backward = True
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -378,7 +358,7 @@ class Blank(Decoder):
 class Mapped(PassesOn):
     function: PointFunction
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         return self.function(self.decoder.decode(tensors))
 
 
@@ -386,7 +366,7 @@ class Mapped(PassesOn):
 class _Own(PassesOn):
     """Decodes a tensor into memory that its reader alone uses."""
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def decode(self, tensors: Tensors) -> Tensor:
         found = self.decoder.decode(tensors)
         return found.clone() if self.decoder.is_read_again(tensors) else found
 
@@ -411,7 +391,7 @@ class SavedByHook:
             pack, self.unpack = outer
             self.handles = tuple(pack(x) for x in tensors)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Tensors:
         if self.unpack is not None:
             return tuple(self.unpack(handle) for handle in self.handles)
         for x, version in zip(self.handles, self.versions, strict=True):
@@ -442,6 +422,7 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
 
 
 Strides = tuple[int, ...]
+Weight = Tensor | None  # or a bias; None without one
 
 
 def lay_out(x: Tensor, grad: Tensor, stride: Strides, *, saved_first: bool = False) -> Tensor:

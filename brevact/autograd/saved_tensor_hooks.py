@@ -22,12 +22,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import derive, track_weight
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
 from brevact.autograd.ops.base import with_bits
@@ -35,10 +35,9 @@ from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_o
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
 from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
-from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.weights import ModelState, is_parameter, is_parameter_or_view
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
@@ -126,9 +125,8 @@ class SavedTensorHooks:
     """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
 
     def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
-        self.is_empty = (
-            region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
-        )
+        has_rules = CHECKPOINT in region.by_op or region.has_rules_for_other_code
+        self.is_empty = region.settings is None and not has_rules
         is_twice = region.settings is not None and region.settings.double_backward
         self.pair: tuple[Callable, Callable] = self._pack, unpack_attached if is_twice else unpack
         self._around = around
@@ -223,7 +221,8 @@ class SavedTensorHooks:
         calls for each cost less than a Function.
         """
 
-        if self.pass_on((input,)) and is_parameter(weight) and not is_tracked(weight):
+        is_small = input.numel() < self._region.settings.min_numel
+        if is_small and self.pass_on((input,)) and is_parameter(weight) and not is_tracked(weight):
             out: Tensor = self.run_aside(layer, (input, weight, *args), {})
             ModelState.mark_activation(out)
             return out
@@ -278,8 +277,13 @@ class SavedTensorHooks:
         return self._run_marked(pack, function, input)
 
     def _run_marked(self, packer: Callable[[Tensor], _Packed], function: Callable[..., Tensor], *args: Any) -> Tensor:
-        out: Tensor = self._run(packer, function, *args)
-        ModelState.mark_activation(out)
+        try:
+            self._packer = packer
+            out: Tensor = function(*args)
+        finally:
+            self._packer = None
+        if (node := out.grad_fn) is not None:
+            node.metadata[WEIGHT_NUMEL] = 0  # type: ignore[index]  # an activation
         return out
 
     def run_exactly(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -304,8 +308,10 @@ class SavedTensorHooks:
         return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function of weights, which saves no activation."""
-        return self._run(self._pack_weight, func, *args, **kwargs)
+        """Run a torch function of weights, which saves no activation; its result is recomputed where possible."""
+        result = self._run(self._pack_weight, func, *args, **kwargs)
+        track_weight(self._region, func, args, kwargs, result)
+        return result
 
     def _pack(self, x: Tensor) -> _Packed:
         if self._packer is not None:
@@ -334,7 +340,7 @@ class SavedTensorHooks:
 
     def _pack_weight(self, x: Tensor) -> _Packed:
         is_untouched = self._outer is None and not storage_report.recorders
-        if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
+        if is_untouched and (type(x) is nn.Parameter or is_parameter_or_view(x) or not is_tracked(x)):
             return x if x.grad_fn is None else x.detach(), x._version
         return self._hand_on(self._region.keep_weight(x))
 
@@ -429,7 +435,7 @@ class SavedTensorHooks:
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
         """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
-        region = self._region
+        region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:
             return region, "", None
         name, label, letter, call = saver_of(x, frame)
@@ -438,7 +444,9 @@ class SavedTensorHooks:
             storage_report.report_code(label)
         if has_rule:
             region = region.keeper_of(name)
-        elif letter == UNKNOWN or (letter == SMOOTH and not _derives_curved(region.settings)):
+        elif letter == UNKNOWN or (
+            letter == SMOOTH and settings is not None and not (settings.derives_curved or settings.is_lossless)
+        ):
             why = storage_report.other_code(label) if storage_report.recorders else storage_report.OTHER_CODE
             return region, why if region.packs else "", None
         if letter == GRADIENT:
@@ -454,10 +462,6 @@ class SavedTensorHooks:
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
             return keep_as_it_is(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
-
-
-def _derives_curved(settings: BackwardSettings | None) -> bool:
-    return settings is None or settings.derives_curved or settings.is_lossless
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

@@ -6,12 +6,9 @@ import dataclasses
 import enum
 import functools
 import itertools
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import nn
 
 from brevact.autograd.other_code import is_path
 from brevact.quantizers import from_text, to_text
@@ -39,8 +36,8 @@ class SaveMode(str, enum.Enum):
 
 _keys: dict[tuple[Any, ...], int] = {}
 _quantizers: dict[Any, Any] = {}  # the first of equal ones, which later ones become: `is` is quicker than `==`
-_keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+_FLAGS = "is_exact", "is_lossless", "keeps_elements", "is_stochastic", "has_uniform_codes", "quantize_forward"
 
 #: Bits of a forward quantizer's rounding errors if its scale is learned.
 DEFAULT_RESIDUAL_BIT_WIDTH = 2
@@ -97,8 +94,7 @@ class BackwardSettings:
         score_bit_width: bits of attention's query and key, 2 to 8, if the quantizer has fewer.
         recompute: recompute a layer's output in backward, from its input and weight, if it costs at most this many
             multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
-            none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs. From 4096 on, chains go
-            on through narrow layers and sums of blocks, and tensors smaller than ``min_numel`` are recomputed, too.
+            none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
         of_functions: pairs of an op's name (``brevact.autograd.rows``) and the settings that replace these for it,
             None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
@@ -172,7 +168,7 @@ class BackwardSettings:
                 "one must be immutable and hashable: @dataclass(frozen=True)"
             ) from None
         try:
-            object.__setattr__(self, "save_mode", SaveMode(self.save_mode))
+            save_mode = SaveMode(self.save_mode)
         except ValueError:
             accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)
             raise ValueError(f"save_mode={brief(self.save_mode)} is unknown; accepted: {accepted}") from None
@@ -181,33 +177,35 @@ class BackwardSettings:
         check_int("derive_min_bits", self.derive_min_bits, 0, 8)
         check_int("score_bit_width", self.score_bit_width, 2, 8)
         check_int("recompute", self.recompute, 0)
-        object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
-        object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
-        object.__setattr__(self, "keeps_elements", bool(getattr(self.quantizer, "keeps_elements", False)))
-        derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
-        object.__setattr__(self, "derives", derives)
-        object.__setattr__(self, "derives_curved", derives and bits_of(self.quantizer) >= self.derive_min_bits)
-        object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "with_drawn_size", None)))
-        rounds = getattr(self.quantizer, "for_normalized", None) is not None
-        rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
-        object.__setattr__(self, "quantizes_forward", bool(rounds))
-        self._check_double_backward()
-        object.__setattr__(self, "leaves_ops_to_torch", self.is_exact or self.double_backward)
-        is_stochastic = bool(getattr(self.quantizer, "is_stochastic", False))
-        object.__setattr__(self, "is_random", is_stochastic or self.draws_size)
-        is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "has_uniform_codes", False)
-        object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size))
-        if isinstance(self.quantizer, nn.Module):  # it has tensors, which no table must keep alive
-            keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields = self._fields[1:-3]
-        else:
-            keys, has_text = _keys, _has_text(self.quantizer)
-            object.__setattr__(self, "quantizer", _quantizers.setdefault(self.quantizer, self.quantizer))
-            fields = self._fields[:-3]
-        object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
-        has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
+        check_bool("double_backward", self.double_backward)
+        quantizer = _quantizers.setdefault(self.quantizer, self.quantizer)
+        has = {name: bool(getattr(quantizer, name, False)) for name in _FLAGS}
+        draws_size = callable(getattr(quantizer, "with_drawn_size", None))
+        derives = self.derive_min_bits > 0 and not (has["is_exact"] or has["is_lossless"])
+        is_plain = save_mode is SaveMode.SAVE_QUANTIZED and has["has_uniform_codes"]
+        self.__dict__.update(
+            save_mode=save_mode,
+            quantizer=quantizer,
+            is_exact=has["is_exact"],
+            is_lossless=has["is_lossless"],
+            keeps_elements=has["keeps_elements"],
+            derives=derives,
+            derives_curved=derives and bits_of(quantizer) >= self.derive_min_bits,
+            draws_size=draws_size,
+            quantizes_forward=has["quantize_forward"] and getattr(quantizer, "for_normalized", None) is not None,
+            leaves_ops_to_torch=has["is_exact"] or self.double_backward,
+            is_random=has["is_stochastic"] or draws_size,
+            uses_fast_pack=is_plain and not draws_size,
+        )
+        if self.double_backward and self.quantizes_forward:
+            raise ValueError(
+                f"double_backward=True with {brief(quantizer)}: norms that go on with rounded values have no "
+                "second derivative; leave out quantize_forward=True or double_backward=True"
+            )
+        has_text = _has_text(quantizer) and all(each is None or each.text is not None for _, each in self.of_functions)
         for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
-        object.__setattr__(self, "text", _text_of(for_graph) if has_text else None)
+        key, text = _keys.setdefault(self._fields[:-3], next(_numbers)), _text_of(for_graph) if has_text else None
+        self.__dict__.update(key=key, text=text)
 
     def _check_functions(self) -> None:
         if isinstance(self.of_functions, tuple) and all(
@@ -220,14 +218,6 @@ class BackwardSettings:
             'BackwardSettings or None: (("cross_entropy", settings),); a policy, {F.cross_entropy: '
             'StochBackward4bit, "*": StochBackward2bit}, makes it of torch functions'
         )
-
-    def _check_double_backward(self) -> None:
-        check_bool("double_backward", self.double_backward)
-        if self.double_backward and self.quantizes_forward:
-            raise ValueError(
-                f"double_backward=True with {brief(self.quantizer)}: norms that go on with rounded values have no "
-                "second derivative; leave out quantize_forward=True or double_backward=True"
-            )
 
     @functools.cached_property
     def by_op(self) -> dict[str, BackwardSettings | None]:

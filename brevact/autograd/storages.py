@@ -24,6 +24,7 @@ from torch import Tensor, UntypedStorage
 from brevact.private_names.of_torch import DisableTorchFunction, parts_of_coo
 
 T = TypeVar("T", Tensor, UntypedStorage)
+Tensors = tuple[Tensor, ...]
 
 
 def _count_of_a_lone_local() -> int:
@@ -60,7 +61,7 @@ class Record:
     offered: tuple[Any, ...] = ()
     saturates = is_exposed = False
     copied = 0
-    carried: tuple[Tensor, ...] = ()
+    carried: Tensors = ()
 
 
 def find_record(x: Tensor) -> Record | None:
@@ -101,7 +102,7 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
-def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+def parts_of(x: Tensor) -> Tensors:
     """Return the dense tensors that a sparse tensor consists of, or ``x`` itself."""
     if x.layout is torch.sparse_coo:
         return parts_of_coo(x)
@@ -168,7 +169,7 @@ def is_made(x: Tensor) -> bool:
     return _MADE in x.untyped_storage().__dict__
 
 
-def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+def versions_of(tensors: Tensors) -> tuple[int, ...]:
     """Return the tensors' version counters, -1 for inference tensors, which have none."""
     try:
         return tuple(map(_version_of, tensors))
@@ -222,7 +223,7 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
 
     sweep_at = _SWEEP_FLOOR
 
-    def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
+    def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[Tensors, Any] | None:
         found = self.get(key)
         if found is None:
             return None
@@ -246,7 +247,7 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
 
 def find_shared(
     x: Tensor, settings: tuple[Hashable, ...], root: int = 0, also: Callable[[Any], bool] | None = None
-) -> tuple[tuple[Tensor, ...], Any] | None:
+) -> tuple[Tensors, Any] | None:
     """Return the packed form of ``x``, a tensor with a storage, if a node still holds it.
 
     ``root``: number of the root region whose random codes of a tensor without gradient match; 0 matches any. ``also``:
@@ -256,7 +257,8 @@ def find_shared(
     packs = None if record is None else record.packs
     if not packs or x.is_inference():
         return None
-    sought, served = _key_of(x, settings), 0 if x.requires_grad else root
+    sought = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings
+    served = 0 if x.requires_grad else root
     found = packs.find(sought, served)
     if found is not None or also is None:
         return found
@@ -268,9 +270,7 @@ def find_shared(
     return None
 
 
-def share_packed(
-    x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
-) -> None:
+def share_packed(x: Tensor, settings: tuple[Hashable, ...], tensors: Tensors, decoder: Any, root: int = 0) -> None:
     """Register a packed form, except of inference tensors and exposed storages; ``root``: 0 if codes are not random."""
     record = None if x.is_inference() else record_of(x)
     if record is None:
@@ -283,8 +283,5 @@ def share_packed(
     source, references = x.untyped_storage()._cdata, []
     for tensor in tensors:
         references.append(_WeakTensor(tensor, source))
-    packs[_key_of(x, settings)] = references, decoder, 0 if x.requires_grad else root
-
-
-def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
+    key = x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings
+    packs[key] = references, decoder, 0 if x.requires_grad else root

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import logging
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,126 +15,158 @@ import torch
 from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_model, check_state
+from brevact.autograd import BackwardSettings, attach_region, has_region
+from brevact.autograd.hooks import regions_of
 from brevact.autograd.running import is_distributed
-from brevact.bit_widths.budgets import Option, allocate, bytes_of_budget, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, Groups, LayerWidths, groups_by_ops
+from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.bit_widths.budgets import BIT_WIDTHS, Groups, Option, allocate, bytes_of_budget
+from brevact.bit_widths.samples import SampleNorms
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
+from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.attach import quantize_backward
 from brevact.policy.predicates import CONVOLUTIONS
 from brevact.policy.presets import Policy
-from brevact.policy.rules import has_policy
-from brevact.quantizers import SampleWeights
+from brevact.policy.rules import POLICY, has_policy
+from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int
-from brevact.reports.batches import tensors_of
+from brevact.quantizers.checks import check_int, check_number
+from brevact.quantizers.reference import moved_seed, seed_value
 from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training_eagerly
 from brevact.reports.in_place import ModelBefore, in_place
-from brevact.reports.memory import memory_of
+from brevact.reports.memory import memory_of, stored_ops
+from brevact.reports.memory_table import OpMemory
 from brevact.reports.step import StepLoss
 from brevact.tables import text_table
-from brevact.user_lines import warn
 
-#: Weight of a sample's last norm in its running mean. Source: ActNN, its published code.
-_NEW_SHARE = 0.5
-#: Most forward passes that may wait for their backward pass.
-_MOST_BATCHES = 64
+_SHIFT = 0x9FB21C651E98DF25  # shifts seeds for another draw
 
 
-class BatchNorms:
-    """Squared norms of the gradients at layers' outputs, per sample of a batch; (N,) int64 indices."""
+class _Redrawn:
+    """A quantizer that differs from its plain kind only in the random bits for the same seed."""
 
-    def __init__(self, indices: Tensor) -> None:
-        self.indices = indices
-        self._squares: list[Tensor] = []
-        self._rows: set[int] = set()
+    plain: type
 
-    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: collect gradients of outputs with one row per sample."""
-        for x in tensors_of(output):
-            if x.requires_grad and x.dim():
-                self._rows.add(len(x))
-                if len(x) == len(self.indices):
-                    x.register_hook(self._add)
-
-    def check_rows(self) -> None:
-        """Raise a ValueError if outputs had gradients, but none has one row per sample."""
-        if self._rows and len(self.indices) not in self._rows:
-            raise ValueError(
-                f"indices: got {len(self.indices)}, and the outputs of layers have {sorted(self._rows)} rows; accepted "
-                "is one for each sample of the batch, in its order, which dimension 0 of the outputs has"
-            )
-
-    def mean(self) -> Tensor | None:
-        """Return the (N,) float32 mean over layers, each relative to its mean over the batch; None before backward."""
-        if not self._squares:
-            return None
-        squares_LN = torch.stack([each.cpu() for each in self._squares])
-        mean_L1 = squares_LN.mean(1, keepdim=True)
-        return torch.where(mean_L1 > 0, squares_LN / mean_L1, squares_LN).sum(0) / (mean_L1 > 0).sum()
-
-    def _add(self, grad: Tensor) -> None:
-        self._squares.append(grad.detach().float().flatten(1).square().sum(1))
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        return _like(self, self.plain).quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
 
 
-class SampleNorms:
-    """Relative squared gradient norm per sample of a data set, with mean 1 over a batch; 0 for unseen samples.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RedrawnUniform(_Redrawn, UniformQuantizer):
+    plain = UniformQuantizer
 
-    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number per sample
-    for all layers, the mean of their squared norms; ActNN has one per layer.
 
-    >>> norms = SampleNorms(4)
-    >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
-    >>> norms.of(torch.tensor([0, 1, 2]))
-    tensor([1., 3., 2.])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RedrawnSample(_Redrawn, SampleQuantizer):
+    plain = SampleQuantizer
+
+
+def has_width(settings: BackwardSettings | None) -> bool:
+    """Whether the bit width of settings may change: unbiased rounding to evenly spaced levels."""
+    if settings is None or type(settings.quantizer) not in (UniformQuantizer, SampleQuantizer):
+        return False
+    quantizer = settings.quantizer
+    return quantizer.rounding is not Rounding.NEAREST and quantizer.bit_width <= BIT_WIDTHS[-1]
+
+
+class LayerWidths:
+    """The regions of a model's policy whose widths may change, by module name."""
+
+    def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
+        self.model = model
+        self._settings: dict[tuple[BackwardSettings, int, bool], BackwardSettings] = {}
+        self.base: dict[str, BackwardSettings] = {}
+        _attach_to_all(model)
+        for name, hook in _regions(model).items():
+            if has_width(hook.settings):
+                self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
+
+    def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
+        """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
+        for name, hook in _regions(self.model).items():
+            if name in widths and name in self.base:
+                key = self.base[name], widths[name], name in redrawn
+                if key not in self._settings:
+                    self._settings[key] = _with_width(*key)
+                hook.settings = self._settings[key]
+
+
+def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:
+    """Return the groups of named layers, whose bytes add up exactly, from the ops' saved tensors at each width.
+
+    Layers that also derive from another's tensors join its group. Widths at which a group's layers would save other
+    tensors than at the largest are left out.
     """
+    widest = stored[BIT_WIDTHS[-1]]
+    root_of, sources_of = _grouped(widest, names)
+    sources_of = {name: list(dict.fromkeys(root_of[each] for each in found)) for name, found in sources_of.items()}
+    sources_of |= {name: [root] for name, root in root_of.items() if name != root}
+    costs: dict[str, dict[int, int]] = {}
+    for root in dict.fromkeys(root_of.values()):
+        found = {root, *(name for name, sources in sources_of.items() if root in sources)}
+        same = [width for width in BIT_WIDTHS if _ways(stored[width], found) == _ways(widest, found)]
+        packs = {name for name, each in root_of.items() if each == root}
+        costs[root] = {
+            width: sum(row.saved_bytes for row in stored[width] if row.layer in packs and row.how == PACKED)
+            for width in same
+        }
+    fixed = sum(row.saved_bytes for row in widest) - sum(of_width[BIT_WIDTHS[-1]] for of_width in costs.values())
+    return Groups(costs=costs, sources_of=sources_of, fixed_bytes=fixed)
 
-    def __init__(self, samples: int) -> None:
-        self.values = torch.zeros(samples)
-        self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
 
-    def of(self, indices: Tensor) -> Tensor:
-        """Return (N,) float32 squared norms; unseen samples get the mean of the known ones, or 1 if none is known."""
-        known = self.values > 0
-        mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
-        return torch.where(known[indices], self.values[indices], mean)
+def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the root of each layer that packs, and the sources of each layer that only derives."""
+    root_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
+    read: dict[str, list[str]] = {}
+    for row in ops:
+        if row.source in root_of and row.source != row.layer and row.layer in names:
+            if row.layer in root_of and row.how in (PACKED, DERIVED):
+                old, new = root_of[row.layer], root_of[row.source]
+                root_of = {name: new if root == old else root for name, root in root_of.items()}
+            elif row.how == DERIVED:
+                read.setdefault(row.layer, []).append(row.source)
+    return root_of, read
 
-    def begin(self, indices: Tensor) -> BatchNorms:
-        """Return a collector of a batch's norms, which count once its backward pass has run."""
-        self._batches.append(BatchNorms(indices))
-        return self._batches[-1]
 
-    def finish(self) -> None:
-        for batch in list(self._batches):
-            squares = batch.mean()
-            if squares is not None:
-                self.remember(batch.indices, squares)
-                self._batches.remove(batch)
+def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
+    return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
-    def remember(self, indices: Tensor, squares: Tensor) -> None:
-        """Update running means with new (N,) squared norms; skips norms that are 0 or not finite."""
-        old = self.values[indices]
-        new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
-        self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
 
-    def reduce(self, device: torch.device) -> None:
-        """Average each sample's norm over the ranks that have seen it."""
-        parts = torch.stack((self.values, (self.values > 0).float())).to(device)
-        distributed.all_reduce(parts)
-        total, count = parts.cpu()
-        self.values = total / count.clamp(min=1)
+def _regions(model: nn.Module) -> dict[str, Any]:
+    names = names_of(model)
+    return {name: hook for module, name in names.items() for hook in regions_of(module) if hook.origin == POLICY}
 
-    def checked(self, indices: Any) -> Tensor:
-        """Return sample indices (a tensor, an array or a sequence) as an int64 tensor on the CPU."""
-        accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
-        found = None
-        if not isinstance(indices, str) and (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
-            with suppress(TypeError, ValueError, RuntimeError):
-                found = torch.as_tensor(indices).cpu()
-        if found is None or (found.numel() and (found.is_floating_point() or found.dtype is torch.bool)):
-            raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
-        if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):
-            raise ValueError(f"indices: got {brief(indices)}; {accepted}")
-        return found.long()
+
+def _attach_to_all(model: nn.Module) -> None:
+    """Attach a region to each module without one, with its parent's settings and label."""
+    names = names_of(model)
+    found: dict[str, Any] = {}  # under all names of a module
+    for name, module in modules_without_own_region(model):
+        around = found.get(name.rpartition(".")[0]) if name else None
+        if module in names and around is not None and not has_region(module, POLICY):
+            attach_region(module, around.settings, POLICY, label=around.label)
+        for hook in regions_of(module):
+            if hook.origin == POLICY:
+                found[name] = hook
+
+
+def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardSettings:
+    quantizer = settings.quantizer
+    if isinstance(quantizer, UniformQuantizer):
+        if quantizer.granularity is not Granularity.BUCKET or quantizer.bucket_size is None:
+            return settings
+        quantizer = SampleQuantizer(bit_width=quantizer.bit_width, bucket_size=max(8, quantizer.bucket_size))
+    return dataclasses.replace(settings, quantizer=dataclasses.replace(quantizer, weights=weights))
+
+
+def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
+    plain: Any = type(settings.quantizer)
+    kind = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
+    return dataclasses.replace(settings, quantizer=_like(settings.quantizer, kind, bit_width=bit_width))
+
+
+def _like(quantizer: Any, kind: Any, **changes: Any) -> Any:
+    values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
+    return kind(**values | changes)
 
 
 def sensitivities(
@@ -162,26 +194,6 @@ def sensitivities(
 
 def expected_noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
-
-
-def check_groups(state: Any, own: Mapping[str, Any]) -> None:
-    check_state(state, own)
-    if state["layers"] != own["layers"]:
-        raise ValueError(
-            f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
-            "object with the model, the policy and a batch of the size of the checkpoint's run"
-        )
-    for name in ("bit_widths", "sensitivities"):
-        if len(state[name]) != len(own[name]):
-            raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-    check_int("state: steps", state["steps"], 0)
-    for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
-        for value in state[name]:
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
-                raise ValueError(f"state: {name} has {brief(value)}; accepted are {accepted} of at least 0")
-    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
-    if counts[0] != counts[1]:
-        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
 
 
 _log = logging.getLogger(__name__)
@@ -256,7 +268,18 @@ class Adaptive:
         samples: int | None = None,
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
-        check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
+        if (ratio is None) is (bit_width is None):
+            raise ValueError(
+                f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "
+                "times less than at full precision, or bit_width=2 for the bytes of that width"
+            )
+        check_int("every", every, 1)
+        if samples is not None:
+            check_int("samples", samples, 1)
+        if ratio is not None:
+            check_number("ratio", ratio, 1)
+        if bit_width is not None:
+            check_number("bit_width", bit_width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = StepLoss(loss), every, 0
@@ -283,7 +306,11 @@ class Adaptive:
         def run(model: nn.Module) -> Any:
             return self._loss(model, batch)
 
-        stored = self._layers.stored(run)
+        stored = {}  # how each op saves its tensors if all layers have one width
+        with in_place(self._model):
+            for width in BIT_WIDTHS:
+                self._layers.set(dict.fromkeys(self._layers.base, width))
+                stored[width] = stored_ops(self._model, run)
         self._groups = groups_by_ops(stored, self._layers.base)
         costs = self._groups.costs
         if not costs:
@@ -291,7 +318,7 @@ class Adaptive:
                 "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
                 "tensors are kept as they are (min_numel=)"
             )
-        plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
+        plain = 0 if ratio is None else memory_of(self._model, run).plain_bytes
         #: Most bytes that a training step may save for a batch like the measured one.
         uniform = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
         least = self._groups.saved_bytes({source: min(of_width) for source, of_width in costs.items()})
@@ -384,7 +411,23 @@ class Adaptive:
             TypeError: ``state`` is not a mapping.
             ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
-        check_groups(state, self.state_dict())
+        own = self.state_dict()
+        check_state(state, own)
+        if state["layers"] != own["layers"]:
+            raise ValueError(
+                f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
+                "object with the model, the policy and a batch of the size of the checkpoint's run"
+            )
+        for name in ("bit_widths", "sensitivities"):
+            if len(state[name]) != len(own[name]):
+                raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
+        check_int("state: steps", state["steps"], 0)
+        for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
+            check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
+            check_number("state: sensitivities", sensitivity, 0)
+        counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+        if counts[0] != counts[1]:
+            raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
         costs = self._groups.costs
         self._steps, self._widths = state["steps"], dict(zip(costs, state["bit_widths"], strict=True))
         self._sensitivities = [float(each) for each in state["sensitivities"]]
@@ -419,9 +462,6 @@ class Adaptive:
         return widths
 
 
-_EXPANDABLE = "expandable_segments:True"
-
-
 @dataclass(frozen=True)
 class ActnnLevel:
     """One of ActNN's levels: higher ones save fewer bytes, and take more time.
@@ -445,14 +485,12 @@ class ActnnLevel:
         policy: policy of the layers; each packs its own tensors, in buckets of 256 elements, as in ActNN.
         bit_width: byte budget of layers and samples, as the bytes of this width everywhere. None for fixed widths.
         swaps: whether saved tensors move to host memory.
-        defragments: whether the GPU allocator should join free segments.
     """
 
     name: str
     policy: Policy
     bit_width: float | None = None
     swaps: bool = False
-    defragments: bool = False
 
     def quantize(
         self, model: nn.Module, batch: Any, loss: Loss, *, every: int = 500, samples: int | None = None
@@ -474,12 +512,6 @@ class ActnnLevel:
             ValueError: the model has a policy, or an argument is out of range.
         """
         quantize_backward(model, self.policy)
-        allocator = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-        if self.defragments and torch.cuda.is_available() and not any(_EXPANDABLE in each for each in allocator):
-            warn(
-                f"{self.name}: the allocator is told to join free segments before torch starts: "
-                f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4"
-            )
         if self.bit_width is None:
             return None
         return Adaptive(model, batch, loss, bit_width=self.bit_width, every=every, samples=samples)
@@ -502,7 +534,7 @@ _LEVELS = {
         ActnnLevel("L2", Policy({"*": _4_BITS})),
         ActnnLevel("L3", _2_BITS, 2),
         ActnnLevel("L4", _2_BITS, 2, swaps=True),
-        ActnnLevel("L5", _2_BITS, 2, swaps=True, defragments=True),
+        ActnnLevel("L5", _2_BITS, 2, swaps=True),
     )
 }
 
@@ -517,7 +549,7 @@ def actnn_level(name: str) -> ActnnLevel:
     | L2 | all layers at 4 bits |
     | L3 | 2 bits on average over layers and samples, by their sensitivities |
     | L4 | L3, and saved tensors move to host memory |
-    | L5 | L4, with an allocator that joins free segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) |
+    | L5 | L4, with an allocator that joins free segments: start with `PYTORCH_ALLOC_CONF=expandable_segments:True` |
 
     >>> actnn_level("L2").policy.rules.keys()
     dict_keys(['*'])

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from brevact.bit_widths.layers import BIT_WIDTHS
 from brevact.policy.fit_report import FitReport
-from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int, check_number
+from brevact.quantizers.checks import check_number
 from brevact.tables import MIB
 
+BIT_WIDTHS = range(1, 9)
 #: Most measurements in a search.
 TRIES = 8
 #: Fraction of the bytes that may stay unused.
@@ -113,10 +112,6 @@ class Budget:
             return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
-    def takes_all(self, plain_bytes: int) -> bool:
-        """Return whether full precision meets the budget; never with a budget of noise."""
-        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes
-
     def is_met_by(self, report: FitReport) -> bool:
         is_quiet = self.noise is None or report.harm <= self.noise
         return report.saved_bytes <= self.bytes_of(report.plain_bytes) and is_quiet
@@ -162,8 +157,7 @@ def budget_of(
             "them time=1.15 (of a step over that at full precision)"
         )
     for name, value in stated.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted is a number above 0")
+        check_number(name, value, 0)
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value}; accepted is a number above 0")
     text = ", ".join(f"{name}={value}" for name, value in stated.items())
@@ -191,16 +185,22 @@ def bytes_of_budget(
     return int(found)
 
 
-def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
-    if (ratio is None) is (bit_width is None):
-        raise ValueError(
-            f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of them: ratio=24 for 24 "
-            "times less than at full precision, or bit_width=2 for the bytes of that width"
-        )
-    check_int("every", every, 1)
-    if samples is not None:
-        check_int("samples", samples, 1)
-    if ratio is not None:
-        check_number("ratio", ratio, 1)
-    if bit_width is not None:
-        check_number("bit_width", bit_width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Layers that pack tensors, each with one width, and layers that derive from them.
+
+    A layer that derives from several sources has the smallest of their widths, and all others, which pass tensors on or
+    save masks, the smallest of all: with more bits than its source, a layer would pack its own tensor.
+    """
+
+    costs: Mapping[str, Mapping[int, int]]  # bytes by width, of each source
+    sources_of: Mapping[str, Sequence[str]]  # of each layer that derives
+    fixed_bytes: int  # independent of the widths
+
+    def saved_bytes(self, widths: Mapping[str, int]) -> int:
+        return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
+
+    def width_of(self, name: str, widths: Mapping[str, int]) -> int:
+        if name in widths:
+            return widths[name]
+        return min((widths[source] for source in self.sources_of.get(name, widths)), default=BIT_WIDTHS[-1])

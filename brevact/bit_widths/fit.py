@@ -1,31 +1,39 @@
-"""Fit bit widths to a budget: `fit`."""
+"""Fit bit widths to a budget: `fit`.
+
+A group has one width: a layer that packs tensors, and the layers that derive from it. All tensors derive from packed
+ones if they can, at any width (``derive_min_bits=1``): the set of packed tensors then hardly depends on the widths, so
+that bytes add up over the layers that pack.
+
+Two passes with a chain at b bits and all others at 8 measure E |h - g|^2, minus the same with all at 8 bits, in units
+of minibatch noise: variance plus squared bias. It follows c / (2^b - 1)^2 from 3 bits on; fewer bits are measured, too.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from brevact import injectors
 from brevact.arguments import check_model
-from brevact.bit_widths.budgets import SLACK, TRIES, Budget, BudgetRefusal, budget_of
-from brevact.bit_widths.fit_groups import (
-    BIT_WIDTHS,
-    FIRST_WIDTH,
-    FULL_PRECISION,
-    ChainNoise,
-    groups_of,
-    leaf_of,
-    storing,
-    without_policy,
-)
-from brevact.policy.attach import attach_policy
+from brevact.autograd import attach_region, detach_region
+from brevact.autograd.hooks import Attachment, regions_of, takes_hooks
+from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
+from brevact.bit_widths.budgets import BIT_WIDTHS, SLACK, TRIES, Budget, BudgetRefusal, Groups, Option, budget_of
+from brevact.injectors import backward_settings_from
+from brevact.injectors.proxies import modules_without_own_region, names_of
+from brevact.policy.attach import attach_policy, hook_of_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
-from brevact.policy.rules import layers_of, refuse_policy
+from brevact.policy.rules import POLICY, layers_of, refuse_policy
 from brevact.quantizers.checks import check_bool
 from brevact.reports.gradient_noise import (
     ExactGradients,
@@ -34,12 +42,151 @@ from brevact.reports.gradient_noise import (
     check_loss,
     exact_gradients,
     gradient_noise,
+    gradients,
+    squared_norm,
+    training_eagerly,
 )
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import MemoryOfPass
+from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss, step_report
 from brevact.tables import progress_bar
 from brevact.user_lines import warn
+
+#: The marker of full precision.
+FULL_PRECISION = 32
+_MOST = max(BIT_WIDTHS)
+#: Additional bits of attention's query and key, since they are exponentiated.
+_MORE_SCORE_BITS = 2
+_LEAST_SCORE_BITS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitGroups(Groups):
+    """All saved tensors of a model: chains, each with one width, and the rest."""
+
+    chains: tuple[Chain, ...]
+    plain_bytes: int
+    small: frozenset[str]
+    attending: frozenset[str]
+    names: tuple[str, ...]
+    shared: frozenset[str]
+    double_backward: bool = False
+    recompute: int = 0
+
+    def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """Return the widths of modules that differ from their parents, of attention, shared modules and the model."""
+        found: dict[str, int] = {}
+        effective: dict[str, int] = {}
+        for name in self.names:
+            effective[name] = width = _MOST if name in self.small else self.width_of(name, widths)
+            is_own = not name or name in self.shared or name in self.attending
+            if is_own or effective.get(name.rpartition(".")[0]) != width:
+                found[name] = width
+        return found
+
+    def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
+        found = self.widths_of_modules(widths)
+        return {
+            name: leaf_of(
+                width,
+                attends=name in self.attending,
+                double_backward=self.double_backward,
+                recompute=self.recompute,
+            )
+            for name, width in found.items()
+        }
+
+    def policy(self, widths: Mapping[str, int]) -> Policy:
+        found = self.quantizers(widths)
+        inner_first = sorted(found, key=_depth, reverse=True)
+        inner_first.sort(key=lambda name: name not in self.shared)  # rules of containers match their other names
+        return Policy({_pattern(name): found[name] for name in inner_first})
+
+
+def groups_of(
+    model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
+) -> FitGroups:
+    """Return the groups of a model without a policy, from its reports with 1 to 8 bits everywhere."""
+    finest = reports[_MOST]
+    chains = chains_of(finest)
+    sources_of: dict[str, list[str]] = {}
+    for chain in chains:
+        for reader in chain.readers:
+            sources_of.setdefault(reader, []).append(chain.source)
+    owner = {chain.source: chain.source for chain in chains} | {name: of[0] for name, of in sources_of.items()}
+    costs = {chain.source: dict.fromkeys((*BIT_WIDTHS, FULL_PRECISION), 0) for chain in chains}
+    for op in finest.ops:  # tensors that layers share without a policy count for each: an upper bound
+        if op.layer in owner and op.how in (PACKED, DERIVED):
+            costs[owner[op.layer]][FULL_PRECISION] += op.tensor_bytes
+    for width, report in reports.items():
+        for row in report.rows:
+            if row.layer in owner:
+                costs[owner[row.layer]][width] += row.saved_bytes
+    others = {op.layer for op in finest.ops if op.why != SMALL}
+    count = Counter(module for _, module in modules_without_own_region(model))
+    names = {module: name for module, name in names_of(model).items() if module in count}
+    return FitGroups(
+        chains=chains,
+        costs=costs,
+        sources_of=sources_of,
+        fixed_bytes=sum(row.saved_bytes for row in finest.rows if row.layer not in owner),
+        plain_bytes=finest.plain_bytes,
+        small=frozenset(op.layer for op in finest.ops) - others - owner.keys(),
+        attending=frozenset(op.layer for op in finest.ops if "attention" in op.op),
+        names=tuple(sorted(names.values(), key=_depth)),
+        shared=frozenset(name for module, name in names.items() if count[module] > 1),
+        double_backward=double_backward,
+        recompute=recompute,
+    )
+
+
+@functools.cache
+def leaf_of(bit_width: int, *, attends: bool, double_backward: bool = False, recompute: int = 0) -> Any:
+    """Return the backward quantizer of a width, None for full precision; attention's query and key get more bits."""
+    if bit_width == FULL_PRECISION:
+        return None
+    settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
+    if double_backward:
+        settings["double_backward"] = double_backward
+    return getattr(injectors, f"DitherBackward{bit_width}bit").let(derive_min_bits=1, recompute=recompute, **settings)
+
+
+@contextmanager
+def storing(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
+    """Attach backward quantizers (None: full precision) to a model without a policy, for a block."""
+    modules, attachment = dict(model.named_modules(remove_duplicate=False)), Attachment()
+    with without_policy(model):
+        for name, source in quantizers.items():
+            if takes_hooks(modules[name]):
+                settings = None if source is None else backward_settings_from(source)
+                attach_region(modules[name], settings, POLICY, attachment=attachment)
+        attachment.root = hook_of_policy(model)
+        yield
+
+
+@contextmanager
+def without_policy(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            detach_region(module, POLICY)
+
+
+def _depth(name: str) -> int:
+    return len(name.split(".")) if name else 0
+
+
+def _pattern(name: str) -> str:
+    """Escape a name, so that the rule matches only it and its children."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+#: Bits at which each group is measured first; from here on its noise follows the law.
+FIRST_WIDTH = 3
+_LEAST_NOISE = 1e-15
+
 
 #: Most multiplications and additions per element, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
@@ -53,24 +200,6 @@ _LEAST_SAVING = 0.02
 _ROUNDS = 3
 
 
-def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget: Budget, quiet: float) -> Policy:
-    """Return the policy of the first level that meets the budget with little noise, else the least noise within it."""
-    found: list[Any] = []
-    refusals: list[BudgetRefusal] = []
-    for recompute in levels:
-        try:
-            found.append(fit_at(recompute))
-        except BudgetRefusal as error:  # another level may meet the budget
-            refusals.append(error)
-            continue
-        if budget.is_met_by(found[-1].report) and (budget.noise is not None or found[-1].report.harm <= quiet):
-            return found[-1]
-    if not found:
-        raise min(refusals, key=lambda each: each.least)
-    met = [each for each in found if budget.is_met_by(each.report)]
-    return min(met or found, key=lambda each: each.report.harm)
-
-
 def levels_of(
     model: nn.Module, memory: MemoryOfPass, budget: Budget, batch: Any, loss: Loss, *, quiet: float, is_quick: bool
 ) -> dict[int, float]:
@@ -78,7 +207,7 @@ def levels_of(
     least, found, fitting = math.inf, {}, []
     for recompute in _LEVELS:
         if recompute <= _MOST_WITHOUT_TIME or budget.time is not None:
-            with storing(model, _everywhere(recompute)):
+            with storing(model, {"": leaf_of(_BIT_WIDTH, attends=True, recompute=recompute)}):
                 report = memory.measured()
                 if report.saved_bytes >= (1 - _LEAST_SAVING) * least:
                     continue
@@ -96,10 +225,6 @@ def levels_of(
             )
         return {level: time for level, time in reversed(found.items()) if time <= budget.time}
     return dict.fromkeys(sorted({*fitting[:1], *[*found][-1:]}), 0.0) if is_quick else found
-
-
-def _everywhere(recompute: int) -> dict[str, Any]:
-    return {"": leaf_of(_BIT_WIDTH, attends=True, recompute=recompute)}
 
 
 _log = logging.getLogger(__name__)
@@ -142,19 +267,19 @@ def fit(
 
     ``fit`` measures the noise of each layer that packs tensors, and spends bytes where they lower noise most
     (:func:`brevact.bit_widths.budgets.allocate`); other tensors derive where they can. It measures the resulting
-    policy, and corrects it until the bytes fit and the noise is within a factor of 1.5 of the prediction.
-    ``policy.report`` has the result. Noise and squared bias are added, in units of the noise between minibatches.
+    policy, and corrects it until bytes and noise are within the budget. ``policy.report`` has the result. Noise and
+    squared bias are added, in units of the noise between minibatches.
 
     Layers are recomputed (``recompute=``) if the bytes or the noise need that, and with a budget of bytes alone until
     noise is below 0.01: ``fit`` tries increasing levels, up to 4096 multiplications per element. With ``time`` it takes
     the highest level whose steps take no longer.
 
     Cost with B batches and G layers that pack tensors (24 in EfficientNetV2 nano): B + 1 + 2 (G + 1) passes, two more
-    per layer that gets 1 or 2 bits, 8 per measured policy (at most 3), and some 20 forward passes for bytes. All this
-    once per level of recomputation. On a GPU, full-precision passes save their tensors in the host's memory, except
-    the timed passes of a budget of ``time``.
+    per layer that gets 1 or 2 bits, 8 per measured policy (1, or up to 3 for ``noise``), and some 20 forward passes for
+    bytes. All this once per level of recomputation. On a GPU, full-precision passes save their tensors in the host's
+    memory, except the timed passes of a budget of ``time``.
 
-    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and at most 2 policies on two batches. Without
+    ``quick`` measures the layers' noise on one batch, in G + 1 passes, and policies on two batches. Without
     ``time`` it tries at most two levels of recomputation: the first one at which 4 bits are within the budget, and the
     last one if noise would be above 0.1 or the budget cannot be met otherwise.
 
@@ -212,29 +337,36 @@ def fit(
     batches = batches[: effort.batches]
     with progress_bar("fit", None, progress) as on_pass, in_place(model):
         exact = exact_gradients(model, batches, loss, on_pass)
-        memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
+        memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]))
         times: Mapping[int, float] = {0: 0.0}
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
             times = levels_of(model, memory, budget, batches[0], loss, quiet=effort.quiet, is_quick=quick)
 
-        def fit_at(recompute: int) -> Policy:
+        found: list[tuple[FitReport, Policy]] = []
+        refusals: list[BudgetRefusal] = []
+        for recompute, of_step in times.items():
             options = {"double_backward": double_backward, "recompute": recompute}
             fitting = _Fit(model, batches, loss, budget, exact, memory, on_pass, options, effort)
-            return fitting.best(fitting.reports(), times[recompute])
-
-        policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
-    if budget.noise is None:
-        _warn_of_noise(cast(FitReport, policy.report))
-    return policy
-
-
-def _warn_of_noise(report: FitReport) -> None:
-    if not report.harm <= _LOUD:
+            try:
+                found.append(fitting.best(fitting.reports(), of_step))
+            except BudgetRefusal as error:  # another level may meet the budget
+                refusals.append(error)
+            else:
+                report, policy = found[-1]
+                if budget.is_met_by(report) and (budget.noise is not None or report.harm <= effort.quiet):
+                    break
+        else:  # no level meets the budget with little noise: the one of least noise
+            if not found:
+                raise min(refusals, key=lambda each: each.least)
+            met = [each for each in found if budget.is_met_by(each[0])]
+            report, policy = min(met or found, key=lambda each: each[0].harm)
+    if budget.noise is None and not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
             "between minibatches, the least that was found; training will suffer. Store more bytes (a smaller ratio=, "
             "a larger saved_bytes=), or accept it by noise="
         )
+    return policy
 
 
 def _agree(report: FitReport) -> bool:
@@ -242,6 +374,8 @@ def _agree(report: FitReport) -> bool:
 
 
 class _Fit:
+    """Measures each chain's own noise, at most once per width, with one draw per batch, and policies of these."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -262,17 +396,18 @@ class _Fit:
             with storing(model, {"": leaf_of(width, attends=True, **options)}):
                 reports[width] = memory.measured()
         self._groups = groups_of(model, reports, **options)
-        self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
+        self._noises: dict[str, dict[int, float]] = {source: {} for source in self._groups.costs}
+        self._has_others = any(regions_of(module) for module in model.modules())
         #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
 
     def reports(self) -> list[FitReport]:
         groups, budget = self._groups, self._budget
         budget.check_bytes(groups.plain_bytes, groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS))))
-        if not groups.costs or budget.takes_all(groups.plain_bytes):
+        if not groups.costs or (budget.noise is None and budget.bytes_of(groups.plain_bytes) >= groups.plain_bytes):
             return [self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))]
         for source in groups.costs:
-            self._known.measure(source, FIRST_WIDTH)
+            self._measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
         for _ in range(self._effort.rounds):
             widths = self._within_bytes()
@@ -280,6 +415,40 @@ class _Fit:
             if self._is_right(found[-1], widths):
                 break
         return found
+
+    @functools.cached_property
+    def _floor(self) -> float:
+        return self._error({})
+
+    def _measure(self, source: str, bit_width: int) -> None:
+        if bit_width not in self._noises[source]:
+            self._noises[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
+
+    def _noise(self, source: str, bit_width: int) -> float:
+        if bit_width == FULL_PRECISION:
+            return 0.0
+        known = self._noises[source]
+        nearest = min(known, key=lambda width: (abs(width - bit_width), -width))
+        return known[nearest] * ((2**nearest - 1) / (2**bit_width - 1)) ** 2
+
+    @property
+    def _rest(self) -> float:
+        """Noise of layers without a width, those with ``act_quant=``; 0 before anything is measured."""
+        if not self._has_others or not any(self._noises.values()):
+            return 0.0
+        return max(0.0, self._floor - sum(self._noise(source, _MOST) for source in self._noises))
+
+    def _error(self, widths: Mapping[str, int]) -> float:
+        """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
+        quantizers = self._groups.quantizers({**dict.fromkeys(self._groups.costs, _MOST), **widths})
+        errors = []
+        with training_eagerly(self._model), storing(self._model, quantizers):
+            for index, batch in enumerate(self._batches[: self._effort.alone]):
+                found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
+                exact = self._exact.of_batches[index]
+                errors.append(squared_norm([a.double().sub_(b) for a, b in zip(found, exact, strict=True)]))
+                self._count()
+        return float(torch.tensor(errors, dtype=torch.float64).mean()) / self._exact.unit.value
 
     def _within_bytes(self) -> dict[str, int]:
         """Return the best widths by known noise whose measured bytes are within the budget, but hardly below it."""
@@ -296,16 +465,20 @@ class _Fit:
 
     def _chosen(self) -> dict[str, int]:
         """Return the best widths by known noise, after measuring unknown noise of chosen small widths."""
-        groups, known = self._groups, self._known
+        groups = self._groups
         while True:
-            items = [known.options(source) for source in groups.costs]
+            items = [
+                [Option(size, self._noise(source, width), width) for width, size in costs.items()]
+                for source, costs in groups.costs.items()
+            ]
             others = groups.fixed_bytes + self._more_bytes
             limit = self._budget.bytes_of(groups.plain_bytes)
-            chosen = self._budget.choose(items, limit - others, self._factor, known.rest)
+            chosen = self._budget.choose(items, limit - others, self._factor, self._rest)
             widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
-            unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
+            # noise at a larger width than a measured one follows the law
+            unknown = [source for source, width in widths.items() if width < min(FIRST_WIDTH, *self._noises[source])]
             for source in unknown:
-                known.measure(source, widths[source])
+                self._measure(source, widths[source])
             if not unknown:
                 return widths
 
@@ -322,7 +495,7 @@ class _Fit:
                 readers=len(chain.readers),
                 bit_width=widths[chain.source],
                 saved_bytes=of_layers.get(chain.source, 0),
-                noise=self._known.noise(chain.source, widths[chain.source]) * self._factor,
+                noise=self._noise(chain.source, widths[chain.source]) * self._factor,
             )
             for chain in self._groups.chains
         )
@@ -330,7 +503,7 @@ class _Fit:
             budget=self._budget.text,
             saved_bytes=memory.saved_bytes,
             plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups) + self._known.rest,
+            predicted=sum(each.noise for each in groups) + self._rest,
             noise=noise.value,
             noise_error=noise.error,
             bias=bias.value,
@@ -345,18 +518,16 @@ class _Fit:
         return report
 
     def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
-        """Return whether the noise is as predicted and within the budget; if not, correct the prediction."""
-        known = self._known
-        if not _agree(report) and self._budget.noise is None:
-            known.measure_within(widths)
-        if not _agree(report) or self._budget.noise is not None:
-            total = sum(known.noise(source, width) for source, width in widths.items())
-            if total and report.harm > known.rest:
-                self._factor = (report.harm - known.rest) / total
+        """Return whether the noise is as predicted and within its budget; if not, correct the prediction."""
+        if self._budget.noise is None:
+            return True
+        total = sum(self._noise(source, width) for source, width in widths.items())
+        if total and report.harm > self._rest:
+            self._factor = (report.harm - self._rest) / total
         return _agree(report) and self._budget.is_met_by(report)
 
-    def best(self, found: Sequence[FitReport], time: float) -> Policy:
-        """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
+    def best(self, found: Sequence[FitReport], time: float) -> tuple[FitReport, Policy]:
+        """Return report and policy of least noise, or bytes, within the budget, or the nearest ones, with a note."""
         budget = self._budget
         met = [each for each in found if budget.is_met_by(each)]
         is_by_noise = (budget.noise is None) == bool(met)
@@ -369,7 +540,7 @@ class _Fit:
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
         report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
-        return replace(policy, layers=layers_of(self._model), report=report)
+        return report, replace(policy, layers=layers_of(self._model), report=report)
 
     def _count(self) -> None:
         self._passes += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import functools
 import importlib.metadata
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,6 @@ from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from brevact import injectors
-from brevact.command_line.launcher import allocator_in_use, mimalloc
 from brevact.cpu_kernels.kernels import folders, writable_folder
 from brevact.policy.attach import quantize_backward, quantizer
 from brevact.quantizers.backends import kernels_for, without_kernels
@@ -30,14 +31,6 @@ TORCHVISION = (
     "pip uninstall torchvision, which language models do not need; or install the one of this torch: "
     "https://pytorch.org/get-started/locally"
 )
-#: Optional libraries, and their uses.
-_OPTIONAL = {
-    "matplotlib": "plots of reports",
-    "tqdm": "progress bars",
-    "transformers": "brevact.trainers.HuggingFaceCallback",
-    "accelerate": "brevact.trainers, several processes",
-    "lightning": "brevact.trainers.LightningCallback",
-}
 
 
 class Finding(NamedTuple):
@@ -46,6 +39,31 @@ class Finding(NamedTuple):
     state: str
     text: str
     fix: str = ""
+
+
+#: Libraries by the names of their allocators.
+ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
+
+
+def mimalloc() -> str | None:
+    """Return the path or name of mimalloc's shared library for LD_PRELOAD; None if there is none here."""
+    try:
+        files = metadata.files("cmeel-mimalloc") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "libmimalloc.so":
+            return str(Path(str(file.locate())).resolve())
+    return ctypes.util.find_library("mimalloc")
+
+
+def allocator_in_use() -> str:
+    """Return the name of this process's preloaded allocator; "" for the C library's own."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return next((name for name, library in ALLOCATORS.items() if f"lib{library}" in maps), "")
 
 
 def doctor() -> int:
@@ -90,8 +108,8 @@ def _kernels() -> Iterator[Finding]:
     """Run kernels of each kind, and compare their results with the plain torch references, byte by byte."""
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
         where = device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
-        name = kernels_of(torch.device(device))
-        if name is None:
+        name = "Numba" if device == "cpu" else "Triton"
+        if kernels_for((torch.zeros(64, device=device),)) is None:
             fix = "python -c 'import numba', and unset NUMBA_DISABLE_JIT" if device == "cpu" else "pip install triton"
             yield Finding(NOTE, f"{where}: plain torch quantizes, to the same bytes in several times the time", fix)
             continue
@@ -164,11 +182,6 @@ def _memory() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    for name, use in _OPTIONAL.items():
-        try:
-            yield Finding(OK, f"{name} {importlib.metadata.version(name)} ({use})")
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(NOTE, f"{name} is not installed ({use})", f"pip install {name}")
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
@@ -189,12 +202,6 @@ _NAMES = (
     "SignMagnitudeBackward",
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def kernels_of(device: torch.device) -> str | None:
-    if kernels_for((torch.zeros(64, device=device),)) is None:
-        return None
-    return "Numba" if device.type == "cpu" else "Triton"
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:

@@ -45,7 +45,7 @@ from brevact.private_names.of_compiler import (
 )
 from brevact.private_names.of_torch import HigherOrderOperator
 from brevact.quantizers import from_text, to_text
-from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
+from brevact.quantizers.formats.lossless import LosslessQuantizer
 
 _FILES = tuple(sorted(str(file) for file in Path(__file__).parent.glob("*.py")))
 

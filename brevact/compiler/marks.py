@@ -114,9 +114,7 @@ class PlainMode(RegionMode):
     text = FULL_PRECISION
 
     @skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -131,9 +129,7 @@ class TracingMode(RegionMode):
         self.owner = owner
 
     @skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return traced_call(self, func, types, args, kwargs or {})
 
 

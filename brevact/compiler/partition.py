@@ -26,7 +26,7 @@ from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Integers, ends_of, numel_of
 from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
-from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS
+from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
 
 ops = torch.ops.brevact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -12,18 +11,13 @@ from torch import fx
 
 from brevact.autograd import storage_report
 from brevact.autograd.running import active
-from brevact.compiler import MARK
 from brevact.private_names.of_torch import (
     COMPILED,
-    CompileContext,
-    convert_frame,
     function_stack_at,
     len_function_stack,
     pop_function_mode,
     push_function_mode,
 )
-
-_NO_CONTEXT = nullcontext()
 
 
 class Marked(NamedTuple):
@@ -55,7 +49,6 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         from brevact.compiler.graphs import packing  # it imports Inductor
 
-        _policies[CompileContext.current_compile_id()] = _policy_of(graph, compiler)
         with packing(graph, inputs) as rows:
             run = compiler(graph, inputs, **options)
         if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
@@ -66,62 +59,25 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return compile_watched
 
 
-_count = convert_frame.compute_cache_size
-_policies: dict[Any, int] = {}  # of compiled functions, by PyTorch's number of them
-
-
-def _policy_of(graph: fx.GraphModule, compiler: Any) -> int:
-    """A hash of the marks of a graph by module, and of the budget of its compiler: without holding either."""
-    while hasattr(compiler, "_torchdynamo_orig_backend"):
-        compiler = compiler._torchdynamo_orig_backend
-    nodes = (node.meta for each in graph.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes)
-    marks = {(*(meta.get("nn_module_stack") or ("",)), (meta.get("custom") or {}).get(MARK)) for meta in nodes}
-    budget = getattr(compiler, "budget", None) or getattr(compiler, "config", {}).get("custom_partitioner_fn")
-    return hash((frozenset(marks), budget))
-
-
-@functools.wraps(_count)
-def _count_of_one_policy(frame: Any, entries: Any, *others: Any) -> Any:
-    """Let Dynamo's limit of compiled graphs of a function hold for each policy, not for all of them together."""
-    found, counts, rest = _count(frame, entries, *others), Counter[Any](), entries
-    while rest:  # a linked list before PyTorch 2.13
-        entry, rest = (rest[0], rest[1:]) if isinstance(rest, list) else (rest, rest.next)
-        counts[_policies.get(entry.compile_id)] += 1
-    most = max(counts.values(), default=0)
-    found.num_cache_entries_with_same_id_matched_objs = min(found.num_cache_entries_with_same_id_matched_objs, most)
-    return found
-
-
-convert_frame.compute_cache_size = _count_of_one_policy
-
-
 def _in_region(run: Callable[..., Any], rows: list[Any]) -> Callable[..., Any]:
+    """Run a graph, which packs its tensors, without the mode and hooks around; regions inside are outermost ones."""
     is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
 
     def run_in_region(*inputs: Any) -> Any:
         if storage_report.recorders:
             storage_report.report_graph(rows)
-        if not (active.regions and is_of_autograd):
+        regions, depth = active.regions, len_function_stack()
+        region = regions[-1] if regions and is_of_autograd and depth else None
+        if region is None or function_stack_at(depth - 1) is not region.mode:  # another mode is above
             return run(*inputs)
-        return _run_unseen(run, inputs, active.regions[-1])
-
-    return run_in_region
-
-
-def _run_unseen(run: Callable[..., Any], inputs: tuple[Any, ...], region: Any) -> Any:
-    """Run a graph, which packs its tensors, without the mode and hooks around; regions inside are outermost ones."""
-    depth = len_function_stack()
-    if not depth or function_stack_at(depth - 1) is not region.mode:  # another mode is above
-        return run(*inputs)
-    is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
-    regions = active.regions
-    try:
+        is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
         active.regions = []
         pop_function_mode()
         try:
-            with _NO_CONTEXT if is_told else region.hooks.suspended:
+            with nullcontext() if is_told else region.hooks.suspended:
                 return run(*inputs)
         finally:
             push_function_mode(region.mode)
-    finally:
-        active.regions = regions
+            active.regions = regions
+
+    return run_in_region

@@ -9,16 +9,16 @@ their gradient is written.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
+from array import array
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.memory import (
+from brevact.cpu_kernels.intrinsics import (
     advance,
     f32_at,
     f32_scratch,
@@ -32,13 +32,11 @@ from brevact.cpu_kernels.memory import (
     store,
 )
 from brevact.cpu_kernels.teams import share
-from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
-from brevact.geometry import Place, UniformPlan, are_plain
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, GRAD, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR, GRAD_WEIGHT, GRAD_BIAS = range(11)
-"""Addresses of float32 arrays in the words of a call, 0 for missing ones. Backward, X is the input, or, without MEAN,
-the decoded normalized one; its gradient is written to OUT, which may be X, or be missing."""
+"""Addresses of float32 arrays in the words of a call, 0 for missing ones. Backward, the gradient of X is written to
+OUT, which may be X, or be missing."""
 
 SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK, MOMENTUM, EPS = range(11, 17)
 """Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
@@ -71,25 +69,16 @@ def _square(x, mean):
 
 
 @inlined
-def _add_all(x, samples, stride, run, lanes, sums):
+def _add(x, samples, stride, run, lanes, mean_of, sums):
+    """Sum the elements of each lane, or, with means, their squared differences."""
     for e in range(lanes):
         store(sums, e, np.float64(0.0))
     for sample in range(samples):
         for piece in range(0, run, PIECE):
             source = advance(x, sample * stride + piece)
             for e in range(min(PIECE, run - piece)):
-                store(sums, e, load(sums, e) + np.float64(load(source, e)))
-
-
-@inlined
-def _add_squares(x, samples, stride, run, lanes, mean_of, sums):
-    for e in range(lanes):
-        store(sums, e, np.float64(0.0))
-    for sample in range(samples):
-        for piece in range(0, run, PIECE):
-            source = advance(x, sample * stride + piece)
-            for e in range(min(PIECE, run - piece)):
-                store(sums, e, load(sums, e) + _square(load(source, e), load(mean_of, e)))
+                term = np.float64(load(source, e)) if mean_of is None else _square(load(source, e), load(mean_of, e))
+                store(sums, e, load(sums, e) + term)
 
 
 @inlined
@@ -162,12 +151,12 @@ def normalize_channels(words_at, start, stop):
         count = min(together, channels - first)
         run = count * size
         x, out = advance(f32_at(load(words, X)), first * size), advance(f32_at(load(words, OUT)), first * size)
-        _add_all(x, samples, stride, run, count * lanes, sums)
+        _add(x, samples, stride, run, count * lanes, None, sums)
         for c in range(count):
             total = sum_of(sums, c * lanes, lanes)
             store(totals, c, total)
             fill_run(mean_or_factor_of, c * lanes, lanes, np.float32(total / np.float64(n)))
-        _add_squares(x, samples, stride, run, count * lanes, mean_or_factor_of, sums)
+        _add(x, samples, stride, run, count * lanes, mean_or_factor_of, sums)
         for c in range(count):
             mean, squares = load(mean_or_factor_of, c * lanes), sum_of(sums, c * lanes, lanes)
             # The sum of magnitudes is at most the root of n times the sum of squares, which is that of the squared
@@ -231,47 +220,13 @@ def _run(x: Tensor, given: tuple[Tensor | None, ...], momentum: float, eps: floa
 
 def _launch(kernel: Any, arrays: tuple[Tensor | None, ...], momentum: float = 0.0, eps: float = 0.0) -> None:
     """Run a kernel on the channels of the first array; all are in the order of the fields."""
-    samples, channels, size, together = sizes_of(arrays[0].shape)  # type: ignore[union-attr]
+    shape = arrays[0].shape  # type: ignore[union-attr]
+    samples, channels, size = shape[0], shape[1], shape[2:].numel()
+    together = max(TOGETHER // size, 1)
     addresses = (0 if y is None else y.data_ptr() for y in arrays)
-    words = _WORDS(*addresses, samples, channels, size, together, _bits_of(momentum), _bits_of(eps))
-    blocks, elements = -(-channels // together), together * size * samples
-    share(kernel, (ctypes.addressof(words),), blocks, elements, torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=4096)
-def sizes_of(shape: torch.Size) -> tuple[int, int, int, int]:
-    """Samples, channels, elements of a map, and channels of a block."""
-    size = shape[2:].numel()
-    return shape[0], shape[1], size, max(TOGETHER // size, 1)
-
-
-_WORDS = ctypes.c_int64 * (EPS + 1)
-
-
-@functools.lru_cache(maxsize=1024)
-def _bits_of(number: float) -> int:
-    return struct.unpack("=q", struct.pack("=d", number))[0]
-
-
-def packed_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    place: Place,
-    buffer: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not plan.has_kernels:
-        return NotImplemented
-    found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
-    if found is not NotImplemented:
-        quantize_uniform(x, plan, seed, found[1], found[2], place, buffer)
-    return found
+    numbers = struct.unpack("=2q", struct.pack("=2d", momentum, eps))
+    words = array("q", (*addresses, samples, channels, size, together, *numbers))
+    share(kernel, words.buffer_info()[:1], -(-channels // together), together * size * samples)
 
 
 @functools.cache
@@ -306,9 +261,7 @@ def _flush(parts, lanes, sums):
 
 
 @inlined
-def _add_products(
-    z, grad, has_mean, mean_of, samples, stride, run, lanes, totals, products, total_parts, product_parts
-):
+def _add_products(z, grad, mean_of, samples, stride, run, lanes, totals, products, total_parts, product_parts):
     """Sum each lane's gradients, and their products with elements less means: few in float32, these in float64."""
     for e in range(lanes):
         store(totals, e, np.float64(0.0))
@@ -322,8 +275,8 @@ def _add_products(
             source, factor = advance(z, at), advance(grad, at)
             for e in range(min(PIECE, run - piece)):
                 store(total_parts, e, load(total_parts, e) + load(factor, e))
-                z_e = load(source, e) - load(mean_of, e) if has_mean else load(source, e)
-                store(product_parts, e, fma(load(factor, e), z_e, load(product_parts, e)))
+                product = fma(load(factor, e), load(source, e) - load(mean_of, e), load(product_parts, e))
+                store(product_parts, e, product)
             terms += 1
             if terms == _TERMS:
                 _flush(total_parts, lanes, totals)
@@ -334,26 +287,10 @@ def _add_products(
 
 
 @inlined
-def _decoded_ratio(invstd):
-    """Inverse deviation times the deviation by which a normalized input is decoded: 1, or 0 for an infinite one."""
-    deviation = np.float32(np.float32(1.0) / invstd)
-    deviation = np.float32(0.0) if deviation == np.float32(np.inf) else deviation
-    return np.float64(invstd) * np.float64(deviation)
-
-
-@inlined
 def _write(z, grad, target, count, mean_of, offset_of, slope_of, scale_of):
     for e in range(count):
         rest = load(grad, e) - load(offset_of, e) - (load(z, e) - load(mean_of, e)) * load(slope_of, e)
         store(target, e, rest * load(scale_of, e))
-
-
-@inlined
-def _write_centred(z, grad, count, offset_of, slope_of, scale_of):
-    """Overwrite elements of the normalized input with their gradients."""
-    for e in range(count):
-        rest = load(grad, e) - load(offset_of, e) - load(z, e) * load(slope_of, e)
-        store(z, e, rest * load(scale_of, e))
 
 
 @kernel
@@ -373,25 +310,20 @@ def gradient_of_channels(words_at, start, stop):
         run = count * size
         z, grad = advance(f32_at(load(words, X)), first * size), advance(f32_at(load(words, GRAD)), first * size)
         for c in range(count):
-            mean = load(f32_at(load(words, MEAN)), first + c) if load(words, MEAN) else np.float32(0.0)
-            fill_run(mean_of, c * lanes, lanes, mean)
+            fill_run(mean_of, c * lanes, lanes, load(f32_at(load(words, MEAN)), first + c))
         sums = totals, products, total_parts, product_parts
-        if load(words, MEAN):
-            _add_products(z, grad, True, mean_of, samples, stride, run, count * lanes, *sums)
-        else:
-            _add_products(z, grad, False, mean_of, samples, stride, run, count * lanes, *sums)
+        _add_products(z, grad, mean_of, samples, stride, run, count * lanes, *sums)
         for c in range(count):
             invstd = load(invstds, first + c)
-            ratio = np.float64(invstd) if load(words, MEAN) else _decoded_ratio(invstd)
             total = sum_of(totals, c * lanes, lanes)
-            product = sum_of(products, c * lanes, lanes) * ratio
+            product = sum_of(products, c * lanes, lanes) * np.float64(invstd)
             store(f32_at(load(words, GRAD_BIAS)), first + c, np.float32(total))
             store(f32_at(load(words, GRAD_WEIGHT)), first + c, np.float32(product))
             scale = invstd
             if load(words, WEIGHT):
                 scale = np.float32(invstd * load(f32_at(load(words, WEIGHT)), first + c))
             fill_run(offset_of, c * lanes, lanes, np.float32(total / n))
-            fill_run(slope_of, c * lanes, lanes, np.float32(product * ratio / n))
+            fill_run(slope_of, c * lanes, lanes, np.float32(product * np.float64(invstd) / n))
             fill_run(scale_of, c * lanes, lanes, scale)
         target = load(words, OUT)
         for sample in range(samples if target else 0):
@@ -399,29 +331,11 @@ def gradient_of_channels(words_at, start, stop):
                 at, count_of_piece = sample * stride + piece, min(PIECE, run - piece)
                 source, factor = advance(z, at), advance(grad, at)
                 # One pointer for both: of two that overlap LLVM makes no vectors.
-                if target == load(words, X) and load(words, MEAN):
+                if target == load(words, X):
                     _write(source, factor, source, count_of_piece, mean_of, offset_of, slope_of, scale_of)
-                elif target == load(words, X):
-                    _write_centred(source, factor, count_of_piece, offset_of, slope_of, scale_of)
                 else:
                     result = advance(f32_at(target), first * size + at)
                     _write(source, factor, result, count_of_piece, mean_of, offset_of, slope_of, scale_of)
-
-
-def packed_batch_norm_backward(
-    buffer: Tensor,
-    plan: UniformPlan,
-    target: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    invstd: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The input's gradient is in `target`. Not under dispatch modes, which would not see it."""
-    if not (plan.has_kernels and _is_taken(target, grad, weight)):
-        return NotImplemented
-    dequantize_uniform(buffer, plan, None, None, None, None, None, target)
-    return _run_backward(target, target, grad, weight, None, invstd, mask)
 
 
 def batch_norm_backward(
@@ -434,32 +348,14 @@ def batch_norm_backward(
     mask: list[bool],
     overwrites: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if not _is_taken(x, grad, weight) or not mean.dtype is invstd.dtype is torch.float32:
+    """Not under dispatch modes, which would not see it."""
+    floats = (grad, x, mean, invstd) if weight is None else (grad, x, mean, invstd, weight)
+    if len_dispatch_stack() or not is_dense_map(x) or any(y.dtype is not torch.float32 for y in floats):
         return NotImplemented
-    target = x if overwrites or not mask[0] else torch.empty_like(x)
-    return _run_backward(x, target, grad, weight, mean, invstd, mask)
-
-
-def _is_taken(x: Tensor, grad: Tensor, weight: Tensor | None) -> bool:
-    """Whether the kernel reads these tensors, and no dispatch mode is there to see them read."""
-    if len_dispatch_stack() or not is_dense_map(x) or not are_plain((grad, x), on_gpu=False):
-        return False
-    if grad.dtype is not torch.float32 or grad.is_neg():
-        return False
-    return weight is None or (weight.dtype is torch.float32 and weight.is_contiguous())
-
-
-def _run_backward(
-    z: Tensor,
-    target: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    invstd: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    by_weight, by_bias = z.new_empty(z.shape[1]), z.new_empty(z.shape[1])
-    out = target if mask[0] else None
-    given = z, out, grad.contiguous(), mean, invstd, weight, None, None, None, by_weight, by_bias
+    if grad.is_neg() or not (weight is None or weight.is_contiguous()):
+        return NotImplemented
+    by_weight, by_bias = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+    out = None if not mask[0] else x if overwrites else torch.empty_like(x)
+    given = x, out, grad.contiguous(), mean, invstd, weight, None, None, None, by_weight, by_bias
     _launch(gradient_of_channels, given)
     return out, by_weight if mask[1] else None, by_bias if mask[2] else None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.memory import advance, bits_of, f32_at, float_of, inlined, load, store, u16_at
+from brevact.cpu_kernels.intrinsics import advance, bits_of, f32_at, float_of, inlined, load, store, u16_at
 
-FLOAT32, BFLOAT16, FLOAT16, BOOL = range(4)
-"""Codes of the types; elements of the last one are read as masks alone."""
-
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.bool: BOOL}
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 _HALF_EXPONENT = np.uint32(0x7C00 << 13)
 
@@ -98,25 +96,48 @@ def emit(values, target, kind, first, count):
 
 
 @inlined
-def emit_product(values, other, target, kind, first, count):
-    """Round values to a kind, multiply by `other` of that kind, round and write; the target may be `other`."""
+def round_to(kind, values, count):
+    """Round float32 values to a kind, half to even, in place."""
+    if kind == BFLOAT16:
+        for e in range(count):
+            store(values, e, bfloat16_to_float(float_to_bfloat16(load(values, e))))
+    elif kind == FLOAT16:
+        for e in range(count):
+            store(values, e, half_to_float(float_to_half(load(values, e))))
+
+
+@inlined
+def emit_product(values, other, other_kind, target, kind, first, count, scratch):
+    """Multiply by `other`, round and write; the target may be `other`, and the values are overwritten."""
+    factor = stage(other, other_kind, first, count, scratch)
     if kind == FLOAT32:
-        o32, y32 = advance(f32_at(other), first), advance(f32_at(target), first)
+        y32 = advance(f32_at(target), first)
         for e in range(count):
-            store(y32, e, load(values, e) * load(o32, e))
-    elif kind == BFLOAT16:
-        o16, y16 = advance(u16_at(other), first), advance(u16_at(target), first)
-        for e in range(count):
-            y = bfloat16_to_float(float_to_bfloat16(load(values, e)))
-            store(y16, e, float_to_bfloat16(y * bfloat16_to_float(load(o16, e))))
+            store(y32, e, load(values, e) * load(factor, e))
     else:
-        o16, y16 = advance(u16_at(other), first), advance(u16_at(target), first)
         for e in range(count):
-            y = half_to_float(float_to_half(load(values, e)))
-            store(y16, e, float_to_half(y * half_to_float(load(o16, e))))
+            store(values, e, load(values, e) * load(factor, e))
+        emit(values, target, kind, first, count)
 
 
 @inlined
 def limited(y, limit):
     y = limit if y > limit else y
     return -limit if y < -limit else y
+
+
+@inlined
+def key_of(bits):
+    """Float bits to an integer of the same order, and back. NaNs lie beyond the infinities."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@inlined
+def is_finite(x):
+    return abs(x) < np.float32(np.inf)
+
+
+@inlined
+def round_up(x, unit):
+    """Round up to values whose last bit is that of a unit; see `reference.calibrate`."""
+    return float_of(np.int32(np.int32(bits_of(x) + np.int32(unit - np.int32(1))) & np.int32(-unit)))

@@ -3,77 +3,90 @@
 Array indexing in Numba handles negative indices, and arrays may overlap; both stop the vectoriser. A typed pointer has
 no negative indices, and stack scratch overlaps nothing. A loop of look-ups in a table becomes gathers, which take
 several times as long as x86's permutations of a register.
+
+Only the process that compiles kernels imports Numba. In others these functions are names, which nothing calls.
 """
 
 from __future__ import annotations
 
-import numba
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+import sys
+from typing import Any
 
-F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
-I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
-U8, U16 = types.CPointer(types.uint8), types.CPointer(types.uint16)
+from brevact.cpu_kernels.kernels import Kernel
+
+if "brevact.cpu_kernels.compiler" in sys.modules:
+    import numba
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    DISPATCHERS: dict[str, Any] = {}
+
+    def inlined(function):
+        """Compile for use inside kernels, always inlined."""
+        return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
+
+    def kernel(function):
+        """Compile, in the loop that `compiler` compiles around it."""
+        return DISPATCHERS.setdefault(function.__name__, inlined(function))
+
+else:
+    kernel = Kernel
+
+    def intrinsic(function):  # type: ignore[no-redef]
+        return function
+
+    inlined = intrinsic
 
 
-def _pointer_from_address(pointer_type: types.CPointer):
+def _pointer(name: str):
+    """An intrinsic that makes a pointer to a type of an address, or of a pointer to another one."""
+
     @intrinsic
-    def from_address(typing_context, address):
+    def pointer(typing_context, source):
+        pointer_type = types.CPointer(getattr(types, name))
+
         def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(pointer_type))
+            cast = builder.bitcast if isinstance(source, types.CPointer) else builder.inttoptr
+            return cast(args[0], context.get_value_type(pointer_type))
 
-        return pointer_type(types.intp), codegen
+        return pointer_type(source if isinstance(source, types.CPointer) else types.intp), codegen
 
-    return from_address
-
-
-def _pointer_cast(pointer_type: types.CPointer):
-    @intrinsic
-    def cast(typing_context, pointer):
-        def codegen(context, builder, signature, args):
-            return builder.bitcast(args[0], context.get_value_type(pointer_type))
-
-        return pointer_type(pointer), codegen
-
-    return cast
+    return pointer
 
 
-def _bits_as(source, target, llvm_type: ir.Type):
+def _bits_as(source: str, target: str):
     @intrinsic
     def bits_as(typing_context, value):
         def codegen(context, builder, signature, args):
-            return builder.bitcast(args[0], llvm_type)
+            return builder.bitcast(args[0], context.get_value_type(signature.return_type))
 
-        return target(source), codegen
+        return getattr(types, target)(getattr(types, source)), codegen
 
     return bits_as
 
 
-def _scratch(pointer_type: types.CPointer):
+def _scratch(name: str):
     """An intrinsic for uninitialised stack memory, freed on return: not in loops; OpenMP's stacks may be small."""
 
     @intrinsic
     def scratch(typing_context, length):
         def codegen(context, builder, signature, args):
-            slot = builder.alloca(context.get_value_type(pointer_type.dtype), size=args[0])
+            slot = builder.alloca(context.get_value_type(signature.return_type.dtype), size=args[0])
             slot.align = 64
             return slot
 
-        return pointer_type(types.intp), codegen
+        return types.CPointer(getattr(types, name))(types.intp), codegen
 
     return scratch
 
 
-f32_at, i32_at = _pointer_from_address(F32), _pointer_from_address(I32)
-u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
-i64_at = _pointer_from_address(I64)
-as_i32 = _pointer_cast(I32)
-f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
-u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
-float_of = _bits_as(types.int32, types.float32, ir.FloatType())
-bits_of = _bits_as(types.float32, types.int32, ir.IntType(32))
-float64_of = _bits_as(types.int64, types.float64, ir.DoubleType())
+f32_at, i32_at, i64_at = _pointer("float32"), _pointer("int32"), _pointer("int64")
+u8_at, u16_at, u32_at = _pointer("uint8"), _pointer("uint16"), _pointer("uint32")
+f32_scratch, f64_scratch = _scratch("float32"), _scratch("float64")
+u32_scratch, u8_scratch = _scratch("uint32"), _scratch("uint8")
+float_of, bits_of = _bits_as("int32", "float32"), _bits_as("float32", "int32")
+float64_of = _bits_as("int64", "float64")
 
 
 @intrinsic
@@ -104,20 +117,9 @@ def advance(typing_context, pointer, count):
 
 
 @intrinsic
-def rint(typing_context, value):
-    def codegen(context, builder, signature, args):
-        function = declared(builder.module, "llvm.rint.f32", ir.FunctionType(ir.FloatType(), [ir.FloatType()]))
-        return builder.call(function, args)
-
-    return types.float32(types.float32), codegen
-
-
-@intrinsic
 def fma(typing_context, a, b, c):
     def codegen(context, builder, signature, args):
-        float_type = ir.FloatType()
-        function_type = ir.FunctionType(float_type, [float_type] * 3)
-        return builder.call(declared(builder.module, "llvm.fma.f32", function_type), args)
+        return builder.fma(*args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
 
@@ -151,8 +153,6 @@ def words(count: int):
 NONE = 1 << 62
 """Lanes of processors without such permutations: more than any row of codes has."""
 
-_I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
-
 
 def _lanes_of(context) -> int:
     features = context.codegen().magic_tuple()[2].split(",")
@@ -170,58 +170,31 @@ def lanes(typing_context):
 
 
 @intrinsic
-def look_up_lanes(typing_context, low, high, shift, mask, row, out):
-    """out[j] = row[(low[j] | high[j] << 8) >> shift & mask] for the first `lanes()` numbers j, none without lanes.
-
-    Low and high are bytes, shift and mask uint32, the mask at most 15; the row has 16 float32 values.
-    """
+def look_up_lanes(typing_context, codes, row, out):
+    """out[j] = row[codes[j]] for the first `lanes()` codes, bytes below 16, of float32 values; none without lanes."""
 
     def codegen(context, builder, signature, args):
-        low, high, shift, mask, row, out = args
+        codes, row, out = args
         count = _lanes_of(context)
         if count == NONE:
             return context.get_dummy_value()
-        words, floats = ir.VectorType(_I32, count), ir.VectorType(_F32, count)
+        i8, i32 = ir.IntType(8), ir.IntType(32)
+        words, floats = ir.VectorType(i32, count), ir.VectorType(ir.FloatType(), count)
         permutation = ir.FunctionType(floats, [floats, words])
+        name = "llvm.x86.avx512.permvar.sf.512" if count == 16 else "llvm.x86.avx2.permps"
+        permute = builder.module.declare_intrinsic(name, fnty=permutation)
 
-        def splat(value):
-            first = builder.insert_element(ir.Constant(words, ir.Undefined), value, _I32(0))
-            return builder.shuffle_vector(first, ir.Constant(words, ir.Undefined), ir.Constant(words, [0] * count))
+        def look_up(start):
+            pointer = builder.bitcast(builder.gep(row, [i32(start)]), floats.as_pointer())
+            return builder.call(permute, [builder.load(pointer, align=4), code])
 
-        def entries(start):
-            pointer = builder.bitcast(builder.gep(row, [_I32(start)]), floats.as_pointer())
-            return builder.load(pointer, align=4)
-
-        high = builder.shl(_wide(builder, high, words), ir.Constant(words, [8] * count))
-        word = builder.or_(_wide(builder, low, words), high)
-        code = builder.and_(builder.lshr(word, splat(shift)), splat(mask))
-        if count == 16:
-            permute = declared(builder.module, "llvm.x86.avx512.permvar.sf.512", permutation)
-            values = builder.call(permute, [entries(0), code])
-        else:  # permutations of 8 entries look at 3 bits
-            permute = declared(builder.module, "llvm.x86.avx2.permps", permutation)
+        pointer = builder.bitcast(codes, ir.VectorType(i8, count).as_pointer())
+        code = builder.zext(builder.load(pointer, align=1), words)
+        values = look_up(0)
+        if count == 8:  # permutations of 8 entries look at 3 bits
             upper = builder.icmp_unsigned(">", code, ir.Constant(words, [7] * count))
-            values = builder.select(
-                upper, builder.call(permute, [entries(8), code]), builder.call(permute, [entries(0), code])
-            )
+            values = builder.select(upper, look_up(8), values)
         builder.store(values, builder.bitcast(out, floats.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(low, high, types.uint32, types.uint32, row, out), codegen
-
-
-def _wide(builder, pointer, wanted):
-    pointer = builder.bitcast(pointer, ir.VectorType(_I8, wanted.count).as_pointer())
-    return builder.zext(builder.load(pointer, align=1), wanted)
-
-
-def declared(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir.Function:
-    return module.globals.get(name) or ir.Function(module, function_type, name)
-
-
-def inlined(function):
-    """Compile for use inside kernels, always inlined."""
-    return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
-
-
-kernel = inlined  # in the loop that `compiler` compiles around it
+    return types.void(codes, row, out), codegen

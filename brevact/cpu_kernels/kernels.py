@@ -1,7 +1,7 @@
 """Kernels: functions that Numba compiles once on a machine, in another process; this one loads their machine code.
 
-LLVM loads it; Numba, which takes 100 MiB of a process, is not imported. The file of a kernel is named after the hash of
-all that its code depends on: the sources, the processor, the versions and the settings of the compiler.
+LLVM loads it; Numba, which takes 60 MiB of a process, and 300 while it compiles, is not imported. The name of the file
+has the hash of all that the code depends on: the sources, the processor, the versions and the settings of the compiler.
 """
 
 from __future__ import annotations
@@ -10,70 +10,52 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import inspect
 import logging
 import os
 import pickle
 import platform
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 try:
     import fcntl
-except ImportError:  # Windows: processes may compile the same kernel
+except ImportError:  # Windows: processes may compile the same kernels
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("brevact")
 
-ENTRY = "brevact_kernel"
-"""Name of the C function in an object file: `void (int64_t *words)`, see :class:`Kernel`."""
-
 PACKAGE = Path(__file__).parent
 
-_USUAL = "uniform", "batch_norm", "segments", "packing"
-"""Modules of the kernels of a training step, which are compiled together."""
 _MOST_PROCESSES = 4
 _WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_OPT"}
 
 
 class Kernel:
-    """A module's function on a run of blocks, `function(*arguments, start, stop)`, all integers; see :mod:`memory`.
+    """A module's function on a run of blocks, `function(*arguments, start, stop)`, all integers; see :func:`load`.
 
     Its C function takes the address of int64 words: the arguments, the number of blocks, the blocks of a piece, and the
     first block that nobody has taken. It takes pieces until none is left, so that any number of threads may call it.
     """
 
     address: int
-    """Address of the C function, compiled at its first use; a RuntimeError says why that is not possible."""
+    """Address of the C function."""
 
     function: Callable[[ctypes.Array], None]
     """The C function, which takes :meth:`words`, and runs without the GIL."""
+
+    __name__: str
 
     def __init__(self, function: Callable[..., None]) -> None:
         functools.update_wrapper(self, function)
         self._count = function.__code__.co_argcount + 1
         self._array = ctypes.c_int64 * self._count
         _kernels.append(self)
-
-    def __getattr__(self, name: str) -> Any:
-        """Not `functools.cached_property`: that of Python 3.11 holds a lock, which a fork would copy."""
-        if name == "address":
-            self.address = _load(_machine_code(self))
-            return self.address
-        if name == "function":
-            self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-            return self.function
-        if name == "file":
-            self.file = _file_of(self.__wrapped__)
-            return self.file
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def words(self, *values: int) -> ctypes.Array:
         """Arguments as 64-bit words, a TypeError for more or fewer: ctypes would silently leave missing ones 0."""
@@ -88,49 +70,55 @@ class Kernel:
 
 
 _kernels: list[Kernel] = []
+_engines: list[object] = []  # own the machine code
 
 
-def prepare() -> None:
-    """Compile the kernels of a training step if no kernel is there; an ImportError says why that is not possible."""
-    if not any(map(_read, _kernels)):
-        try:
-            _machine_code(next(kernel for kernel in _kernels if _is_usual(kernel)))
-        except RuntimeError as error:
-            raise ImportError(str(error)) from error
+def package_of(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
-def _is_usual(kernel: Kernel) -> bool:
-    return kernel.__module__.rpartition(".")[2] in _USUAL
+def load(root: str) -> None:
+    """Load the kernels of a module's package, which the module imports; an ImportError says why that is not possible.
 
-
-def _file_of(function: Callable[..., None]) -> str:
-    """Name of the file of a kernel; an ImportError says that Numba is missing."""
-    path = Path(inspect.getfile(function))
-    own = b"" if path.parent == PACKAGE else path.read_bytes()
-    names = {name for name in os.environ if name.startswith("NUMBA_")} - _WITHOUT_EFFECT
-    chosen = [(name, os.environ[name]) for name in sorted(names)]
-    key = (function.__module__, own, _digest(), _versions(), platform.machine(), _processor(), chosen)
-    return f"{function.__name__}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.o"
-
-
-@functools.cache
-def _digest() -> str:
-    """Hash of this package's sources."""
-    if not (sources := sorted(PACKAGE.glob("*.py"))):
-        raise ImportError(f"{PACKAGE}: no sources of kernels are there to compile; install brevact as files")
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-
-@functools.cache
-def _versions() -> tuple[str, str]:
-    return version("numba"), version("llvmlite")
-
-
-@functools.cache
-def _processor() -> tuple[str, str]:
+    This process compiles them if none has done so. In the process that compiles, there are none to load.
+    """
+    if not (own := [kernel for kernel in _kernels if package_of(kernel.__module__) == package_of(root)]):
+        return
     from llvmlite import binding
 
-    return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    name, folder = _file_of(root), writable_folder()
+    objects = _read(name)
+    if objects is None:
+        with _held(folder):
+            objects = _read(name) or _compile(root, folder, name)
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple().create_target_machine(reloc="pic", jit=True)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
+    for code in objects:
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    for kernel in own:
+        kernel.address = engine.get_function_address(kernel.__name__)
+        kernel.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+
+
+def _file_of(root: str) -> str:
+    """Name of the file of a package's kernels; an ImportError says that Numba is missing."""
+    if not (sources := sorted(PACKAGE.glob("*.py"))):
+        raise ImportError(f"{PACKAGE}: no sources of kernels are there to compile; install brevact as files")
+    content = [path.read_bytes() for path in (*sources, Path(str(sys.modules[root].__file__)))]
+    names = sorted({name for name in os.environ if name.startswith("NUMBA_")} - _WITHOUT_EFFECT)
+    key = content, _compiler(), platform.machine(), [(name, os.environ[name]) for name in names]
+    return f"{package_of(root)}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.kernels"
+
+
+def _compiler() -> tuple[str, ...]:
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features().flatten()
+    return version("numba"), version("llvmlite"), binding.get_host_cpu_name(), features
 
 
 def folders() -> list[Path]:
@@ -150,49 +138,17 @@ def writable_folder() -> Path | None:
     return None
 
 
-def _machine_code(kernel: Kernel) -> bytes:
-    """The object file of a kernel, which this process compiles with others if no process has done so."""
-    if (code := _read(kernel)) is not None:
-        return code
-    folder = writable_folder()
-    with _held(folder):
-        if (code := _read(kernel)) is not None:
-            return code
-        wanted = filter(_is_usual, _kernels) if _is_usual(kernel) else [kernel]
-        compiled = _compile([each for each in wanted if _read(each) is None], folder)
-    return compiled[kernel.file]
-
-
-_unsaved: dict[str, bytes] = {}
-
-
-def _read(kernel: Kernel) -> bytes | None:
-    """The object file of a kernel, if a file has all of it: it begins with its hash."""
+def _read(name: str) -> list[bytes] | None:
+    """The object files of kernels, if a file has all of them: zlib finds damage."""
     for folder in folders():
-        with contextlib.suppress(OSError):
-            content = (folder / kernel.file).read_bytes()
-            if content[:32] == hashlib.sha256(content[32:]).digest():
-                return content[32:]
-    return _unsaved.get(kernel.file)
-
-
-def _save(folder: Path | None, name: str, code: bytes) -> None:
-    """Write a file, which appears whole; where none can be written, this process keeps the code."""
-    if folder is not None:
-        path = folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            path.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(path, folder / name)
-            return
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-    _unsaved[name] = code
+        with contextlib.suppress(OSError, zlib.error):
+            return pickle.loads(zlib.decompress((folder / name).read_bytes()))
+    return None
 
 
 @contextlib.contextmanager
 def _held(folder: Path | None) -> Iterator[None]:
-    """Let one thread of one process compile into a folder at a time, where the system can lock a file there."""
+    """Let one process compile into a folder at a time, where the system can lock a file there."""
     with contextlib.ExitStack() as stack:
         if fcntl is not None and folder is not None:
             with contextlib.suppress(OSError):
@@ -204,35 +160,28 @@ def _held(folder: Path | None) -> Iterator[None]:
 
 _START = """
 import sys
-sys.path[:] = sys.argv[1].splitlines()  # first of all: the current folder may have a file of a module's name
+_, module, workers, folder, *sys.path[:] = sys.argv  # first: the current folder may have a file of a module's name
 import types
-class Names(types.ModuleType):
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, Names(name))
-        return vars(self)[name]
+from unittest.mock import MagicMock
 sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
-sys.modules["brevact"].__path__ = [sys.argv[2]]
-sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = Names("torch")  # kernels do not use it
+sys.modules["brevact"].__path__ = [folder]
+sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = MagicMock()  # kernels do not use it
 from brevact.cpu_kernels.compiler import main
-main(*sys.argv[3:])
+main(module, int(workers))
 """
 
 
-def _compile(kernels: Sequence[Kernel], folder: Path | None) -> dict[str, bytes]:
-    """Compile kernels in a process of its own, and save them; return them by their files."""
+def _compile(root: str, folder: Path | None, name: str) -> list[bytes]:
+    """Compile kernels in a process of its own, and write them to a file, which appears whole, if that is possible."""
     if not sys.executable or getattr(sys, "frozen", False):
-        raise RuntimeError("kernels are compiled by processes of Python, and sys.executable is none")
+        raise ImportError("kernels are compiled by processes of Python, and sys.executable is none")
     where = f"once, kept in {folder}" if folder else "in each process, as no folder is writable to keep them in"
     logger.warning("brevact is compiling its CPU kernels (%s)", where)
-    tasks = [f"{kernel.__module__}:{kernel.__name__}" for kernel in kernels]
-    workers = min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))
-    paths = "\n".join(path or os.getcwd() for path in sys.path if isinstance(path, str))
+    paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+    workers = str(min(_MOST_PROCESSES, torch.get_num_threads()))
     done = subprocess.run(
-        [sys.executable, "-c", _START, paths, str(PACKAGE.parent), str(workers), *tasks],
-        # LLVM optimizes the whole of a kernel, once
-        env={**os.environ, "NUMBA_OPT": "0", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        [sys.executable, "-c", _START, root, workers, str(PACKAGE.parent), *paths],
+        env={**os.environ, "NUMBA_OPT": "0"},  # LLVM optimizes the whole of a kernel, once
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -240,24 +189,10 @@ def _compile(kernels: Sequence[Kernel], folder: Path | None) -> dict[str, bytes]
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"the compiler ended with status {done.returncode}"
-        raise RuntimeError(f"kernels ({', '.join(kernel.__name__ for kernel in kernels)}) are not compiled: {reason}")
-    compiled = dict(zip((kernel.file for kernel in kernels), pickle.loads(done.stdout), strict=True))
-    for name, code in compiled.items():
-        _save(folder, name, code)
-    return compiled
-
-
-def _load(code: bytes) -> int:
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    target = binding.Target.from_default_triple().create_target_machine(reloc="pic", jit=True)
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    _engines.append(engine)
-    return engine.get_function_address(ENTRY)
-
-
-_engines: list[object] = []  # own the machine code
+        raise ImportError(f"kernels of {package_of(root)} are not compiled: {reason}")
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            path = folder / f"{name}.{os.getpid()}"
+            path.write_bytes(zlib.compress(done.stdout))
+            os.replace(path, folder / name)
+    return pickle.loads(done.stdout)

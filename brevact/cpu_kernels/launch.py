@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import functools
 
-from brevact.cpu_kernels.batch_norm import (
-    batch_norm,
-    batch_norm_backward,
-    packed_batch_norm,
-    packed_batch_norm_backward,
-)
-from brevact.cpu_kernels.fake_quantize import fake_quantize
-from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
-from brevact.cpu_kernels.grids import dequantize_grid, quantize_grid
-from brevact.cpu_kernels.kernels import prepare
+from brevact.cpu_kernels.batch_norm import batch_norm, batch_norm_backward
+from brevact.cpu_kernels.fake_quantize import decode_integers, fake_quantize, fake_quantize_backward
+from brevact.cpu_kernels.kernels import load
+from brevact.cpu_kernels.levels import dequantize_grid, look_up, map_levels, quantize_grid
 from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.cpu_kernels.segments import look_up, map_levels
 from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
 from brevact.geometry import are_plain
 
 takes = functools.partial(are_plain, on_gpu=False)
-prepare()
+load(__name__)

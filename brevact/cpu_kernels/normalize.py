@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import limited
-from brevact.cpu_kernels.memory import advance, f32_at, i64_at, inlined, load, store
+from brevact.cpu_kernels.intrinsics import advance, f32_at, i64_at, inlined, load, store
 from brevact.geometry import Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
@@ -54,13 +54,10 @@ def _map_elements(x, first, count, words_at, z, undoes):
         source, target, s = advance(x, e), advance(z, e), advance(scales, group)
         if run == 1 and inner > 1:  # groups of one element each lie behind each other
             step = min(inner - in_inner, count - e)
-            if has_mean:
-                m = advance(means, group)
-                for i in range(step):
-                    store(target, i, _one(load(source, i), load(m, i), load(s, i), undoes))
-            else:
-                for i in range(step):
-                    store(target, i, _one(load(source, i), none, load(s, i), undoes))
+            m = advance(means, group) if has_mean else s
+            for i in range(step):
+                mean = load(m, i) if has_mean else none
+                store(target, i, _one(load(source, i), mean, load(s, i), undoes))
         else:
             step = min(left, count - e)
             mean, scale = load(means, group) if has_mean else none, load(s, 0)

@@ -13,6 +13,8 @@ import ctypes
 import os
 from collections.abc import Callable
 
+import torch
+
 from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
@@ -45,13 +47,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_team)
 
 
-def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
+def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces of all blocks, by the caller and more threads if that pays."""
-    if most_threads == 1 or _parallel is None or blocks * block_size < 2 * SMALLEST_SHARE:
+    threads = torch.get_num_threads()
+    if threads == 1 or _parallel is None or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))
         return
     # The whole team, as PyTorch does: a smaller one would end the threads that the next op needs.
-    step = max(-(-blocks // (most_threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
+    step = max(-(-blocks // (threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
     words = kernel.words(*arguments, blocks, step, 0)
-    _parallel(kernel.address, words, most_threads, 0)
+    _parallel(kernel.address, words, threads, 0)

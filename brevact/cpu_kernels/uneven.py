@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.groups import is_finite, key_of, round_up
-from brevact.cpu_kernels.memory import as_i32, bits_of, f32_at, float_of, inlined, load, store, u16_at
+from brevact.cpu_kernels.floats import is_finite, key_of, round_up
+from brevact.cpu_kernels.intrinsics import bits_of, f32_at, float_of, i32_at, inlined, load, store, u16_at
 from brevact.geometry import SENTINELS
 
 _LARGEST_NEAR, _SMALLEST_STEP = np.float32(2.0**126), np.float32(2.0**-126)
@@ -161,7 +161,7 @@ def quantize_uneven(x, count, low, high, second_low, second_high, has_missing, b
         lowest = min(max(float_of_key(low), -_LARGEST_NEAR), _LARGEST_NEAR)
         highest = min(max(float_of_key(high), -_LARGEST_NEAR), _LARGEST_NEAR)
     most = (np.int64(1) << bit_width) - 2
-    middle = _median_magnitude(x, count, far, has_missing, as_i32(steps))
+    middle = _median_magnitude(x, count, far, has_missing, i32_at(steps))
 
     octave = max(np.int64(bit_width) - 4, np.int64(0))
     form, step, smallest = np.int64(0), _ONE, _INFINITY

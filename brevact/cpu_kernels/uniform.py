@@ -1,47 +1,42 @@
-"""Kernels of uniform codes: positions on each group's grid, rounding and packing; and decoding, multiplying by the way.
+"""Kernels of uniform codes: groups' ranges and metadata, positions on their grids, codes; and decoding.
 
-Bytes and values are those of `kernel_ops.quantize_uniform` and `dequantize_uniform`.
+Bytes and values are those of `kernel_ops.quantize_uniform` and `dequantize_uniform`. Kernels take integers only:
+addresses, counts, and the address of an int64 table with the fields below, so that each is compiled once for all types
+and widths.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from array import array
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, limit_of, limited, stage
-from brevact.cpu_kernels.groups import (
-    BIT_WIDTH,
-    BLOCK,
-    DITHERED,
-    HIGHEST_KEY,
-    INNER,
-    KIND,
-    LOWEST_KEY,
-    NUMEL,
-    ROUNDING,
-    STOCHASTIC,
-    UNEVEN,
-    calibrate,
-    extend,
-    extend_finite,
-    inverse_of,
+from brevact.cpu_kernels.floats import (
+    FLOAT16,
+    FLOAT32,
+    KINDS,
+    bfloat16_to_float,
+    emit,
+    emit_product,
     is_finite,
-    is_finite_range,
-    is_flagged,
-    place_zeros,
-    read_metadata,
-    shows_errors,
-    store_shifted,
-    uniform_table,
-    zero_in_range,
+    key_of,
+    limit_of,
+    limited,
+    round_to,
+    round_up,
+    stage,
 )
-from brevact.cpu_kernels.memory import (
+from brevact.cpu_kernels.intrinsics import (
     advance,
+    bits_of,
     f32_at,
     f32_scratch,
+    float_of,
+    i32_at,
     i64_at,
     inlined,
     kernel,
@@ -49,46 +44,203 @@ from brevact.cpu_kernels.memory import (
     store,
     u8_at,
     u8_scratch,
+    u16_at,
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import denormalize_elements, normalize_elements, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
-from brevact.cpu_kernels.packing import bytes_to_codes, bytes_to_words, mask_multiply, spread_bits
-from brevact.cpu_kernels.rounding import halves_of, is_spread, shift_of, shift_to_levels, write_codes
+from brevact.cpu_kernels.packing import (
+    bytes_to_codes,
+    halves_of,
+    is_spread,
+    look_up_row,
+    mask_multiply,
+    shift_of,
+    shift_to_levels,
+    spread_bits,
+    write_codes,
+)
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
-from brevact.geometry import Place, UniformPlan
+from brevact.geometry import Geometry, Place, UniformPlan
+
+NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, KIND, UNEVEN = range(7)
+"""Fields of the table. ROUNDING: see below. UNEVEN: see `UniformPlan.uneven`."""
+
+NEAREST, STOCHASTIC, DITHERED = range(3)
+"""Kinds of rounding; groups of tensors that are dithered lie in blocks."""
+
+LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
+MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
+_SMALLEST_SCALE = np.float32(2.0**-126)
+_LARGEST_RANGE, _LARGEST_END = np.float32(2.0**128 - 2.0**122), np.float32(2.0**125)
+_LARGEST_ALIGNED = np.float32(2.0**126)
+_LOWEST = np.float32(-(2.0**128 - 2.0**104))
 
 
 @inlined
-def _to_steps(x, count, m, inverse, levels, steps):
-    """Positions on the grid, t = clip((x - m) / s), of elements of one group; zeros if the inverse is 0."""
-    if inverse > np.float32(0.0):
-        for e in range(count):
-            t = max((load(x, e) - m) * inverse, np.float32(0.0))
-            store(steps, e, t if t < levels else levels)
-    else:
-        for e in range(count):
-            store(steps, e, np.float32(0.0))
+def extend(x, count, low, high):
+    bits = i32_at(x)
+    for e in range(count):
+        key = key_of(load(bits, e))
+        low, high = min(low, key), max(high, key)
+    return low, high
 
 
 @inlined
-def _to_flagged_steps(x, count, m, inverse, levels, steps):
-    """The same in a flagged group: finite elements below the last level, which encodes the others."""
-    below = levels - np.float32(1.0)
+def is_finite_range(low, high):
+    return low > MINUS_INFINITY_KEY and high < INFINITY_KEY
+
+
+@inlined
+def extend_finite(x, count, low, high):
+    bits = i32_at(x)
+    for e in range(count):
+        key = key_of(load(bits, e))
+        finite = key > MINUS_INFINITY_KEY and key < INFINITY_KEY
+        low, high = min(low, key if finite else HIGHEST_KEY), max(high, key if finite else LOWEST_KEY)
+    return low, high
+
+
+@inlined
+def has_zero(x, count):
+    bits = i32_at(x)
+    least = np.uint32(0xFFFFFFFF)
+    for e in range(count):
+        least = min(least, np.uint32(np.uint32(load(bits, e)) << np.uint32(1)))
+    return least == np.uint32(0)
+
+
+@inlined
+def zero_in_range(x, count, low, high):
+    """The same where the range of keys of the finite values is known: those of zeros are -1 and 0."""
+    if low > np.int32(0) or high < np.int32(-1):
+        return False
+    return low >= np.int32(-1) or high <= np.int32(0) or has_zero(x, count)
+
+
+@inlined
+def read_metadata(scale, minimum, group):
+    """Minimum and scale of a group."""
+    return load(f32_at(minimum), group), bfloat16_to_float(load(u16_at(scale), group))
+
+
+@inlined
+def _cut(x, unit):
+    """Round down in the same way."""
+    return float_of(np.int32(bits_of(x) & np.int32(-unit)))
+
+
+@inlined
+def _aligned(low, high, levels):
+    """Code of zero, and scale, of a grid with a level at zero; see `reference.aligned`."""
+    one, unit = np.float32(1.0), np.int32(1 << 8)
+    most = max(_cut(levels - one if high > np.float32(0.0) else levels, unit), one)
+    lower = min(max(_cut(np.float32(np.floor(-low / (high - low) * levels)), unit), one), most)
+    upper = min(max(lower + one, float_of(np.int32(bits_of(lower) + unit))), most)
+    of_lower = max(-low / lower, high / max(levels - lower, one))
+    of_upper = max(-low / upper, high / max(levels - upper, one))
+    code, step = (upper, of_upper) if of_upper < of_lower else (lower, of_lower)
+    return code, max(round_up(step, np.int32(1 << 16)), _SMALLEST_SCALE)
+
+
+@inlined
+def calibrate(low, high, flagged, zero, group, scale, minimum, table):
+    """Store and return the minimum and scale of a range of keys, upside down for none; see `reference.calibrate`."""
+    m, s = np.float32(np.nan), np.float32(np.nan)
+    top = (np.int64(1) << load(table, BIT_WIDTH)) - 1
+    levels = np.float32(max(top - 1, np.int64(1)) if flagged else top)
+    if low <= high:
+        bottom, ceiling = float_of(key_of(low)) + np.float32(0.0), float_of(key_of(high))
+        alone = zero and flagged and top == 1
+        aligned = zero and not alone and bottom < np.float32(0.0) and (ceiling <= np.float32(0.0) or top > 1)
+        if ceiling - bottom >= (_LARGEST_ALIGNED if aligned else _LARGEST_RANGE):  # see `reference.bounded`
+            bottom, ceiling = max(bottom, -_LARGEST_END), min(ceiling, _LARGEST_END)
+        if aligned:
+            code, step = _aligned(bottom, ceiling, levels)
+            bottom = -(step * code)
+        elif alone:
+            bottom, step = np.float32(0.0), np.float32(0.0)
+        else:
+            width = ceiling - bottom
+            step = max(round_up(width / levels, np.int32(1 << 16)), _SMALLEST_SCALE)
+            step = step if width > np.float32(0.0) else np.float32(0.0)
+        m, s = bottom, -step if flagged else step
+    store(f32_at(minimum), group, m)
+    store(u16_at(scale), group, np.uint16(np.uint32(bits_of(s)) >> np.uint32(16)))
+    return m, s
+
+
+@inlined
+def store_shifted(m, s, shift, group, minimum):
+    """Store the minimum of a group whose levels are shifted by a part of a step; see `kernel_ops.quantize_uniform`."""
+    store(f32_at(minimum), group, max(m - shift * s, _LOWEST))
+
+
+@inlined
+def is_flagged(scale):
+    """Whether a group's scale has its sign bit set, that of 0 as well."""
+    return bits_of(scale) < np.int32(0)
+
+
+@inlined
+def inverse_of(scale):
+    """1 / |scale|, 0 for 0 and for NaN."""
+    step = abs(scale)
+    return np.float32(1.0) / step if step > np.float32(0.0) else np.float32(0.0)
+
+
+@inlined
+def place_zeros(x, count, steps):
+    """Rid the positions of elements that are 0 of their errors; see `reference.positions_of_zeros`."""
+    for e in range(count):
+        v, t = load(x, e), load(steps, e)
+        whole = float_of(np.int32(np.int32(bits_of(t) + np.int32(0x80)) & np.int32(-256)))
+        store(steps, e, whole if v == np.float32(0.0) else t)
+
+
+@inlined
+def shows_errors(table):
+    """Whether rounding may show the errors of float32 in the positions of zeros."""
+    return load(table, BIT_WIDTH) > 5 and load(table, ROUNDING) != NEAREST
+
+
+class GroupTable:
+    """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups in them, for the kernels of quantizers."""
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, rounding: int, uneven: bool = False) -> None:
+        self.geometry = geometry
+        self.blocks = -(-geometry.numel // geometry.block_size)
+        sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner
+        self.table = array("q", (*sizes, rounding, KINDS[dtype], uneven))  # owns the memory at the address
+        self.address = self.table.buffer_info()[0]
+
+
+#: Table of a tensor that is quantized to levels.
+grid_table = functools.lru_cache(maxsize=4096)(GroupTable)
+
+
+@functools.lru_cache(maxsize=4096)
+def uniform_table(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False) -> GroupTable:
+    """Table of a plan; without a seed it rounds to nearest."""
+    at_random = DITHERED if plan.dithered else STOCHASTIC
+    return GroupTable(plan.geometry, dtype, at_random if has_seed else NEAREST, plan.uneven)
+
+
+@inlined
+def _to_steps(x, count, m, s, levels, steps):
+    """Positions on the grid, t = clip((x - m) / s), of elements of one group; zeros if the inverse scale is 0.
+
+    Finite elements of a flagged group lie below the last level, which encodes the others.
+    """
+    inverse, most, missing = inverse_of(s), levels, np.float32(0.0)
+    if is_flagged(s):
+        most, missing = levels - np.float32(1.0), levels
     for e in range(count):
         v = load(x, e)
         t = max((v - m) * inverse, np.float32(0.0))
-        t = t if t < below else below
-        store(steps, e, t if is_finite(v) else levels)
-
-
-@inlined
-def _to_steps_of_group(x, count, m, s, levels, steps):
-    if is_flagged(s):
-        _to_flagged_steps(x, count, m, inverse_of(s), levels, steps)
-    else:
-        _to_steps(x, count, m, inverse_of(s), levels, steps)
+        t = t if t < most else most
+        store(steps, e, t if is_finite(v) else missing)
 
 
 @kernel
@@ -101,9 +253,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
-    columns = block // 8
-    random = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
-    joined = u32_scratch(columns), u32_scratch(columns)
+    random, q = u32_scratch(block // 2), u8_scratch(block)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -136,7 +286,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
             zero = zero_in_range(advance(x, e), run, low_key, high_key)
             m, s = calibrate(low_key, high_key, flagged, zero, (first + e) // inner, scale, minimum, table)
             at = advance(steps, e)
-            _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
+            _to_steps(advance(x, e), run, m, s, np.float32(top), at)
             if zero and m < np.float32(0.0) and shows_errors(table):
                 place_zeros(advance(x, e), run, at)
             if dithered:
@@ -148,7 +298,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 else:
                     stochastic = True
             e += run
-        write_codes(steps, first, count, bit_width, stochastic, k, random, joined, u8_at(codes))
+        write_codes(steps, first, count, bit_width, stochastic, k, random, q, u8_at(codes))
 
 
 def quantize_uniform(
@@ -167,13 +317,7 @@ def quantize_uniform(
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     key, norm_at = 0 if seed is None else int(seed), 0 if words is None else ctypes.addressof(words)
     arguments = (x.data_ptr(), codes, *metadata, key, table.address, norm_at)
-    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
-
-
-@inlined
-def is_plain(m, s, top, limit):
-    """Whether no value of a group comes near the limit of the result's type, and no code decodes to NaN."""
-    return not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit
+    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size)
 
 
 @inlined
@@ -185,49 +329,19 @@ def decoded(q, m, s, top, limit):
 
 
 @inlined
-def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, levels, table, values):
-    """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
-    mask = np.uint32((1 << bit_width) - 1)
-    top = np.float32(mask)
-    plain, uneven = is_plain(m, s, top, limit), load(table, UNEVEN) != 0 and is_flagged(s)
-    if uneven:
+def _decode_group(q, count, m, s, limit, levels, table, values):
+    """Values of the codes of one group; the levels have room for those of an uneven one."""
+    bit_width = load(table, BIT_WIDTH)
+    top = np.float32((np.int64(1) << bit_width) - 1)
+    if load(table, UNEVEN) != 0 and is_flagged(s):
         uneven_levels(m, s, bit_width, limit, levels)
-    for i in range(first, last):
-        shift = np.uint32((i & 3) * bit_width)
-        plane = advance(values, i * columns)
-        words = high if i & 4 else low
-        if plain:
-            for j in range(columns):
-                store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
-        elif uneven:
-            for j in range(columns):
-                store(plane, j, load(levels, np.int64(np.uint32(load(words, j) >> shift) & mask)))
-        else:
-            for j in range(columns):
-                q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
-                store(plane, j, decoded(q, m, s, top, limit))
-
-
-@inlined
-def _decode_segments(q, first, count, scale, minimum, limit, levels, table):
-    """Replace float32 codes by their values, in place; the levels have room for those of an uneven group."""
-    inner, top = load(table, INNER), np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
-    e = 0
-    while e < count:
-        group, run = (first + e) // inner, min(inner - (first + e) % inner, count - e)
-        m, s = read_metadata(scale, minimum, group)
-        own = advance(q, e)
-        if load(table, UNEVEN) != 0 and is_flagged(s):
-            uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
-            for i in range(run):
-                store(own, i, load(levels, np.int64(load(own, i))))
-        elif is_plain(m, s, top, limit):
-            for i in range(run):
-                store(own, i, m + s * load(own, i))
-        else:
-            for i in range(run):
-                store(own, i, decoded(load(own, i), m, s, top, limit))
-        e += run
+        look_up_row(q, count, bit_width, levels, values)
+    elif not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit:  # no value comes near the limit
+        for e in range(count):
+            store(values, e, m + s * np.float32(np.int32(load(q, e))))
+    else:
+        for e in range(count):
+            store(values, e, decoded(np.float32(np.int32(load(q, e))), m, s, top, limit))
 
 
 @kernel
@@ -238,33 +352,20 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
     inner = load(table, INNER)
     limit = limit_of(FLOAT32 if norm_at else kind)
     last_limit = limit_of(FLOAT16) if kind == FLOAT16 else np.float32(np.inf)
-    scratch, wide, levels = f32_scratch(block), u32_scratch(block), f32_scratch(256)
-    low, high, bits = u32_scratch(block // 8), u32_scratch(block // 8), u8_scratch(BITS)
+    scratch, factors, levels = f32_scratch(block), f32_scratch(block), f32_scratch(256)
+    q, bits = u8_scratch(block), u8_scratch(BITS)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        columns = (count + 7) // 8
-        packed = advance(u8_at(codes), first // 8 * bit_width)
-        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        bytes_to_codes(advance(u8_at(codes), first // 8 * bit_width), (count + 7) // 8, bit_width, q)
+        direct = kind == FLOAT32 and other == 0
         values = advance(f32_at(target), first) if direct else scratch
-        whole = first % inner + count <= inner  # the block lies in one group
-        if bit_width < 8 and (whole or (inner % columns == 0 and count == block)):
-            bytes_to_words(packed, columns, bit_width, low, high)
-            group = first // inner
-            planes = 8 if whole else max(inner // columns, 1)
-            for i in range(0, 8, planes):
-                m, s = read_metadata(scale, minimum, group)
-                _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, levels, table, values)
-                group += 1
-        else:
-            if bit_width == 8:
-                for e in range(8 * columns):
-                    store(values, e, np.float32(np.int32(load(packed, e))))
-            else:
-                bytes_to_codes(packed, columns, bit_width, wide)
-                for e in range(8 * columns):
-                    store(values, e, np.float32(np.int32(load(wide, e))))
-            _decode_segments(values, first, count, scale, minimum, limit, levels, table)
+        e = 0
+        while e < count:  # groups lie in blocks
+            m, s = read_metadata(scale, minimum, (first + e) // inner)
+            run = min(inner, count - e)
+            _decode_group(advance(q, e), run, m, s, limit, levels, table, advance(values, e))
+            e += run
         if norm_at:
             denormalize_elements(values, first, count, norm_at, last_limit)
             if other:
@@ -276,7 +377,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
                 for e in range(count):
                     store(values, e, load(values, e) if load(bits, e) else np.float32(0.0))
         if other and not norm_at:
-            emit_product(values, other, target, kind, first, count)
+            round_to(kind, values, count)
+            emit_product(values, other, kind, target, kind, first, count, factors)
         elif not direct:
             emit(values, target, kind, first, count)
 
@@ -300,6 +402,6 @@ def dequantize_uniform(
     metadata, factors = (codes + plan.scale_at, codes + plan.minimum_at), 0 if other is None else other.data_ptr()
     norm_at = 0 if words is None else ctypes.addressof(words)
     arguments = (codes, *metadata, factors, target.data_ptr(), table.address, norm_at, bits)
-    share(dequantize_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())
+    share(dequantize_blocks, arguments, table.blocks, geometry.block_size)
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)

@@ -1,6 +1,10 @@
-"""Packed gradient communication for DistributedDataParallel and FSDP2."""
+"""Packed gradient communication for DistributedDataParallel."""
 
 from brevact.distributed.hook import QuantizedHook, quantized_hook
-from brevact.distributed.reduce_scatter import QuantizedReduceScatter, quantized_reduce_scatter
 
-__all__ = ["QuantizedHook", "QuantizedReduceScatter", "quantized_hook", "quantized_reduce_scatter"]
+__all__ = ["QuantizedHook", "quantized_hook"]
+
+
+def __getattr__(name: str) -> object:
+    fix = ": FSDP2 exchanges gradients unpacked; leave out set_custom_reduce_scatter" * name.endswith("scatter")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")

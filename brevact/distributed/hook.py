@@ -1,38 +1,107 @@
-"""A DistributedDataParallel communication hook that packs gradients with any of the package's quantizers."""
+"""A DistributedDataParallel communication hook that packs gradients with any unbiased quantizer.
+
+A message has the buffers of packed tensors, each at a multiple of 16 bytes. Since backends crash or hang if messages
+differ in length, processes compare digests of their settings and steps before the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.packing import (
-    AS_IT_IS,
-    Exchange,
-    ParameterStates,
-    after,
-    check_feedback,
-    check_state,
-    is_unbiased,
-    keep_for_this_stream,
-    message_of,
-    pack,
-    packs_of,
-)
 from brevact.injectors import backward_settings_from
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_torch import all_gather_single
-from brevact.quantizers import ActivationQuantizer, PackedActivation
+from brevact.quantizers import (
+    ActivationQuantizer,
+    DualPrecisionQuantizer,
+    MixingQuantizer,
+    PackedActivation,
+    PackedSpec,
+    SampleQuantizer,
+    UniformQuantizer,
+    WeibullQuantizer,
+)
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES
+from brevact.quantizers.checks import DTYPES, check_int
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
+
+_ALIGNMENT = 16
+
+
+def message_of(packs: Sequence[PackedActivation]) -> Tensor:
+    """Join packed tensors on one device into one message, (nbytes,) uint8."""
+    return torch.cat([nn.functional.pad(packed.buffer, (0, -packed.spec.nbytes % _ALIGNMENT)) for packed in packs])
+
+
+def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedActivation]:
+    """Split any process's message into packed tensors of these specs, which share its memory."""
+    parts = message.split([-(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT for spec in specs])
+    return [PackedActivation(spec, part[: spec.nbytes]) for spec, part in zip(specs, parts, strict=True)]
+
+
+def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
+    """Run `finish`, without gradients, once a collective is done, and return the future of its result.
+
+    On a device, it runs on the stream that waits for the collective. On the CPU, this thread waits: a callback on a
+    thread of the process group (Gloo) could deadlock, since this thread needs the GIL to release the Python object,
+    while a thread that destroys the group holds the GIL and waits for the group's threads.
+    """
+
+    def finished(done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises the collective's error
+        with torch.no_grad():
+            return finish()
+
+    if not is_cpu:
+        return work.get_future().then(finished)
+    work.wait()
+    waited: torch.futures.Future[Any] = torch.futures.Future()
+    waited.set_result(None)
+    return waited.then(finished)
+
+
+#: Packs a tensor losslessly into its own bytes.
+_AS_IT_IS = UniformQuantizer(bit_width=32)
+
+_ALL_RANKS = -1
+_UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQuantizer, SignMagnitudeLevels)
+
+
+def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int], rank: int) -> PackedActivation:
+    """Pack a gradient with this rank's random bits, and in the size that all ranks use."""
+    if isinstance(quantizer, MixingQuantizer):
+        quantizer = quantizer.with_drawn_size(x.numel(), _seed(*place, _ALL_RANKS))
+    return quantizer.quantize(x, _seed(*place, rank))
+
+
+def is_unbiased(quantizer: ActivationQuantizer) -> bool:
+    """Return whether a quantizer is lossless or rounds at random between levels that span a bucket."""
+    if isinstance(quantizer, MixingQuantizer):
+        return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
+    if any(getattr(quantizer, name, False) for name in ("is_exact", "is_lossless", "keeps_elements")):
+        return True
+    return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
+
+
+def _seed(*parts: int) -> int:
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+#: The least and the largest seed.
+_SEEDS = -(2**63), 2**63 - 1
 
 
 def quantized_hook(
     quantizer: BackwardQuantizer,
     *,
-    error_feedback: bool | None = None,
     min_numel: int = 4096,
     seed: int = 0,
     **overrides: Any,
@@ -40,11 +109,10 @@ def quantized_hook(
     """Return a communication hook for ``DistributedDataParallel`` that sends gradients as packed codes.
 
     Each rank packs each parameter's gradient, one collective gathers a bucket's codes as bytes, and each rank decodes
-    and averages them in the order of ranks: the result is the same on all ranks, bit for bit. It is unbiased with
-    quantizers that round at random.
+    and averages them in the order of ranks: the result is the same on all ranks, bit for bit, and unbiased.
 
-    Source: TinyScript (Fu et al., ICML 2020), section 3.3: buckets of 4096, no small tensors. Differs: any quantizer,
-    error feedback for biased ones, no central server.
+    Source: TinyScript (Fu et al., ICML 2020), section 3.3: buckets of 4096, no small tensors. Differs: any unbiased
+    quantizer, no central server.
 
     >>> import torch, brevact
     >>> from torch import distributed, nn
@@ -58,9 +126,7 @@ def quantized_hook(
     >>> distributed.destroy_process_group()
 
     Args:
-        quantizer: backward quantizer for all gradients, such as ``WeibullBackward4bit``.
-        error_feedback: whether each rank adds the rounding errors of earlier gradients to the next one (float32, as
-            much memory as the gradients). None: for biased quantizers, since their errors do not average out.
+        quantizer: backward quantizer for all gradients that rounds at random, such as ``WeibullBackward4bit``.
         min_numel: gradients with fewer elements are sent unpacked; a bucket of only such gradients is all-reduced.
         seed: of random rounding, the same on all ranks; random bits differ per rank, step and parameter.
         **overrides: settings that replace those of ``quantizer``.
@@ -70,38 +136,37 @@ def quantized_hook(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range.
+        ValueError: the quantizer is biased, or an argument is out of range.
     """
     packs = backward_settings_from(quantizer, "quantizer", **overrides).quantizer
-    return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
+    return QuantizedHook(packs, min_numel=min_numel, seed=seed)
 
 
-class QuantizedHook(Exchange):
+class QuantizedHook:
     """Packs, gathers, decodes and averages gradients; made by :func:`quantized_hook`.
 
-    Error feedback is kept per parameter, not per bucket, since DistributedDataParallel rebuilds its buckets after the
-    first step. A parameter keeps its errors for a later step if its gradient is all zeros, as when the loss does not
-    reach it, or if its averaged gradient holds NaN or an infinity (most formats turn both into NaN on all ranks, and a
-    ``GradScaler`` skips the step). Under a ``GradScaler``, gradients and errors are multiplied by its scale.
+    A NaN or an infinity of one rank is a NaN on all ranks, and a ``GradScaler`` skips the step.
     """
 
-    def __init__(
-        self,
-        quantizer: ActivationQuantizer,
-        *,
-        error_feedback: bool | None = None,
-        min_numel: int = 4096,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(quantizer, min_numel, seed)
-        if not (error_feedback is None or isinstance(error_feedback, bool)):
-            raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
+    def __init__(self, quantizer: ActivationQuantizer, *, min_numel: int = 4096, seed: int = 0) -> None:
+        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
+            raise TypeError(
+                f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
+                "brevact.quantizer(StochBackward4bit) returns"
+            )
+        if not is_unbiased(quantizer):
+            raise ValueError(
+                f"quantizer: got {brief(quantizer)}, which is biased: its errors do not average out over steps; "
+                "accepted is one that rounds at random between levels that span a bucket: StochBackward4bit"
+            )
+        check_int("min_numel", min_numel, 0)
+        check_int("seed", seed, *_SEEDS)
         self.__name__ = self.__qualname__ = "quantized_hook"  # DistributedDataParallel logs it
-        self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
-        if self.error_feedback:
-            check_feedback(quantizer)
-        self.step = 0
-        self.states = ParameterStates()
+        self.quantizer, self.min_numel, self.seed, self.step = quantizer, min_numel, seed, 0
+        self.sent_bytes = 0  # of this rank's messages so far
+        self.plain_bytes = 0  # of the same gradients unpacked
+        self._numbers: dict[Tensor, int] = {}  # of parameters, in the order first seen: DDP rebuilds its buckets
+        self._agreed: set[str] = set()  # names of groups, empty behind load_state_dict
 
     def __call__(self, state, bucket):  # DistributedDataParallel refuses annotations that are strings
         """Average a bucket's gradients over the ranks.
@@ -117,100 +182,84 @@ class QuantizedHook(Exchange):
             raise TypeError("bucket: got a tensor, as of FSDP; accepted is a GradBucket of DistributedDataParallel")
         group: Any = distributed.group.WORLD if state is None else state
         buffer, gradients = bucket.buffer(), bucket.gradients()
-        self._agree(group, buffer.device, self.error_feedback, self.step)
+        self._agree(group, buffer.device)
         step = self.step
         self.step += bucket.is_last()
-        parameters = bucket.parameters()
-        numbers = list(map(self.states.number_of, parameters))
-        if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
-            return _averaged_as_they_are(group, buffer)
+        numbers = [self._numbers.setdefault(x, len(self._numbers)) for x in bucket.parameters()]
+        if buffer.dtype not in DTYPES or all(x.numel() < self.min_numel for x in gradients):
+            buffer.div_(group.size())
+            return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)
         with torch.no_grad():
-            sent = [self._sent(*each) for each in zip(parameters, gradients, strict=True)]
             packs = [
                 pack(
-                    AS_IT_IS if x.numel() < self.min_numel else self.quantizer,
+                    _AS_IT_IS if x.numel() < self.min_numel else self.quantizer,
                     x,
                     (self.seed, step, number),
                     group.rank(),
                 )
-                for x, number in zip(sent, numbers, strict=True)
+                for x, number in zip(gradients, numbers, strict=True)
             ]
             message = message_of(packs)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
-        rank, messages = group.rank(), message.new_empty(group.size(), message.numel())
+        messages = message.new_empty(group.size(), message.numel())
         gathered = all_gather_single(messages.view(-1), message, group=group, async_op=True)
         specs = [pack.spec for pack in packs]
 
         def average() -> Tensor:
-            keep_for_this_stream(messages, *sent)
-            ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
-            for each in zip(parameters, gradients, sent, ranks, strict=True):
-                self._receive(*each, rank)
+            if not buffer.is_cpu:  # memory of another stream, which this stream's work needs
+                messages.record_stream(torch.cuda.current_stream(messages.device))
+            for gradient, *received in zip(gradients, *(packs_of(row, specs) for row in messages), strict=True):
+                total = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+                for packed in received:
+                    total += packed.dequantize()
+                gradient.copy_(total.div_(len(received)))
             return buffer
 
         return after(gathered, average, buffer.is_cpu)
 
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the hook's state on this rank; each rank saves its own.
+    def state_dict(self) -> dict[str, int]:
+        """Return the numbers from which seeds derive, the same on all ranks."""
+        return {"step": self.step, "seed": self.seed}
 
-        Args:
-            model: the one whose gradients the hook averages, with or without its ``DistributedDataParallel``.
-
-        Returns:
-            Numbers, names and tensors, which ``torch.load(..., weights_only=True)`` reads.
-
-        Raises:
-            TypeError: ``model`` is not a module.
-            ValueError: ``model`` has none of the parameters whose gradients the hook has averaged.
-        """
-        return {"step": self.step, "seed": self.seed, **self.states.state_dict(model)}
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from :meth:`state_dict`: the same gradients give the same bits.
 
         Args:
-            state: returned by the hook of the same rank.
-            model: the model, with or without its ``DistributedDataParallel``.
+            state: result of :meth:`state_dict`.
 
         Raises:
-            TypeError: ``model`` is not a module.
-            ValueError: ``state`` is not a hook's state, or has parameters that the model lacks or of other shapes.
+            ValueError: ``state`` is not such a result.
         """
-        check_state(state)
-        self.states.load_state_dict(state, model)
+        if not isinstance(state, Mapping) or set(state) != {"step", "seed"}:
+            raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")
+        check_int("state['step']", state["step"], 0)
+        check_int("state['seed']", state["seed"], *_SEEDS)
         self.step, self.seed, self._agreed = state["step"], state["seed"], set()
 
     def __repr__(self) -> str:
-        return f"quantized_hook({self.quantizer}, error_feedback={self.error_feedback}, min_numel={self.min_numel})"
+        return f"quantized_hook({self.quantizer}, min_numel={self.min_numel})"
 
-    def _sent(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return the tensor to pack: the gradient plus earlier rounding errors."""
-        if not self.error_feedback or gradient.numel() < self.min_numel:
-            return gradient
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if parameter not in self.states.residuals:
-            self.states.residuals[parameter] = torch.zeros_like(wide)
-        return wide + torch.where(gradient.any(), self.states.residuals[parameter], 0)
-
-    def _receive(
-        self, parameter: Tensor, gradient: Tensor, sent: Tensor, received: tuple[PackedActivation, ...], rank: int
-    ) -> None:
-        """Write the average over all ranks, and keep this rank's rounding error."""
-        decoded = received[0].dequantize()
-        own = decoded
-        total = decoded.to(torch.promote_types(decoded.dtype, torch.float32), copy=True)
-        for number, packed in enumerate(received[1:], 1):
-            decoded = packed.dequantize()
-            total += decoded
-            if number == rank:
-                own = decoded
-        if self.error_feedback and (residual := self.states.residuals.get(parameter)) is not None:
-            pays = gradient.any() & total.isfinite().all()
-            residual.copy_(torch.where(pays, sent - own, residual))  # in memory of the hook's stream
-        gradient.copy_(total.div_(len(received)))
-
-
-def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    buffer.div_(group.size())
-    return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)
+    def _agree(self, group: Any, device: torch.device) -> None:
+        """Compare settings, on which the messages' length depends, between a group's processes, once."""
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(
+                f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
+                "register_comm_hook(None, hook) takes the default one"
+            )
+        if group.group_name in self._agreed:
+            return
+        text = f"{self.quantizer} {self.min_numel} {self.seed} {self.step}"
+        text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)  # users' quantizers may lack a `__repr__`
+        digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()
+        mark = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+        marks = mark.new_empty(group.size(), _ALIGNMENT)
+        all_gather_single(marks.view(-1), mark, group=group)
+        different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
+        if different:
+            raise ValueError(
+                f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
+                "accepted are hooks with the same quantizer and settings on all ranks, from checkpoints of the same "
+                "step"
+            )
+        self._agreed.add(group.group_name)

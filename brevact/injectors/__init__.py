@@ -10,6 +10,13 @@ of regions (``brevact.injectors.forward_quantizers``).
 import types
 import typing
 
+from brevact.injectors.formats import DualPrecisionMaps as DualPrecisionMaps
+from brevact.injectors.formats import MixedBuckets as MixedBuckets
+from brevact.injectors.formats import NormalizedLevels as NormalizedLevels
+from brevact.injectors.formats import SampleBuckets as SampleBuckets
+from brevact.injectors.formats import SignMagnitudeBuckets as SignMagnitudeBuckets
+from brevact.injectors.formats import UniformBuckets as UniformBuckets
+from brevact.injectors.formats import WeibullLevels as WeibullLevels
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import NearestRounding as NearestRounding
@@ -19,13 +26,6 @@ from brevact.injectors.proxies import BackwardQuantProxy as BackwardQuantProxy
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from
 from brevact.private_names.of_brevitas import IS_INSTALLED as _IS_INSTALLED
 from brevact.quant import *
-from brevact.quantizers.formats.dual_precision.injectors import DualPrecisionMaps as DualPrecisionMaps
-from brevact.quantizers.formats.mixed.injectors import MixedBuckets as MixedBuckets
-from brevact.quantizers.formats.normalized.injectors import NormalizedLevels as NormalizedLevels
-from brevact.quantizers.formats.per_sample.injectors import SampleBuckets as SampleBuckets
-from brevact.quantizers.formats.sign_magnitude.injectors import SignMagnitudeBuckets as SignMagnitudeBuckets
-from brevact.quantizers.formats.uniform.injectors import UniformBuckets as UniformBuckets
-from brevact.quantizers.formats.weibull.injectors import WeibullLevels as WeibullLevels
 
 if _IS_INSTALLED:
     from brevact.injectors import forward_quantizers as forward_quantizers  # for the first region

@@ -5,14 +5,11 @@ A backward quantizer is a class of data in Brevitas' dialect, the solver last::
     class StochBackward2bit(StochasticRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):
         bit_width = 2
 
-``UniformBuckets`` is the format's fragment, in the format's folder in ``brevact/quantizers/formats``. To add a format,
-write such a fragment with a ``quantizer`` of its own; the argument names of this ``@value`` function are its settings.
-Where names follow a pattern, ``leaf`` makes the classes in a loop, and ``brevact/quant.pyi`` declares them.
+``UniformBuckets`` is the format's fragment, in ``brevact/injectors/formats.py``. To add a format, write such a fragment
+with a ``quantizer`` of its own; the argument names of this ``@value`` function are its settings.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from dependencies import value
 from torch import nn
@@ -25,7 +22,7 @@ from brevact.autograd.settings import (
     DEFAULT_RESIDUAL_BIT_WIDTH,
     DEFAULT_SCORE_BIT_WIDTH,
 )
-from brevact.injectors.class_protocol import Fragment, InjectorClass
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.quantizers.rounding import Rounding
 
@@ -97,8 +94,3 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
     ):
         numbers = residual_bit_width, derive_min_bits, score_bit_width, recompute
         return BackwardSettings(quantizer, save_mode, min_numel, *numbers, double_backward=double_backward)
-
-
-def leaf(module: str, name: str, bases: tuple[InjectorClass, ...], doc: str, **settings: Any) -> InjectorClass:
-    """Return the backward quantizer that a class statement in ``module`` would make; pickle looks its name up there."""
-    return BackwardInjectorType(name, bases, {"__module__": module, "__qualname__": name, "__doc__": doc, **settings})

@@ -19,12 +19,7 @@ from torch import Tensor, UntypedStorage, nn
 
 import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
-from brevact.autograd.ops.forward_statistics import (
-    largest_magnitude,
-    learned_scale,
-    scale_of_magnitudes,
-    weight_statistics,
-)
+from brevact.autograd.ops.forward_statistics import learned_scale, scale_of_magnitudes, weight_statistics
 from brevact.autograd.ops.one_pass import Kind
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
@@ -101,13 +96,6 @@ _ZERO_POINTS = (
     bv.StatsFromParameterZeroPoint,
 )
 _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
-
-
-def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
-    """Return a weight's statistics, whose gradient recomputes them, or goes to the largest elements."""
-    if type(impl) is bv.AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
-        return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
-    return weight_statistics(region, impl, weight)
 
 
 _hooks_in = operator.itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -291,7 +279,7 @@ class KnownQuantizer:
             is_small = values.numel() < region.settings.min_numel or not values.requires_grad
             stats = parts.stats.stats_impl(values) if is_small else None
         if stats is None:
-            stats = statistics_of_weight(region, parts.stats.stats_impl, values)
+            stats = weight_statistics(region, parts.stats.stats_impl, values)
         return self._scale_of_statistics(region, stats, threshold)
 
     def _scale_of_several(self, region: Any, threshold: Tensor) -> Tensor:

@@ -9,14 +9,58 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from dependencies.exceptions import DependencyError
-from torch import Tensor, nn
+from torch import nn
 
+import brevact.private_names.of_brevitas as bv
 from brevact.autograd import BackwardSettings
-from brevact.injectors.brevitas_injectors import is_act_quantizer, quantizes_parameters
-from brevact.injectors.class_protocol import ExtendedInjector, Fragment, is_injector, written_value
+from brevact.injectors.class_protocol import ExtendedInjector, Fragment, InjectorClass, is_injector, written_value
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
+
+
+def is_act_quantizer(source: Any) -> bool:
+    return _has_proxy(source, bv.ActQuantProxyFromInjectorBase)
+
+
+def quantizes_parameters(source: Any) -> bool:
+    return _has_proxy(source, (bv.WeightQuantProxyFromInjectorBase, bv.BiasQuantProxyFromInjectorBase))
+
+
+def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
+    if not is_injector(source) or "proxy_class" not in source:
+        return False
+    return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)
+
+
+def names_looked_up(injector: InjectorClass) -> frozenset[str]:
+    """Return the names that an activation quantizer looks up while its ``tensor_quant`` is built."""
+    probe = injector.let(proxy_module=nn.Identity())
+    found = _LookedUp(probe.__dependencies__)
+    type.__setattr__(probe, "__dependencies__", found)
+    try:
+        probe.tensor_quant  # noqa: B018  (builds it)
+    except DependencyError as error:
+        raise TypeError(f"{injector.__name__} is incomplete: {error}. State the missing setting") from error
+    except Exception as error:
+        raise ValueError(
+            f"{injector.__name__} cannot be built: {type(error).__name__}: {error}; check the settings that differ "
+            "from those of the class in brevitas.quant"
+        ) from error
+    return frozenset(found.names)
+
+
+class _LookedUp(dict[str, Any]):
+    """An injector's dependencies, recording the names that its resolution looks up."""
+
+    def __init__(self, dependencies: dict[str, Any]) -> None:
+        super().__init__(dependencies)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
 
 #: All forms of a backward quantizer; a module is the proxy in another layer's slot.
 BackwardQuantizer: TypeAlias = type[ExtendedInjector] | ActivationQuantizer | BackwardSettings | nn.Module
@@ -105,30 +149,16 @@ def _description(source: Any) -> str:
 
 def _fix(source: Any) -> str:
     if isinstance(source, str):
-        return _fix_of_name(source)
-    if inspect.isfunction(source):
-        return "a function is decorated by a region: @brevact.backward_quant(StochBackward2bit); "
-    if isinstance(source, Tensor):
-        return "a tensor goes to the quantizer: brevact.quantizer(StochBackward2bit).quantize(x); "
+        leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
+        nearest = difflib.get_close_matches(source.rpartition(".")[2], leaves, n=1)
+        return f"pass the class itself, without quotes: {nearest[0]}; " if nearest else ""
     if isinstance(source, nn.Module):
         return "a model goes first, its quantizer second: brevact.quantize_backward(model, StochBackward2bit); "
-    if inspect.isclass(source) and issubclass(source, nn.Module):
-        return f"a type of modules is the key of a rule: {{{source.__name__}: StochBackward2bit}}; "
-    if inspect.isclass(source) and callable(getattr(source, "quantize", None)):
-        return f"make a quantizer of this class first: {source.__name__}(); "
     if isinstance(source, Mapping | list | tuple):
         return 'rules are a mapping, for brevact.quantize_backward: {"head": None, "*": StochBackward2bit}; '
     if source is None:
         return "full precision is what a model has without a policy: brevact.restore_backward(model); "
-    if type(source) is int and source in range(1, 9):
-        return f"for {source} bits: StochBackward{source:d}bit; "
     return ""
-
-
-def _fix_of_name(name: str) -> str:
-    leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
-    nearest = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
-    return f"pass the class itself, without quotes: {nearest[0]}; " if nearest else ""
 
 
 def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:

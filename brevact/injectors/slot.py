@@ -10,7 +10,6 @@ from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.brevitas_injectors import is_act_quantizer, names_looked_up
 from brevact.injectors.class_protocol import InjectorClass, added_values, written_values
 from brevact.injectors.injector_type import (
     ACT_PREFIX,
@@ -22,8 +21,8 @@ from brevact.injectors.injector_type import (
     unknown_setting,
 )
 from brevact.injectors.proxies import BackwardQuantProxy
-from brevact.injectors.resolve import resolve
-from brevact.private_names.of_brevitas import ActQuantProxyFromInjector, QuantRecurrentLayerMixin
+from brevact.injectors.resolve import is_act_quantizer, names_looked_up, resolve
+from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 from brevact.quantizers.brief import brief
 from brevact.user_lines import warn
 
@@ -31,31 +30,9 @@ from brevact.user_lines import warn
 _NOT_OF_USERS = {FORWARD_PREFIX + name for name in (*FROM_LAYER, "proxy_class", "proxy_module", "tensor_quant")}
 
 
-class PlainActivation(nn.Module):
-    """Holds a layer's activation where Brevitas would script it together with a quantizer."""
-
-    def __init__(self, activation_impl: nn.Module) -> None:
-        super().__init__()
-        self.activation_impl = activation_impl
-        self.tensor_quant = None
-
-
-class NoForwardQuantProxy(ActQuantProxyFromInjector):
-    """Brevitas' proxy for no quantizer, with the activation as plain PyTorch, also under ``BREVITAS_JIT=1``.
-
-    A region cannot see into a script, and would pack a ReLU's output where one exact bit per element is enough.
-    """
-
-    def init_tensor_quant(self) -> None:
-        self.is_quant_enabled = False
-        activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
-        self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
-
-
 class NoForwardQuant(NoneActQuant):
     """The forward side of a slot without ``forward_quant``."""
 
-    proxy_class = NoForwardQuantProxy
     min_val = -1.0  # Brevitas' solver reads the bounds of a Hardtanh from the quantizer
     max_val = 1.0
 

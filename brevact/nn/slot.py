@@ -12,7 +12,6 @@ from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.injectors.stock_layers import ACT_PREFIX, check_keywords, fill_slot, pop_settings
-from brevact.quantizers.brief import brief, did_you_mean
 
 
 class BackwardSlot:
@@ -48,7 +47,9 @@ def layers_in(names: Mapping[str, Any]) -> list[str]:
 
 def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Callable[..., None]:
     """Return an ``__init__`` that calls ``initialize`` and fills the slot; it has its signature and ``act_quant``."""
-    parameters = _parameters(initialize)
+    parameters = list(inspect.signature(initialize).parameters.values())[1:]  # without `self`
+    if initialize is nn.Module.__init__:  # which accepts any only to refuse them
+        parameters = []
     named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     names = [parameter.name for parameter in named]
     takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
@@ -56,8 +57,11 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     def __init__(self: Any, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
         overrides = pop_settings(kwargs, names)
         _check_positions(cls, names, args)
-        if act_quant is None:
-            _check_unused_settings(cls, names, overrides)
+        if act_quant is None and overrides:  # a name that is a setting of no quantizer, such as act_qaunt, raises below
+            settings = {
+                ACT_PREFIX + each for injector in derived(BackwardQuantSolver) for each in known_names(injector)
+            }
+            kwargs |= {name: value for name, value in overrides.items() if name not in settings}
         if takes_any_keyword:
             check_keywords(cls, names, kwargs, act_quant)
         initialize(self, *args, **kwargs)
@@ -74,13 +78,6 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     return __init__
 
 
-def _parameters(initialize: Callable[..., None]) -> list[inspect.Parameter]:
-    """Return the parameters after ``self``; none for ``nn.Module.__init__``, which accepts any only to refuse them."""
-    if initialize is nn.Module.__init__:
-        return []
-    return list(inspect.signature(initialize).parameters.values())[1:]
-
-
 def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any, ...]) -> None:
     """Raise for a quantizer without its keyword, which ``ReLU`` would mistake for a true ``inplace``."""
     for position, given in enumerate(args):
@@ -89,18 +86,3 @@ def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any,
                 f"{cls.__name__}: argument {position + 1} is {given.__name__}; a backward quantizer is passed by "
                 f"keyword: act_quant={given.__name__}"
             )
-
-
-def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides: dict[str, Any]) -> None:
-    """Raise for a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
-    if not overrides:
-        return
-    settings = {ACT_PREFIX + name for injector in derived(BackwardQuantSolver) for name in known_names(injector)}
-    for name, value in overrides.items():
-        if name in settings:
-            continue
-        hint = did_you_mean(name, ["act_quant", *names, *sorted(settings)])
-        raise TypeError(
-            f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: "
-            f"{', '.join([*names, 'act_quant'])}, and settings of a backward quantizer with the prefix {ACT_PREFIX}"
-        )

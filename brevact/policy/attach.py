@@ -125,11 +125,6 @@ def watch_gradients(model: nn.Module) -> None:
         vars(attachment)["watch"] = parameter.register_post_accumulate_grad_hook(watch)
 
 
-def stop_watching(attachment: Attachment) -> None:
-    if "watch" in vars(attachment):
-        vars(attachment).pop("watch").remove()
-
-
 M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger(__name__)
 
@@ -337,18 +332,15 @@ def restore_backward(model: M) -> M:
         ValueError: there is no policy to remove.
     """
     check_model(model)
-    if not _detach_policy(model):
-        raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
-    return model
-
-
-def _detach_policy(model: nn.Module) -> bool:
     own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
     own.update(attachments_of(model))
     for attachment in own:
-        stop_watching(attachment)
+        if "watch" in vars(attachment):
+            vars(attachment).pop("watch").remove()
     modules = [each for each in model.modules() if not is_foreign(each) or own.intersection(attachments_of(each))]
-    return any([detach_region(module, POLICY) for module in modules])
+    if not any([detach_region(module, POLICY) for module in modules]):
+        raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
+    return model
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from brevact.quantizers.brief import brief
 from brevact.tables import MIB, text_table
-
-_KINDS: dict[str, Any] = {"str": str, "int": int, "float": int | float}
 
 
 @dataclass(frozen=True)
@@ -112,26 +109,12 @@ class FitReport:
             text += f", layers of up to {self.recompute} multiplications an element are recomputed"
         return f"{text}\n{self.note}" if self.note else text
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
         if isinstance(plain, dict):  # earlier files have fields that reports no longer have
             former = ("predicted_time", "predicted_peak", "peak", "plain_peak")
             plain = {name: value for name, value in plain.items() if name not in former}
-        _check_fields(cls, plain, "report")
-        for each in plain["groups"]:
-            _check_fields(FittedGroup, each, "report, groups")
-        return cls(**{**plain, "groups": tuple(FittedGroup(**each) for each in plain["groups"])})
-
-
-def _check_fields(kind: type, plain: Any, name: str) -> None:
-    accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
-    required = {field.name for field in fields(kind) if field.default is MISSING}  # earlier files lack others
-    if not isinstance(plain, dict) or required - plain.keys() or plain.keys() - accepted.keys():
-        found = ", ".join(sorted(plain)) if isinstance(plain, dict) else brief(plain)
-        raise TypeError(f"{name}: got {found}; accepted is an object with {', '.join(sorted(accepted))}")
-    for key, value in plain.items():
-        if isinstance(value, bool) or not isinstance(value, accepted[key]):
-            raise TypeError(f"{name}, {key}: got {brief(value)} of type {type(value).__name__}; Policy.save writes it")
+        try:
+            return cls(**{**plain, "groups": tuple(FittedGroup(**each) for each in plain["groups"])})
+        except (TypeError, KeyError) as error:
+            raise TypeError(f"report: {error}; Policy.save writes it") from error

@@ -166,23 +166,6 @@ def is_norm(name: str, module: nn.Module) -> bool:
     return not any(True for child in module.children() for _ in child.parameters())
 
 
-def is_activation_function(name: str, module: nn.Module) -> bool:
-    """Rule: ReLU, GELU, SiLU, softmax and the like, including other libraries', by the functions that they call.
-
-    It has no parameters but its quantizer's, no modules inside, and multiplies no matrices.
-    """
-    if any(True for _ in module.parameters(recurse=False)) or not all(map(is_quant_proxy, module.children())):
-        return False
-    called = called_in(module)
-    return bool(called & (_RECTIFIERS | _SMOOTH | _SOFTMAXES | {"log_softmax"})) and not called & (_PRODUCTS | _NORMS)
-
-
-def computes_attention(name: str, module: nn.Module) -> bool:
-    """Rule for modules whose own forward computes attention: torch's, or a softmax and a product of matrices."""
-    called = called_by(module)
-    return bool(called & _ATTENTIONS) or bool(called & _SOFTMAXES and called & _PRODUCTS)
-
-
 def is_rectified(name: str, module: nn.Module) -> bool:
     """Rule: modules with activation functions, all of them piecewise linear.
 

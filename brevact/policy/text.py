@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from dependencies.exceptions import DependencyError
 
 from brevact.injectors import backward_settings_from
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES, setting_of
 from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 from brevact.quantizers.brief import brief
 
@@ -27,12 +26,6 @@ _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
 _POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE, "TRANSFORMER": TRANSFORMER}
 #: Backward quantizers and policies of the package, by name.
 KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
-
-
-def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
-    """Return the named backward quantizer or policy, and the settings to change."""
-    name, separator, rest = words.partition(":")
-    return named(name), settings_of(rest.split(",")) if separator else {}
 
 
 def named(name: str) -> Any:
@@ -64,7 +57,7 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
         if isinstance(source, Policy):
             rules: Mapping[Any, Any] = source.rules
             return Policy({key: leaf and leaf.let(**settings) for key, leaf in rules.items()})
-        changed = source.let(**settings) if settings else source
+        changed = source.let(**settings)
         backward_settings_from(changed)
     except DependencyError as error:
         raise ValueError(str(error)) from error
@@ -73,8 +66,6 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 def budget_of(words: str) -> dict[str, float] | None:
     """Return the arguments of ``brevact.fit`` for words, or None if they are no budget."""
-    if len(words.split()) < 2 or _one_budget(words) is not None:
-        return _one_budget(words)
     budget: dict[str, float] = {}
     for each in words.split():
         found = _one_budget(each)
@@ -83,24 +74,24 @@ def budget_of(words: str) -> dict[str, float] | None:
         if budget.keys() & found.keys():
             raise ValueError(f"{words}: {each} says {next(iter(found))} a second time; accepted is one of each")
         budget |= found
-    return budget
+    return budget or None
 
 
 def _one_budget(words: str) -> dict[str, float] | None:
-    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))\s*([A-Za-z]*)", words)
+    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))([A-Za-z]*)", words)
     if found is None:
         return None
     prefix, number, unit = found[1], float(found[2]), found[3]
     if prefix == "peak=":
         raise ValueError(
-            f"{words}: a peak is no budget; pass the bytes to save, the peak less what brevact.memory_report(model, "
-            "batch, loss) has as packed_peak - saved_bytes, written 512MiB"
+            f"{words}: a peak is no budget; pass the bytes to save, written 512MiB: the peak, less packed_peak of "
+            "brevact.step_report(model, batch, loss), plus saved_bytes of memory_report"
         )
     accepted = ("",) if prefix else ("x", *_UNITS)
     size = number * _UNITS.get(unit, 1)
     if not 0 < size < math.inf or (unit == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
-    if unit not in accepted or words != "".join(found.groups()):
+    if unit not in accepted:
         raise ValueError(f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}), noise=0.05 or time=1.15")
     if prefix:
         return {prefix.removesuffix("="): number}
@@ -108,13 +99,10 @@ def _one_budget(words: str) -> dict[str, float] | None:
 
 
 def _literal(text: str) -> object:
-    module, _, name = text.partition(".")
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two for deep brackets
-        return text
+        return setting_of(text)
 
 
 _ACCEPTED = (
@@ -138,8 +126,9 @@ def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple
         budget = budget_of(words)
         if budget is not None:
             return None, budget
-        source, settings = quantizer_of(words)
-        return (with_settings(source, settings) if settings else source), {}
+        name, separator, rest = words.partition(":")
+        source = named(name)
+        return (with_settings(source, settings_of(rest.split(","))) if separator else source), {}
     except (TypeError, ValueError) as error:
         raise ValueError(f"{argument} {brief(words)}: {error}; {_ACCEPTED}") from error
 

@@ -24,7 +24,7 @@ _NAMES = {
     "brevitas.nn.mixin.base": "QuantRecurrentLayerMixin",
     "brevitas.proxy.parameter_quant": "BiasQuantProxyFromInjectorBase WeightQuantProxyFromInjectorBase",
     "brevitas.proxy.quant_proxy": "QuantProxyFromInjector",
-    "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjector ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
+    "brevitas.proxy.runtime_quant": "ActQuantProxyFromInjectorBase FusedActivationQuantProxy",
     "brevitas.core.bit_width": "BitWidthConst BitWidthStatefulConst",
     "brevitas.core.function_wrapper": (
         "Abs CeilSte DPURoundSte FloorSte Identity InplaceTensorClampSte RoundSte RoundToZeroSte "

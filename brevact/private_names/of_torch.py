@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,32 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
+# --- the profiler
+
+_LEVEL = "KINETO_LOG_LEVEL"
+_one_at_a_time = threading.RLock()  # two profilers in two threads crash the process
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Start the profiler without terminal output unless the user set its log level; threads wait for each other."""
+    with _one_at_a_time:
+        is_set = _LEVEL in os.environ
+        os.environ.setdefault(_LEVEL, "99")  # read once per process
+        try:
+            yield
+        finally:
+            if not is_set:
+                os.environ.pop(_LEVEL, None)
+
+
+def allocations(profile: Any) -> Iterator[int]:
+    """Yield the bytes of each allocation in a finished ``torch.profiler.profile``, negative for freed ones."""
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            yield event.nbytes()
+
 
 # --- autograd
 
@@ -65,13 +94,10 @@ def watch_manual_seed(watch: Callable[[], None]) -> Callable[[], None]:
 # --- collectives
 
 
-def _collective(name: str, former: str) -> Any:
-    """Return a collective by its name, or by that below PyTorch 2.13; None without ``torch.distributed``."""
-    return find(f"torch.distributed.{name}", fallback=None) or find(f"torch.distributed.{former}", fallback=None)
-
-
-all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
-reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+#: By its name, or by that below PyTorch 2.13; None without ``torch.distributed``.
+all_gather_single = find("torch.distributed.all_gather_single", fallback=None) or find(
+    "torch.distributed.all_gather_into_tensor", fallback=None
+)
 _collectives = find("torch.distributed.distributed_c10d", fallback=None)
 
 
@@ -173,8 +199,6 @@ contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_c
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 #: Dynamo's current translator: called in traced code.
 current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
-CompileContext = find("torch._guards.CompileContext")
-convert_frame = find("torch._dynamo.convert_frame")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.

@@ -86,11 +86,6 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     return kernels if kernels is not None and kernels.takes(arrays) else None
 
 
-def cpu_kernels() -> ModuleType | None:
-    """Launchers of the CPU kernels, for tensors that they are known to take; None where references run alone."""
-    return None if _disabled else _launchers(False)
-
-
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Run a block without kernels, in all threads: to compare their results with the references'."""

@@ -86,42 +86,34 @@ def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
 
 
 def mask_multiply(
-    packed: Tensor, layout: Layout, grad: Tensor, out: Tensor | None = None, negative_slope: float = 0.0
+    packed: Tensor, layout: Layout, grad: Tensor, negative_slope: float = 0.0, *, overwrites: bool = False
 ) -> Tensor:
     """Backward pass of ReLU and leaky ReLU from the packed mask: where(mask, grad, negative_slope * grad).
 
     A slope of 0 gives +0 where the mask is unset, whatever the gradient, as in torch. The layout is that of the packed
-    tensor, of any dtype. The result is `out`, which may be grad itself and is overwritten, or a new tensor with the
-    dtype of grad and, where those are dense, its strides.
+    tensor, of any dtype. The result is `grad` if it `overwrites`, or a new tensor with the dtype of grad and, where
+    those are dense, its strides.
 
-    Raises: ValueError: If grad or out has another shape, or packed another length.
+    Raises: ValueError: If grad has another shape, or packed another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
-    _check_shape("grad", grad, layout)
-    if out is not None:
-        _check_shape("out", out, layout)
-        if out.dtype != grad.dtype:
-            raise ValueError(f"out: got {out.dtype}; the result has the dtype of grad, {grad.dtype}")
-    grad = grad.detach()
-    if not layout.matches(grad) or (out is not None and not layout.matches(out)):
-        masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
-        return masked if out is None else out.copy_(masked)
-    target = Layout.of(grad).empty(grad.device) if out is None else out
-    kernel_ops.mask_multiply(packed.contiguous(), layout.numel, grad, negative_slope, target)
-    if out is not None and not out.is_inference():
-        increment_version(out)
-    return target
+    if grad.shape != layout.shape:
+        raise ValueError(f"grad: got shape {tuple(grad.shape)}; the mask has {tuple(layout.shape)}")
+    g = grad.detach()
+    if layout.matches(g):
+        out = grad if overwrites else Layout.of(g).empty(g.device)
+        kernel_ops.mask_multiply(packed.contiguous(), layout.numel, g, negative_slope, out)
+        if overwrites and not out.is_inference():
+            increment_version(out)
+        return out
+    masked = torch.where(unpack_mask(packed, layout), g, g * negative_slope if negative_slope else 0.0)
+    return grad.copy_(masked) if overwrites else masked
 
 
 def _check_widths(bit_width: int, block_size: int) -> None:
     check_int("bit_width", bit_width, 1, 32)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 8 or block_size % 8:
         raise ValueError(f"block_size: got {brief(block_size)}; accepted is a positive multiple of 8")
-
-
-def _check_shape(name: str, x: Tensor, layout: Layout) -> None:
-    if x.shape != layout.shape:
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}; the mask has {tuple(layout.shape)}")
 
 
 def _check_packed(packed: Tensor, expected: int) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from brevact.geometry import DEFAULT_BLOCK, IntegerPlan
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
-from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
+from brevact.quantizers.formats.residual import ResidualQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec
@@ -60,7 +60,7 @@ def fake_quantize(
     if mask is not None:
         mask.copy_(reference.pack(passes.to(torch.uint8), 1, DEFAULT_BLOCK))
     if residual is not None and residual_of is not None:
-        left = (shifted - rounded).clamp_(residual_of.low, residual_of.high).masked_fill_(~passes, residual_of.clipped)
+        left = (shifted - rounded).clamp_(-0.5, 0.5).masked_fill_(~passes, residual_of.clipped)
         spec = PackedSpec.of(residual_of, Layout.of(left))
         residual_of.encode(left, spec, seed, residual)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
+from brevact.quantizers.formats.uniform import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.quantizer import quantize

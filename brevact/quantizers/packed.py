@@ -8,7 +8,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
@@ -38,11 +37,11 @@ class Decoder(Hashable, Protocol):
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """Stored parts of a tensor of this layout, codes first."""
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into `target`, whose memory holds the elements densely in memory order."""
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
+        """Decode into `target`, and multiply by `other` unless that is None.
 
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply by `other` and write to `target`; both dense in memory order and of the layout's dtype."""
+        Both hold the elements densely in memory order and are of the layout's dtype.
+        """
 
 
 class Part(NamedTuple):
@@ -64,8 +63,7 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    _hash: int
-    __slots__ = ("_hash", "has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
+    __slots__ = ("has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -84,9 +82,10 @@ class PackedSpec(Generic[D]):
         self.plan: Any = None  # the quantizer derives it for its passes
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
         """The spec with these fields; equal specs are one shared object."""
-        return _spec_of(quantizer, layout)
+        return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
         """(nbytes,) uint8 memory on the device of a tensor, uninitialised but for padding."""
@@ -109,19 +108,10 @@ class PackedSpec(Generic[D]):
         return (self.quantizer, self.layout) == (other.quantizer, other.layout)
 
     def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            self._hash = hash((self.quantizer, self.layout))
-            return self._hash
+        return hash((self.quantizer, self.layout))
 
     def __reduce__(self) -> tuple[object, ...]:
         return PackedSpec.of, (self.quantizer, self.layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
-    return PackedSpec(quantizer, layout)
 
 
 class PackedActivation:
@@ -247,55 +237,38 @@ class PackedActivation:
         """Bytes of the storage of `buffer`: all that is kept."""
         return self.buffer.untyped_storage().nbytes()
 
-    def dequantize(self, out: Tensor | None = None) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Decode the activation to a tensor with the shape, dtype, device and strides of the quantized one.
 
-        Strides are dense where its elements overlapped otherwise than by expansion. `out`, a tensor of the same shape,
-        dtype and device, is overwritten instead, without an allocation if it is dense and in the activation's memory
-        order.
-
-        Raises: ValueError: If `out` has another shape, dtype or device.
+        Strides are dense where its elements overlapped otherwise than by expansion.
         """
-        spec, buffer = self.spec, self.buffer
-        layout = spec.layout
-        if out is None:
-            if layout.is_result_dense:
-                out = layout.empty(buffer.device)
-                spec.quantizer.decode(buffer, spec, out)
-                return out
-            flat = buffer.new_empty(layout.numel, dtype=layout.dtype)
-            spec.quantizer.decode(buffer, spec, flat)
-            return layout.restore(flat)
-        self._check("out", out, layout.dtype)
-        if layout.matches(out):
-            spec.quantizer.decode(buffer, spec, out)
-            return _written(out)
-        return out.copy_(self.dequantize())
+        spec, layout, buffer = self.spec, self.spec.layout, self.buffer
+        is_dense = layout.is_result_dense
+        out = layout.empty(buffer.device) if is_dense else buffer.new_empty(layout.numel, dtype=layout.dtype)
+        spec.quantizer.decode(buffer, spec, out)
+        return out if is_dense else layout.restore(out)
 
-    def dequantize_multiply(self, other: Tensor, out: Tensor | None = None) -> Tensor:
+    def dequantize_multiply(self, other: Tensor) -> Tensor:
         """Decode and multiply, equal to `dequantize() * other` bit for bit, without the intermediate tensor.
 
         `other` has the same shape and device; where its dtype or memory order differ, the product is computed in two
-        steps. The result is `out`, overwritten, which may be `other`, or a new tensor, with the strides of `other`
-        where those are dense.
+        steps. The result has the strides of `other` where those are dense.
 
-        Raises: ValueError: If the shape or device of `other` or `out`, or the dtype of `out`, does not fit.
+        Raises: ValueError: If the shape or device of `other` does not fit.
         """
-        spec, layout = self.spec, self.spec.layout
-        self._check("other", other)
-        if out is not None:
-            self._check("out", out, torch.promote_types(layout.dtype, other.dtype))
+        spec, layout, device = self.spec, self.spec.layout, self.buffer.device
+        if not isinstance(other, Tensor):
+            raise TypeError(f"other: got {brief(other)}; accepted is a tensor of shape {layout.shape} on {device}")
+        if other.shape != layout.shape or other.device != device:
+            raise ValueError(
+                f"other: got a tensor of shape {tuple(other.shape)} on {other.device}; accepted is one of shape "
+                f"{layout.shape} on {device}, as the packed tensor"
+            )
         if other.dtype != layout.dtype or not layout.matches(other):
-            product = self.dequantize() * other
-            return product if out is None else out.copy_(product)
-        if out is None:
-            out = Layout.of(other).empty(other.device)
-            spec.quantizer.decode_multiply(self.buffer, spec, other, out)
-            return out
-        if layout.matches(out):
-            spec.quantizer.decode_multiply(self.buffer, spec, other, out)
-            return _written(out)
-        return out.copy_(self.dequantize_multiply(other))
+            return self.dequantize() * other
+        out = Layout.of(other).empty(device)
+        spec.quantizer.decode(self.buffer, spec, out, other)
+        return out
 
     def __repr__(self) -> str:
         shape, stride = self.layout.shape, self.layout.stride
@@ -307,23 +280,3 @@ class PackedActivation:
     def _named(self, name: str) -> Tensor | None:
         names = [part.name for part in self.spec.parts]
         return self.tensors[names.index(name)] if name in names else None
-
-    def _check(self, name: str, tensor: Tensor, dtype: object = None) -> None:
-        layout, device = self.spec.layout, self.buffer.device
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {brief(tensor)}; accepted is a tensor of shape {layout.shape} on {device}")
-        if tensor.shape != layout.shape:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of the packed tensor"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name}: got {tensor.dtype}; the result is {dtype}; pass a tensor of that dtype")
-
-
-def _written(out: Tensor) -> Tensor:
-    """Tell autograd that `out` changed: kernels write behind its back."""
-    if not out.is_inference():
-        increment_version(out)
-    return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import FUSED, NormalizedPlan, decode_affine, groups_of, has_uniform_codes
 from brevact.quantizers.packed import PackedActivation, PackedSpec

@@ -70,9 +70,6 @@ class Quantizer(ABC):
             self.encode(dense, spec, key, buffer)
         return PackedActivation(spec, buffer)
 
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        self.decode(buffer, spec, target, other)
-
 
 def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
     """Quantize a tensor by any activation quantizer.

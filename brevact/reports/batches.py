@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,30 +57,9 @@ def _refuse_no_batch(batch: Any) -> None:
         fix = (
             "; pass one batch, without its targets: inputs, targets = next(iter(loader)); memory_report(model, inputs)"
         )
-    elif isinstance(batch, Dataset):
-        fix = "; pass one batch, such as the inputs of next(iter(torch.utils.data.DataLoader(dataset, 32)))"
-    elif batch is None:
-        fix = "; for a model without arguments, pass ()"
-    elif type(batch).__module__ == "numpy":
-        fix = "; pass torch.as_tensor(batch)"
-    elif not isinstance(batch, str | bytes | bool | int | float | nn.Module | type):
+    elif not (batch is None or isinstance(batch, Dataset | str | bytes | bool | int | float | nn.Module | type)):
         return
     raise TypeError(f"batch: got {brief(batch)} of type {type(batch).__name__}; {_ACCEPTED}{fix}")
-
-
-@contextmanager
-def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[None]:
-    """If a model fails on a tuple or list, raise a TypeError that names the positional arguments."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-        if len(arguments[0]) < 2 or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise TypeError(
-            f"batch: the model was called with {len(arguments[0])} positional arguments, {brief(batch)}, and raised "
-            f"{type(error).__name__}: {error}. Of{_INPUTS_ALONE[2:]}, or name the arguments: "
-            '{"input_ids": ids, "labels": labels}'
-        ) from error
 
 
 def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None) -> Any:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import regions_disabled
+from brevact.autograd import regions_disabled, running
 from brevact.autograd.running import nodes_behind
 from brevact.autograd.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
-from brevact.reports.peak import saved_on_host
 
 #: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
@@ -34,15 +33,26 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     """Return the gradients of trainable parameters; buffers, attributes and other tensors' gradients are unchanged."""
     before = ModelBefore(model, but_parameters=True)
     model.zero_grad(set_to_none=True)
-    _seed_generators(seed)
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.default_generator.manual_seed(seed)  # alone: CUDA's generators would later start from this seed
+    else:
+        torch.manual_seed(seed)
+    others: list[tuple[Tensor, Tensor | None]] = []
     try:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
             _check_value(value)
-            with _gradients_kept(_leaves_beside(value, model)):
-                value.backward()
+            own = {id(p) for p in model.parameters()}
+            for node in nodes_behind([torch.autograd.graph.get_gradient_edge(value).node]):
+                leaf = getattr(node, "variable", None)  # of the loss alone, or an input that requires a gradient
+                if isinstance(leaf, Tensor) and id(leaf) not in own:
+                    others.append((leaf, leaf.grad))
+                    leaf.grad = None
+            value.backward()
     finally:
         before.restore()
+        for leaf, grad in others:
+            leaf.grad = grad
     found = [p.grad for p in model.parameters() if p.requires_grad]
     if all(grad is None for grad in found):
         raise ValueError(
@@ -52,34 +62,6 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     model.zero_grad(set_to_none=True)
     trained = (p for p in model.parameters() if p.requires_grad)
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(trained, found, strict=True)]
-
-
-def _seed_generators(seed: int) -> None:
-    """Seed torch's generators, except CUDA's before its initialization, which would later start from this seed."""
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-
-
-def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
-    """Return a graph's leaves other than the model's parameters: the loss's own, or inputs that require gradients."""
-    own = {id(p) for p in model.parameters()}
-    nodes = nodes_behind([torch.autograd.graph.get_gradient_edge(value).node])
-    leaves = [getattr(node, "variable", None) for node in nodes]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
-
-
-@contextmanager
-def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    before = [(x, x.grad) for x in tensors]
-    try:
-        for x in tensors:
-            x.grad = None
-        yield
-    finally:
-        for x, grad in before:
-            x.grad = grad
 
 
 def squared_norm(found: Gradients) -> float:
@@ -218,6 +200,13 @@ def exact_gradients(
             "different batches, and weights that they change"
         )
     return ExactGradients(found, unit, seed)
+
+
+def saved_on_host(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which autograd's tensors of a model on a GPU wait for backward in the host's memory."""
+    if all(x.is_cpu for x in model.parameters()):
+        return nullcontext()
+    return running.measuring_hooks(lambda x: (x.device, x.detach().cpu()), lambda saved: saved[1].to(saved[0]))
 
 
 def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:

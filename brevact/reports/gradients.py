@@ -39,7 +39,7 @@ from brevact.reports.gradient_noise import (
 )
 from brevact.reports.in_place import in_place, is_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
-from brevact.reports.memory_table import Chain, MemoryReport, chains_of
+from brevact.reports.memory_table import Chain, chains_of
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB, MOST_BARS, plot_bars, progress_bar, size_text, text_table, write_csv
 
@@ -262,16 +262,14 @@ class GradientReport:
         total = ("total", "", "", "", size_text(self.saved_bytes), *figures, "")
         shown = len(header) - (not any(row.tail >= HEAVY for row in self.rows))  # the last column for heavy tails alone
         table = text_table(header[:shown], [row[:shown] for row in cells], total[:shown], numbers=shown - 2)
-        return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
-
-    def _summary(self) -> str:
         unit = (
             "squared norm of the gradient of the one batch. Pass two or more for units of minibatch noise, and for "
             "standard errors."
             if self.is_relative
             else f"variance of the gradient between the {self.batches} batches."
         )
-        return f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
+        summary = f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
+        return "\n\n".join((table, "\n".join((summary, *self.notes))))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one line per layer, with the fields of a row as columns, and a last line for the layer "total".
@@ -325,8 +323,6 @@ def _with_error(value: float, error: float) -> str:
     return text if math.isnan(error) else f"{text} ± {error:.5f}"
 
 
-#: Accepted values of `layers=`.
-LAYERS = ("measured", None)
 UNKNOWN = Estimate(math.nan, math.nan)
 
 
@@ -400,9 +396,14 @@ def gradient_report(
             for module in model.modules():
                 detach_region(module, POLICY)
             attach_policy(model, policy)
-        graphs = _memory_of_graphs(model, batches[0], loss)
+        batch = without_surroundings(batches[0])
+        run = functools.partial(loss, batch=batch)
+        graphs = report_of_graphs(model, run) if is_compiled(model) else None
+        graphs = graphs if graphs is not None and graphs.rows else None  # no graph packs
         with tails_of_inputs(model) as tails:
-            memory = graphs or _take_policy(model, batches[0], loss)
+            memory = graphs or memory_of(model, run)
+        if memory.note == BY_DEFAULT:
+            attach_policy(model)
         chains = chains_of(memory)
         is_measured = layers is not None and bool(chains) and graphs is None
         passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
@@ -466,24 +467,6 @@ _OF_GRAPHS = (
 )
 
 
-def _memory_of_graphs(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport | None:
-    """The tensors that a compiled model's graphs save; None for other models, and where no graph packs."""
-    if not is_compiled(model):
-        return None
-    batch = without_surroundings(batch)
-    found = report_of_graphs(model, lambda measured: loss(measured, batch))
-    return found if found.rows else None
-
-
-def _take_policy(model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    """Return the bytes that the model saves under its policy, or else under the default one, which it then gets."""
-    batch = without_surroundings(batch)
-    memory = memory_of(model, lambda measured: loss(measured, batch), batch)
-    if memory.note == BY_DEFAULT:
-        attach_policy(model)
-    return memory
-
-
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
     if current_region() is not None:
         raise ValueError(
@@ -493,5 +476,5 @@ def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
     check_model(model, "gradient_report(model, batches, loss)", batches)
     check_batches(batches, "gradient_report(model, batches, loss)")
     check_loss(loss)
-    if layers not in LAYERS:
-        raise ValueError(f"layers={brief(layers)}; accepted are {', '.join(map(repr, LAYERS))}")
+    if layers not in ("measured", None):
+        raise ValueError(f"layers={brief(layers)}; accepted are 'measured', None")

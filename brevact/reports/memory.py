@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,15 +35,19 @@ from brevact.autograd.storages import bytes_of, parts_of, referent, storage_addr
 from brevact.autograd.weights import is_parameter_or_view
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
-from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.reports.batches import arguments_of, tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import StepLoss, device_of, peak_of_step
+from brevact.reports.step import StepLoss
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
 BY_DEFAULT = "The model has no backward quantizer: brevact.quantize_backward(model) would store this."
+NOTHING = (
+    "Nothing is stored for backward: no parameter and no input requires a gradient, the output requires none "
+    "(torch.no_grad or detach in the model), or no op keeps anything but weights."
+)
 NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
@@ -82,14 +86,7 @@ def memory_report(
     >>> step.plain_bytes > report.plain_bytes
     True
 
-    If the loss is a tensor of one element, further plain and packed steps run its backward pass and measure the peak:
-    the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The plain peak is
-    None on a GPU without room for it. The peak consists of saved bytes, gradients, and tensors that are decoded or
-    computed at that moment:
-
-    >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
-    >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
-    (True, True)
+    :func:`brevact.step_report` measures the peak of a step.
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
@@ -99,7 +96,7 @@ def memory_report(
             with a policy. None for a forward pass alone.
 
     Returns:
-        The report: one row per layer, how each op saves its tensors, and with a loss the peak of a step.
+        The report: one row per layer, and how each op saves its tensors.
 
     Raises:
         TypeError: ``model`` is not a module; ``batch`` is a data loader, or the model does not accept it; ``loss`` is
@@ -112,43 +109,23 @@ def memory_report(
         batch = without_surroundings(batch)
         if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
             return found
-        found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
-        return _with_peaks(found, model, batch, loss)
-    args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
+        return memory_of(model, lambda measured: StepLoss(loss)(measured, batch))
+    args, kwargs = without_surroundings(arguments_of(model, batch))
     if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
         return found
-    with explained(batch, arguments):
-        found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+    found = memory_of(model, lambda measured: measured(*args, **kwargs))
     return replace(found, scope=NO_LOSS) if found.rows else found
 
 
-def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
-    with in_place(model), uncompiled():
-        if report.would_save:
-            attach_policy(model)
-        if not model.training:
-            model.train()
-        if device_of(model, batch).type == "meta" or not _begins_backward(StepLoss(loss)(model, batch)):
-            return report
-        packed, plain = peak_of_step(model, batch, loss, packs=True), None
-        with suppress(torch.OutOfMemoryError):
-            plain = peak_of_step(model, batch, loss, packs=False)
-    return replace(report, plain_peak=plain, packed_peak=packed)
-
-
-def _begins_backward(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
-
-
-def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
-    return MemoryOfPass(model, run, arguments).measured()
+def memory_of(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
+    return MemoryOfPass(model, run).measured()
 
 
 class MemoryOfPass:
     """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
-        self._model, self._run, self._arguments = model, run, arguments
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        self._model, self._run = model, run
         self._plain: _Measured | None = None
 
     def measured(self) -> MemoryReport:
@@ -172,12 +149,12 @@ class MemoryOfPass:
         rows = tuple(
             LayerMemory(
                 *(name, kind, plain_bytes[name], saved_bytes[name]),
-                saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+                saved.derived_on(name) if plain_bytes[name] else plain.shared_on(name),
             )
             for name, kind in kinds.items()
             if plain_bytes[name] or saved_bytes[name]
         )
-        note = note if rows else _why_nothing(model, self._arguments, plain.has_graph)
+        note = note if rows else NOTHING
         return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
 
 
@@ -188,11 +165,9 @@ def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMem
 
 @dataclass
 class _Measured:
-    """Saved tensors of one forward pass; `shared` maps a layer to earlier layers that saved one of its tensors."""
+    """Saved tensors of one forward pass."""
 
     ops: list[OpMemory] = field(default_factory=list)
-    shared: dict[str, list[str]] = field(default_factory=dict)
-    has_graph: bool = False
 
     def derived_on(self, layer: str) -> str:
         rows = [row for row in self.ops if row.layer == layer]
@@ -200,23 +175,11 @@ class _Measured:
             return ""
         return next((row.why for row in rows if row.how == DERIVED), "")
 
-    def note_on(self, layer: str) -> str:
-        others = [other or "(model)" for other in self.shared.get(layer, ())]
-        if not others:
+    def shared_on(self, layer: str) -> str:
+        source = next((row.source for row in self.ops if row.layer == layer and row.source is not None), None)
+        if source is None:
             return "plain stores nothing here"
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"plain stores the tensor of {others[0]}{more}, which counts there"
-
-
-def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
-    count = sum(1 for _ in model.parameters())
-    trains = [x for x in (*model.parameters(), *tensors_of(arguments)) if x.requires_grad]
-    if not trains:
-        of_model = f"none of the {count} parameters requires a gradient" if count else "the model has no parameters"
-        return f"Nothing is stored for backward: {of_model}, and no input requires one."
-    if not has_graph:
-        return "Nothing is stored for backward: the output requires no gradient (torch.no_grad or detach in the model)."
-    return "Nothing is stored for backward: no op of the model keeps anything but weights."
+        return f"plain stores the tensor of {source or '(model)'}, which counts there"
 
 
 def _by_layer(ops: list[OpMemory]) -> Counter[str]:
@@ -295,7 +258,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
         elif place not in weights and not is_gathered:
             nonlocal source
             stored = recorder.stored(x)
-            layer, size = running[-1], 0 if place in held else _storage_bytes(x)
+            whole = x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
+            layer, size = running[-1], 0 if place in held else whole
             how, why = stored.how, stored.why
             if how == DERIVED:
                 is_packed = x.dtype is torch.uint8
@@ -309,9 +273,6 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     held.setdefault(place, (x, source))
             _, owner = held.setdefault(place, (x, layer))
             layer = owner if how == DERIVED and size else layer  # copies of weights belong to the source
-            others = found.shared.setdefault(layer, [])
-            if owner != layer and owner not in others:
-                others.append(owner)
             of = source if how == DERIVED else owner if owner != layer else None
             row = OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width)
             rows.append((place, row))
@@ -342,17 +303,12 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     if is_missed:
                         raise _UnheldError  # even if the model caught it or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
-    found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 
 
 def _place_of(x: Tensor) -> int:
     """Return a key for a tensor's storage, or for the tensor if it has none, such as oneDNN's."""
     return storage_address(x) or -id(x)
-
-
-def _storage_bytes(x: Tensor) -> int:
-    return x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
 
 
 def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:

@@ -73,9 +73,6 @@ class MemoryReport:
         would_save: whether the model has no backward quantizer, so that ``saved_bytes`` is measured with
             ``brevact.DEFAULT``: tables, files and plots then say "would store".
         scope: the part of a step that was not measured; "" for a whole step.
-        plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
-            start; None if no backward pass was measured, or the step does not fit into the GPU's memory.
-        packed_peak: the same with backward quantization.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -83,8 +80,6 @@ class MemoryReport:
     note: str = ""
     would_save: bool = False
     scope: str = ""
-    plain_peak: int | None = None
-    packed_peak: int | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -101,13 +96,6 @@ class MemoryReport:
         """Compression: ``plain_bytes / saved_bytes``."""
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
-    @property
-    def peak_ratio(self) -> float | None:
-        """Peak of a step without backward quantization over the peak with it; None if not measured."""
-        if self.plain_peak is None or self.packed_peak is None:
-            return None
-        return self.plain_peak / max(self.packed_peak, 1)
-
     def __str__(self) -> str:
         total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
         table = text_table(
@@ -117,10 +105,6 @@ class MemoryReport:
             numbers=3,
             notes=[row.note for row in self.rows],
         )
-        if self.packed_peak is not None:
-            plain = "out of memory" if self.plain_peak is None else size_text(self.plain_peak)
-            less = "" if self.peak_ratio is None else f", {self.peak_ratio:.1f} times less"
-            table += f"\npeak of a step: {plain} plain, {size_text(self.packed_peak)} packed{less}"
         remarks = " ".join(filter(None, (self.note, self.scope)))
         table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
@@ -152,17 +136,12 @@ class MemoryReport:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one line per layer: layer, kind, plain_bytes, saved_bytes (or would_save_bytes), note.
 
-        If the peak was measured, each line ends with plain_peak and packed_peak of the whole step.
-
         Args:
             path: file to write.
         """
         saved = "would_save_bytes" if self.would_save else "saved_bytes"
-        peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak} if self.packed_peak is not None else {}
-        lines = (
-            (row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()) for row in self.rows
-        )
-        write_csv(path, [("layer", "kind", "plain_bytes", saved, "note", *peaks), *lines])
+        lines = ((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note) for row in self.rows)
+        write_csv(path, [("layer", "kind", "plain_bytes", saved, "note"), *lines])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot plain and saved bytes as a pair of bars per layer, of the 40 largest.

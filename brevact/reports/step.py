@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import statistics
 import time
@@ -17,11 +19,11 @@ from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
+from brevact.private_names.of_torch import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
 from brevact.reports.in_place import in_place, is_compiled
-from brevact.reports.peak import peak_of
 from brevact.tables import size_text, text_table, write_csv
 
 __all__ = ["StepReport", "step_report"]
@@ -168,16 +170,25 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
     return run
 
 
+def peak_of(step: Callable[[], object], device: torch.device) -> int:
+    step()  # warm up compiled kernels and cached constants
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    return max(itertools.accumulate(allocations(profile)), default=0)
+
+
 def device_of(model: nn.Module, batch: Any) -> torch.device:
     tensors = (*tensors_of(batch), *model.parameters())
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
-
-
-def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
-    with in_place(model):
-        if not model.training:
-            model.train()
-        return peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch))
 
 
 def _seconds_of(

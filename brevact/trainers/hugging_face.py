@@ -38,7 +38,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         loss: for measurements, takes the model and a batch, and returns a scalar; by default the loss that the model
             returns for a batch with labels.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+        **options: ``adapt_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
             optimizer.
 
     Raises:
@@ -142,7 +142,14 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         trainer = None if self._trainer is None else self._trainer()
         if self._loss is not None:
             return self._loss
-        return _loss_of_model if trainer is None else _loss_of_trainer(trainer)
+        if trainer is None:
+            return _loss_of_model
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            with trainer.compute_loss_context_manager(), region_of_step(model):
+                return trainer.compute_loss(model, dict(batch))
+
+        return loss
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -153,12 +160,4 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
             "loss: the model returns none for a batch of the training data (no labels?); pass loss=, a function of the "
             "model and a batch, or add the callback by add_to(trainer), whose compute_loss then counts"
         )
-    return loss
-
-
-def _loss_of_trainer(trainer: Any) -> Loss:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with trainer.compute_loss_context_manager(), region_of_step(model):
-            return trainer.compute_loss(model, dict(batch))
-
     return loss

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -44,7 +43,7 @@ class LightningCallback(Callback):
         loss: for measurements, takes the module and a batch, and returns a scalar; by default the module's
             ``training_step(batch, 0)``, without a trainer, at the trainer's precision.
         batches: for measurements; by default the first batches of the training data.
-        **options: ``adapt_every``, ``noise_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
+        **options: ``adapt_every`` and ``memory`` of :class:`TrainingPolicy`; steps are those of the
             optimizer.
 
     Raises:
@@ -131,16 +130,6 @@ def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
     return prepare
 
 
-@contextlib.contextmanager
-def _without_trainer(module: Any) -> Iterator[None]:
-    before = module._trainer
-    module.trainer = None
-    try:
-        yield
-    finally:
-        module.trainer = before
-
-
 def _loss_of(trainer: Any) -> Loss:
     """Return a module's `training_step` as a loss, detached from the trainer so that it logs nothing."""
 
@@ -154,16 +143,18 @@ def _loss_of(trainer: Any) -> Loss:
         with (
             trainer.precision_plugin.train_step_context(),
             region_of_step(module),
-            _without_trainer(module),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message=".*self.log.*")
+            before, module.trainer = module._trainer, None  # type: ignore[assignment]
             try:
                 found = step(module, *args)
             except RuntimeError as error:
                 if "is not attached to a `Trainer`" not in str(error):
                     raise
                 raise ValueError(_NO_TRAINER) from error
+            finally:
+                module.trainer = before
         found = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
             raise ValueError(_NO_LOSS)

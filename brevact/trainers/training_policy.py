@@ -21,12 +21,11 @@ from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.attach import quantize_backward, region_of_step, restore_backward
-from brevact.policy.presets import DEFAULT, Policy
+from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool, check_int
 from brevact.reports.gradient_noise import Loss, check_loss
-from brevact.reports.gradients import gradient_report
 from brevact.reports.in_place import is_compiled, kept_random_state
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
@@ -37,17 +36,6 @@ from brevact.user_lines import warn
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
 
 
-def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    check_state(state, own)
-    for name in ("steps", "noise_count"):
-        check_int(f"state: {name}", state[name], 0)
-    for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
-        if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
-            raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
-    if state["rules"] is not None:
-        Policy.from_json(state["rules"])  # raises unless valid
-
-
 def spec_of(policy: Any) -> PolicySpec | None:
     """Return a policy's spec, parsed if it is text; None for the policy that a model has."""
     if policy is None:
@@ -56,8 +44,6 @@ def spec_of(policy: Any) -> PolicySpec | None:
         return policy
     if isinstance(policy, str | os.PathLike):
         return parse_policy(policy)
-    if policy is DEFAULT:
-        return PolicySpec("default", policy)
     if not isinstance(policy, Policy):
         Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
@@ -117,10 +103,8 @@ def in_region(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _log = logging.getLogger(__name__)
-#: Batches for fitting a policy and measuring sensitivities; noise is measured on half of them.
+#: Batches for fitting a policy and measuring sensitivities.
 _BATCHES = 8
-#: Seeds per batch in a noise measurement.
-_DRAWS = 2
 #: The training policy of each model in a run.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingPolicy]] = weakref.WeakKeyDictionary()
 
@@ -152,7 +136,6 @@ class TrainingPolicy:
             policy for :func:`brevact.quantize_backward`; None for the policy that the model has.
         adapt_every: steps between measurements of the layers' sensitivities (:class:`brevact.Adaptive`), which move
             bits between layers at constant bytes; None for fixed widths.
-        noise_every: steps between measurements of the gradients' noise; None for no measurements.
         memory: whether to measure saved bytes when the run begins, by two forward passes of the model, which take no
             more memory than a step.
 
@@ -167,7 +150,6 @@ class TrainingPolicy:
         policy: Any = "default",
         *,
         adapt_every: int | None = None,
-        noise_every: int | None = None,
         memory: bool = True,
     ) -> None:
         check_bool("memory", memory)
@@ -176,10 +158,9 @@ class TrainingPolicy:
         #: The policy fitted to a budget; None without a budget.
         self.fitted: Policy | None = None
         self._shows_progress = True
-        for name, steps in (("adapt_every", adapt_every), ("noise_every", noise_every)):
-            if steps is not None:
-                check_int(name, steps, 1)
-        self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
+        if adapt_every is not None:
+            check_int("adapt_every", adapt_every, 1)
+        self._adapt_every, self._measures_memory = adapt_every, memory
         #: Bytes that a training step saves, measured when the run begins; None before.
         self.memory: MemoryReport | None = None
         self._is_compiled = False
@@ -193,7 +174,6 @@ class TrainingPolicy:
         self._loss: Loss | None = None
         self._has_attached = False
         self._steps = 0
-        self._noise: float | None = None
         #: The object that moves bits between layers in this run, or None.
         self.adaptive: Adaptive | None = None
 
@@ -213,8 +193,8 @@ class TrainingPolicy:
 
         Args:
             model: the unwrapped model: ``accelerator.unwrap_model(model)``.
-            batches: a data loader, whose first batches are copied to the model's device, or a list; needed by budgets,
-                ``adapt_every`` and ``noise_every``. An iterator loses the batches that are taken from it.
+            batches: a data loader, whose first batches are copied to the model's device, or a list; needed by budgets
+                and ``adapt_every``. An iterator loses the batches that are taken from it.
             loss: takes the model and a batch, and returns a scalar; needed if ``batches`` are. It runs in the region of
                 the model, as in ``with brevact.backward_quant(model):``.
             prepare: applied to a batch before the model gets it; by default moves the batch to the model's device.
@@ -282,22 +262,18 @@ class TrainingPolicy:
         if self._batches and (self._adapt_every or (self._measures_memory and not self._is_compiled)):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            self.memory = memory_of(model, lambda model: loss(model, batch))
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
-        if self._adapt_every is not None:
-            self._adapt(model, self._adapt_every)
-
-    def _adapt(self, model: nn.Module, every: int) -> None:
+        if self._adapt_every is None:
+            return
         assert self.memory is not None and self._loss is not None
-        if not self.memory.saved_bytes:
-            raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
+        budget = {"ratio": max(1.0, self.memory.ratio), "every": self._adapt_every}
         try:
-            self.adaptive = Adaptive(
-                model, self._batches[0], self._loss, ratio=max(1.0, self.memory.ratio), every=every
-            )
+            self.adaptive = Adaptive(model, self._batches[0], self._loss, **budget)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(
-                f"adapt_every={every}, at the bytes that the policy stores: {error}; or pass a policy of more bits"
+                f"adapt_every={self._adapt_every}, at the bytes that the policy stores: {error}; or pass a policy of "
+                "more bits"
             ) from error
 
     def _attach_policy(self, model: nn.Module, rules: str | None) -> None:
@@ -330,8 +306,7 @@ class TrainingPolicy:
         found = []
         if self.spec is not None and self.spec.needs_fit and (state is None or state["rules"] is None):
             found.append(f"policy {self.spec.text!r}")
-        given = {"adapt_every": self._adapt_every, "noise_every": self._noise_every}
-        return found + [name for name, value in given.items() if value is not None]
+        return found + ["adapt_every"] * (self._adapt_every is not None)
 
     def step(self) -> None:
         """Count one training step; call it next to ``optimizer.step()``, in all processes of a distributed run.
@@ -345,17 +320,11 @@ class TrainingPolicy:
             self._steps += 1
             if self.adaptive is not None:
                 self.adaptive.step(self._batches[self._steps % len(self._batches)])
-            if self._noise_every is not None and self._steps % self._noise_every == 0:
-                assert self._loss is not None
-                batches, loss = self._batches[: _BATCHES // 2], self._loss
-                report = gradient_report(self._model, batches, loss, None, _DRAWS, layers=None, progress=False)
-                self._noise = report.noise
 
     def figures(self) -> dict[str, float]:
         """Return metrics for a logger: MiB saved, and at full precision; noise; mean bit width.
 
-        The noise is the last measurement, or a fitted policy's, in units of the noise between minibatches. Unknown
-        metrics are left out.
+        The noise is a fitted policy's, in units of the noise between minibatches. Unknown metrics are left out.
         """
         found: dict[str, float] = {}
         if self.memory is not None and not self._is_compiled:
@@ -366,8 +335,6 @@ class TrainingPolicy:
         if self.adaptive is not None:
             widths = self.adaptive.bit_widths.values()
             found["brevact/bit_width"] = sum(widths) / len(widths)
-        if self._noise is not None:
-            found["brevact/noise"] = self._noise
         return found
 
     def end(self) -> None:
@@ -394,7 +361,6 @@ class TrainingPolicy:
             "rules": None if self.fitted is None else self.fitted.to_json(),
             "noise_count": noise_count(),
             "steps": self._steps,
-            "noise": self._noise,
             "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
         }
 
@@ -411,7 +377,11 @@ class TrainingPolicy:
             ValueError: ``state`` is of another version, or does not fit the model; this ends a run that has begun.
         """
         own = self.state_dict()
-        check_values(state, own)
+        check_state(state, own)
+        for name in ("steps", "noise_count"):
+            check_int(f"state: {name}", state[name], 0)
+        if state["rules"] is not None:
+            Policy.from_json(state["rules"])  # raises unless valid
         if state["policy"] != own["policy"]:
             warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
@@ -432,6 +402,6 @@ class TrainingPolicy:
             raise
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._noise = state["steps"], state["noise"]
+        self._steps = state["steps"]
         if self.adaptive is not None and state["adaptive"] is not None:
             self.adaptive.load_state_dict(state["adaptive"])

@@ -48,13 +48,11 @@ class Mirrored:
         values = flat.double() + self.sign * (rounded.double() - flat.double())
         return PackedActivation(PackedSpec.of(self, layout), values.view(torch.uint8))
 
-    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
-        flat_memory(target, spec.layout.numel).copy_(buffer.view(torch.float64))
-
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
-        flat_memory(target, spec.layout.numel).copy_(
-            buffer.view(torch.float64).to(other.dtype) * flat_memory(other, spec.layout.numel)
-        )
+    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor, other: Tensor | None = None) -> None:
+        values, numel = buffer.view(torch.float64), spec.layout.numel
+        if other is not None:
+            values = values.to(other.dtype) * flat_memory(other, numel)
+        flat_memory(target, numel).copy_(values)
 
 
 class Saved:

@@ -410,3 +410,13 @@ def test_what_singular_gradients_save_stays_as_it_is(function):
         return torch.autograd.grad(grad.square().sum(), leaf)[0]
 
     assert torch.equal(second(settings_of(StochBackward2bit)), second(None))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(64), nn.LayerNorm(64), nn.GroupNorm(4, 64)], ids=lambda norm: type(norm).__name__
+)
+def test_norms_pack_their_input(norm):
+    model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), norm), DitherBackward4bit, double_backward=True)
+    row = brevact.memory_report(model, torch.randn(512, 64)).rows[-1]
+    codes, metadata, statistics = 512 * 64 // 2, 512 * 64 // 512 * 6, 2 * 4 * 512 * 4
+    assert row.kind == type(norm).__name__ and 0 < row.saved_bytes <= codes + metadata + statistics

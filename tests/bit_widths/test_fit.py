@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import FitReport, Policy, StochBackward3bit
-from brevact.bit_widths.budgets import Option, budget_of
-from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, leaf_of, storing
+from brevact.bit_widths.budgets import BIT_WIDTHS, Option, budget_of
+from brevact.bit_widths.fit import FULL_PRECISION, groups_of, leaf_of, storing
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 from tests.autograd.measuring import watch_saved
@@ -67,7 +67,7 @@ def model() -> Net:
 
 
 def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
-    return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
+    return memory_of(model, lambda copied: loss(copied, batch)).saved_bytes
 
 
 def test_bytes_are_those_of_a_step_with_its_loss():
@@ -150,7 +150,7 @@ def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
 
 def test_bytes_of_groups_add_up_at_any_widths(model, batches):
     def report():
-        return memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+        return memory_of(model, lambda copied: loss(copied, batches[0]))
 
     reports = {}
     for width in BIT_WIDTHS:
@@ -195,10 +195,10 @@ def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model
     assert settings[0] == settings[1]
     other = Net()
     other.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
-    with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear; new: head.0, head.1"):
+    with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear, head.0 is new, head.1 is new"):
         brevact.quantize_backward(other, policy)
     path.write_text(path.read_text().replace('"passes"', '"steps"'))
-    with pytest.raises(ValueError, match=r"report: got .*, steps.*; accepted is an object"):
+    with pytest.raises(ValueError, match=r"report: .*'steps'"):
         Policy.load(path)
 
 
@@ -217,10 +217,11 @@ def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
 
 @pytest.fixture
 def widening() -> tuple[nn.Module, list]:
-    """A perceptron whose hidden layers are recomputed from narrow inputs, and its batches."""
+    """A perceptron whose hidden layers are recomputed from narrow inputs at two levels, and its batches."""
     torch.manual_seed(0)
-    layers = (nn.LayerNorm(32), nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32))
-    model = nn.Sequential(*(copy.deepcopy(each) for _ in range(3) for each in layers), nn.Linear(32, 5))
+    sizes = ((32, 32), (32, 96), (96, 96))
+    layers = ((nn.LayerNorm(n), nn.Linear(n, 4 * n), nn.SiLU(), nn.Linear(4 * n, m)) for n, m in sizes)
+    model = nn.Sequential(*(each for block in layers for each in block), nn.Linear(96, 5))
     return model, [(torch.randn(256, 32), torch.randint(5, (256,))) for _ in range(3)]
 
 
@@ -233,7 +234,7 @@ def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     quiet = brevact.fit(model, batches, loss, noise=0.01).report
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
-    assert timed.recompute == 4096 and timed.ratio > both.ratio  # the last level, though an earlier one would do
+    assert timed.recompute == 256 and timed.ratio >= both.ratio  # the last level that saves bytes
     assert f"{timed.time:.2f} times as long" in timed.summary
 
 
@@ -260,11 +261,11 @@ def test_a_time_that_no_step_takes_is_refused(widening):
         ({}, ValueError, "got no budget; accepted is one of ratio=24"),
         ({"ratio": 8, "saved_bytes": 100}, ValueError, "got ratio, saved_bytes"),
         ({"time": 1.2}, ValueError, "got time; accepted is one of ratio=24"),
-        ({"ratio": "8x"}, TypeError, "ratio='8x' of type str"),
-        ({"noise": True}, TypeError, "noise=True"),
+        ({"ratio": "8x"}, TypeError, "ratio: got '8x' of type str"),
+        ({"noise": True}, TypeError, "noise: got True"),
         ({"noise": 0.1, "time": 0}, ValueError, "time=0; accepted is a number above 0"),
         ({"noise": 0}, ValueError, "noise=0; accepted is a number above 0"),
-        ({"saved_bytes": math.nan}, ValueError, "saved_bytes=nan"),
+        ({"saved_bytes": math.nan}, ValueError, "saved_bytes: got nan"),
     ],
 )
 def test_fit_refuses_a_budget(model, batches, budget, kind, words):
@@ -339,7 +340,7 @@ def test_budget_of_noise_takes_the_least_bytes_that_any_widths_have():
 def test_report_writes_what_was_not_reached():
     report = FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7, "Not reached.")
     assert report.ratio == 24 and str(report).endswith("Not reached.")
-    assert FitReport.from_plain(report.to_plain() | {"groups": []}) == report
+    assert FitReport.from_plain(asdict(report) | {"groups": []}) == report
 
 
 @pytest.mark.exhaustive
@@ -356,7 +357,6 @@ def test_fit_says_where_noises_do_not_add_up():
     report = brevact.fit(deep, rows, loss, ratio=28, **options).report
     assert report.harm < report.predicted / 1.5
     assert "times what was predicted" in report.note
-    assert report.passes > 5 + 2 * 13 + 8 + 2 * 13  # beside exact gradients: each group alone, a policy, each within it
 
 
 def test_noise_of_layers_with_their_own_quantizer_is_predicted_too():

@@ -11,10 +11,10 @@ import pytest
 
 RESTARTED = """
 import os, sys
-from brevact.command_line import launcher
-launcher.mimalloc = lambda: os.environ["FOUND"] or None
-print(len(sys.argv), launcher.allocator_in_use(), flush=True)
-launcher.restart_with_mimalloc()
+from recipes import command_line
+command_line.mimalloc = lambda: os.environ["FOUND"] or None
+print(len(sys.argv), command_line.allocator_in_use(), flush=True)
+command_line.restart_with_mimalloc()
 print("trains", sys.argv[1:], sys.flags.optimize)
 """
 

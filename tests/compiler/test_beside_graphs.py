@@ -160,12 +160,9 @@ class FixedPoint:
         codes = (layout.flatten(x.detach()) * 16 + 128).round().clamp(0, 255)
         return PackedActivation(PackedSpec.of(self, layout), codes.to(torch.uint8))
 
-    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
-        target.as_strided((spec.layout.numel,), (1,)).copy_((buffer.float() - 128) / 16)
-
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
-        flat = (spec.layout.numel,), (1,)
-        target.as_strided(*flat).copy_((buffer.float() - 128) / 16 * other.as_strided(*flat))
+    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor, other: Tensor | None = None) -> None:
+        flat, values = ((spec.layout.numel,), (1,)), (buffer.float() - 128) / 16
+        target.as_strided(*flat).copy_(values if other is None else values * other.as_strided(*flat))
 
 
 def test_other_peoples_quantizers_compile_if_they_have_a_text_form():

@@ -85,21 +85,6 @@ def test_blocks_that_are_compiled_alone_share_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("way", some_of(["bits", "budgets"], quick=2))
-def test_many_policies_of_one_class_do_not_meet_dynamos_limit_of_graphs(way):
-    """Dynamo compiles a function eight times, and the limit still counts within a policy."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))
-    for place, block in enumerate(model):
-        brevact.quantize_backward(block, brevact.StochBackward8bit.let(min_numel=place if way == "bits" else 0))
-        budget = None if way == "bits" else 1 - place / 20
-        model[place] = brevact.compile(block, budget=budget, backend="aot_eager", fullgraph=True)
-    kept(model)  # `fullgraph=True` raises at the limit
-    sizes = [X[: 16 * (place + 1)] for place in range(9)]
-    with pytest.raises(Exception, match="fullgraph=True"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        for x in sizes:
-            model[0](x)
-
-
 @pytest.mark.parametrize("backend", some_of(["aot_eager", "inductor"], quick=2))
 def test_blocks_within_a_budget_share_graphs(backend):
     model = nn.Sequential(*(brevact.compile(block, budget=0.5, backend=backend) for block in perceptron(12)))

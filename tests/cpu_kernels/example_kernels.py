@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store, u32_at
-from brevact.cpu_kernels.rounding import column_words
+from brevact.cpu_kernels.intrinsics import advance, i64_at, kernel, load, store, u32_at
+from brevact.cpu_kernels.kernels import load as load_kernels
+from brevact.cpu_kernels.packing import column_words
 
 
 @kernel
@@ -17,12 +18,7 @@ def count(target, amount, start, stop):
 
 @kernel
 def draw_words(columns, k0, k1, out, start, stop):
-    w0, w1, w2, w3 = u32_at(out), u32_at(out + 4 * columns), u32_at(out + 8 * columns), u32_at(out + 12 * columns)
-    column_words(start, columns, np.uint64(k0), np.uint64(k1), w0, w1, w2, w3)
+    column_words(start, columns, np.uint64(k0), np.uint64(k1), u32_at(out))
 
 
-@kernel
-def divide(target, amount, start, stop):
-    """Raise an error where the amount is 0: none that may be compiled."""
-    for block in range(start, stop, amount):
-        store(advance(i64_at(target), block), 0, amount)
+load_kernels(__name__)

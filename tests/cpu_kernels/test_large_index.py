@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from brevact.cpu_kernels.groups import KINDS, GroupTable
-from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
-from brevact.cpu_kernels.uniform import dequantize_blocks, quantize_blocks
+from brevact.cpu_kernels.floats import KINDS
+from brevact.cpu_kernels.levels import look_up_blocks, map_levels_blocks
+from brevact.cpu_kernels.uniform import GroupTable, dequantize_blocks, quantize_blocks
 from brevact.geometry import Geometry, Place, Segments
 from brevact.quantizers import Layout, UniformQuantizer
 from brevact.quantizers.reference import calibrate, column_bits, pack, round_codes

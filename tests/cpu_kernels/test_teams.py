@@ -25,11 +25,12 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def test_share_covers_every_block_once(on: str):
+def test_share_covers_every_block_once(on: str, monkeypatch: pytest.MonkeyPatch):
     for case in itertools.product([0, 1, 2, 7, 300, 100_003], [1, 512, SMALLEST_SHARE], [1, 2, 5]):
         blocks, block_size, threads = case
         counts = torch.zeros(blocks + 1, dtype=torch.int64)
-        share(count, (counts.data_ptr(), 3), blocks, block_size, threads)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        share(count, (counts.data_ptr(), 3), blocks, block_size)
         assert counts.tolist() == [3] * blocks + [0], case
 
 
@@ -85,4 +86,4 @@ def test_quantize_in_another_process(code: str):
 def test_a_kernel_refuses_another_number_of_arguments(blocks: int):
     """Words that are left out would be 0: no step from block to block, and no end."""
     with pytest.raises(TypeError, match="pack_mask_blocks takes 6 arguments, and got 5"):
-        share(pack_mask_blocks, (0, 0, 0), blocks, 512, 2)
+        share(pack_mask_blocks, (0, 0, 0), blocks, 512)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brevact
-from brevact.distributed import quantized_hook, quantized_reduce_scatter
+from brevact.distributed import quantized_hook
 from tests.distributed.models import averaged, normal, parallel
-from tests.ranks import WORLD, join
+from tests.ranks import join
 
 
 def given(rank: int, step: int = 0) -> list[Tensor]:
@@ -23,7 +22,7 @@ def given(rank: int, step: int = 0) -> list[Tensor]:
 
 
 def accumulated(rank: int) -> list[Tensor]:
-    model = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
+    model = parallel(quantized_hook(brevact.StochBackward4bit))
     with model.no_sync():
         model(given(rank)).backward()
     model([-2 * g for g in given(rank)]).backward()
@@ -33,18 +32,18 @@ def accumulated(rank: int) -> list[Tensor]:
 def resumed(rank: int) -> dict[str, list[Tensor]]:
     """Gradients of steps in one go, and of the last ones from a checkpoint, with buckets of one parameter each."""
     options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}
-    model = parallel(hook := quantized_hook(brevact.StochBackward3bit, error_feedback=True), **options)
+    model = parallel(hook := quantized_hook(brevact.StochBackward3bit), **options)
     for step in range(2):
         averaged(model, given(rank, step))
-    again = parallel(other := quantized_hook(brevact.StochBackward3bit, error_feedback=True), **options)
-    other.load_state_dict(hook.state_dict(model), again)
+    again = parallel(other := quantized_hook(brevact.StochBackward3bit), **options)
+    other.load_state_dict(hook.state_dict())
     whole = [g for step in (2, 3) for g in averaged(model, given(rank, step))]
     return {"whole": whole, "resumed": [g for step in (2, 3) for g in averaged(again, given(rank, step))]}
 
 
 def unused(rank: int) -> list[Tensor]:
     """Gradients where the ranks' losses reach different parameters, and one is reached by none."""
-    model = parallel(quantized_hook(brevact.NearestBackward4bit), find_unused_parameters=True)
+    model = parallel(quantized_hook(brevact.StochBackward4bit), find_unused_parameters=True)
     first, bias, _ = given(rank)
     return averaged(model, [first if rank else None, bias, None])
 
@@ -60,7 +59,7 @@ def raised(call: Callable[[], object]) -> str:
 def disagreeing(rank: int) -> dict[str, str]:
     """Errors of ranks that pack in different ways, with equal and with different bytes."""
     hooks = {
-        "rounding": quantized_hook(brevact.NearestBackward4bit if rank else brevact.StochBackward4bit),
+        "rounding": quantized_hook(brevact.DitherBackward4bit if rank else brevact.StochBackward4bit),
         "bit_width": quantized_hook(brevact.StochBackward2bit, bit_width=2 + rank),
         "min_numel": quantized_hook(brevact.StochBackward2bit, min_numel=10**6 if rank else 4096),
         "seed": quantized_hook(brevact.StochBackward2bit4bitMix, seed=rank),
@@ -68,13 +67,8 @@ def disagreeing(rank: int) -> dict[str, str]:
     errors = {name: raised(partial(averaged, parallel(hook), given(rank))) for name, hook in hooks.items()}
     model = parallel(hook := quantized_hook(brevact.StochBackward2bit))
     averaged(model, given(rank))
-    state = hook.state_dict(model)
-    hook.load_state_dict({**state, "step": state["step"] + rank}, model)
+    hook.load_state_dict({"step": hook.step + rank, "seed": 0})
     errors["step"] = raised(lambda: averaged(model, given(rank)))
-    x = torch.zeros(2 * 5000)
-    comm = quantized_reduce_scatter(brevact.StochBackward2bit, bit_width=2 + rank)
-    arguments = x[:5000], x, distributed.group.WORLD, distributed.ReduceOp.SUM
-    errors["reduce_scatter"] = raised(lambda: comm(*arguments))
     return errors
 
 
@@ -92,53 +86,25 @@ def joined(rank: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def sharded(rank: int, source: type | None) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 8))
-    fully_shard(model[0])
-    fully_shard(model)
-    comm = quantized_reduce_scatter(source) if source else None
-    for module in (model[0], model):
-        if comm is not None:
-            module.set_custom_reduce_scatter(comm)
-    model(torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
-    if comm is not None:
-        assert comm.calls == 2 and comm.plain_bytes == (96 + 1) * 128 * 4  # the rest is small
-        comm.load_state_dict(comm.state_dict())
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-def replicated(rank: int) -> list[Tensor]:
-    """The part that a rank gets where each is a group of its own, of equal gradients."""
-    group = [distributed.new_group([other]) for other in range(WORLD)][rank]
-    x = normal(0)[2]
-    quantized_reduce_scatter(brevact.StochBackward2bit)(part := torch.empty_like(x), x, group, distributed.ReduceOp.SUM)
-    return [part]
-
-
 def measure(rank: int) -> dict[str, object]:
-    nearest = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
+    drawn = parallel(quantized_hook(brevact.StochBackward4bit))
     mixed = parallel(quantized_hook(brevact.StochBackward2bit4bitMix))
     same = parallel(quantized_hook(brevact.StochBackward2bit))
     return {
-        "nearest": averaged(nearest, given(rank)),
+        "drawn": averaged(drawn, given(rank)),
         "mixed": averaged(mixed, given(rank)),
         "same gradients": averaged(same, normal(0)),
         "accumulated": accumulated(rank),
         "unused": unused(rank),
         "joined": joined(rank),
         **resumed(rank),
-        "replicated": replicated(rank),
         "disagreeing": disagreeing(rank),
-        "fsdp": sharded(rank, None),
-        "fsdp, lossless": sharded(rank, brevact.LosslessBackward),
-        "fsdp, 8 bits": sharded(rank, brevact.StochBackward8bit),
     }
 
 
 def left_alone() -> str:
     """The error of rank 0 when rank 1 is gone."""
-    model = parallel(quantized_hook(brevact.NearestBackward4bit))
+    model = parallel(quantized_hook(brevact.StochBackward4bit))
     averaged(model, given(0))
     distributed.barrier()
     if distributed.get_rank() == 1:

@@ -87,11 +87,10 @@ def test_the_first_rank_draws_what_one_process_does(ranks):
     assert torch.equal(ranks[0]["noise"], noise(lambda model: model))
 
 
-def test_ranks_agree_on_widths_and_on_what_they_know_of_samples(ranks):
+def test_ranks_agree_on_widths(ranks):
     """Each measures its own part; both go on with the mean."""
     first, second = (rank["adaptive"]["states"] for rank in ranks)
     for a, b in zip(first, second, strict=True):
         assert a["sensitivities"] == b["sensitivities"] and a["bit_widths"] == b["bit_widths"]
-        assert torch.equal(a["samples"], b["samples"]) and (a["samples"] > 0).all()
     assert first[0]["sensitivities"] != first[1]["sensitivities"] and len(set(first[1]["bit_widths"])) > 1
     assert all(map(torch.equal, *(rank["adaptive"]["grads"] for rank in ranks)))

@@ -340,9 +340,8 @@ def test_backward_policy_shows_rules_for_ops():
         ("silu", "bmm | silu", "StochBackward4bit"),
     ]
     lines = [line.split()[:2] for line in str(policy).splitlines()[2:]]
-    of_head = [["head", "Sequential"], ["matmul", "op"], ["silu", "op"]]  # which has no rules for ops
-    assert lines == [["(model)", "Ops"], ["matmul", "op"], ["silu", "op"], *of_head]
-    assert all(line.split()[3:] == ["'head'", "full", "precision"] for line in str(policy).splitlines()[-3:])
+    assert lines == [["(model)", "Ops"], ["matmul", "op"], ["silu", "op"], ["head", "Sequential"]]
+    assert str(policy).splitlines()[-1].split()[3:] == ["'head'", "full", "precision"]  # which has no rules for ops
     alone = brevact.backward_policy(brevact.quantize_backward(Ops(), {F.silu: StochBackward4bit}))
     assert (alone.rows[0].rule, alone.rows[0].source, alone.rows[0].settings) == ("", "full precision", None)
     assert len(str(alone).splitlines()) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from dataclasses import asdict
 
 import brevitas.nn as qnn
 import pytest
@@ -16,8 +17,7 @@ import brevact
 from brevact import BackwardSettings, Policy, StochBackward2bit, StochBackward4bit
 from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
-from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
-from brevact.policy.files import LAYER_TYPES, PREDICATES
+from brevact.policy.files import LAYER_TYPES, LEAVES, PREDICATES, from_plain, to_plain
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.crosses import some_of
 from tests.user_code import MyBackward
@@ -162,7 +162,7 @@ def test_save_refuses_what_is_the_users_own_and_writes_no_file(rules, words, tmp
 
 
 RULE = {"name": "*", "quantizer": "StochBackward2bit"}
-REPORT = brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7).to_plain() | {"groups": []}
+REPORT = asdict(brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7)) | {"groups": []}
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ REPORT = brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001,
         ({"rules": [{"name": "*", "quantizer": None, "settings": {"a": 1}}]}, ["full precision", "leave them out"]),
         ({"rules": [RULE], "layers": ["a"]}, ["layers"]),
         ({"rules": [RULE | {"min_numel": 3}], "report": None}, ["rule 1", "'min_numel'"]),
-        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"noise": "0.1"}}, ["report, noise: got '0.1'"]),
-        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"groups": [3]}}, ["report, groups: got 3"]),
+        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"noize": 0.1}}, ["report: ", "'noize'"]),
+        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"groups": [3]}}, ["report: "]),
     ],
     ids=range(33),
 )
@@ -242,8 +242,8 @@ def test_a_fitted_policy_is_for_the_model_that_it_was_fitted_for(tmp_path):
     assert brevact.backward_policy(model).rows[0].source == "StochBackward2bit"
     for changed, words in (
         (net(nn.SiLU), ["body.1 is a SiLU, and was a ReLU"]),
-        (net(last="heads"), ["missing: head (nearest: heads)", "new: heads"]),
-        (nn.Sequential(net()), ["missing: body", "new: 0", "model.module"]),
+        (net(last="heads"), ["head is missing, heads is new"]),
+        (nn.Sequential(net()), ["body is missing", "0 is new", "model.module"]),
     ):
         with pytest.raises(ValueError) as caught:
             brevact.quantize_backward(changed, policy)

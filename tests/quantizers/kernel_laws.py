@@ -27,7 +27,7 @@ from brevact.quantizers import (
     normalizing,
     reference,
 )
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from tests.crosses import taking_turns
 from tests.quantizers.grid_cases import GridCase, buckets, random_grid, values_around
 from tests.quantizers.kernel_op_cases import NAMES, SEED, check_kernel_op
@@ -314,7 +314,10 @@ def test_pack_codes_bytes_for_every_bit_width(backend, bit_width):
             for block_size in backend.all_of((8, 512, 600), 512):
                 expected = reference.pack(codes, bit_width, block_size)
                 packed = backend.filled(packed_bytes(length, bit_width, block_size), torch.uint8)
-                backend.launchers.pack_codes(codes.to(backend.device), bit_width, block_size, packed)
+                found = backend.launchers.pack_codes(codes.to(backend.device), bit_width, block_size, packed)
+                if found is NotImplemented:  # the reference runs
+                    assert bit_width > 8
+                    continue
                 assert torch.equal(packed.cpu(), expected)
                 for own in (torch.int32, torch.int64)[bit_width == 32 :]:
                     unpacked = backend.filled(length, own)

@@ -14,7 +14,7 @@ from brevact.cpu_kernels import launch as launch_on_cpu
 from brevact.geometry import Grid, IntegerPlan, Place, Segments, UniformPlan, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_ops, kernel_ops
 from brevact.quantizers.backends import without_kernels
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from tests.quantizers.grid_cases import buckets, random_grid, values_around
 
 REFERENCES = {

@@ -25,9 +25,10 @@ from brevact.quantizers import (
     uneven,
     unpack_codes,
 )
-from brevact.quantizers.formats.mixed.mixing_quantizer import DrawnMix
-from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.dual_precision import map_blocks
+from brevact.quantizers.formats.mixed import DrawnMix
+from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.formats.uniform import plan_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -112,11 +113,11 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     quantizer = packed.quantizer
     if not isinstance(quantizer, DrawnMix):  # buckets that are all alike
         return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
-    *packs, mask = packed.tensors
     result, size = torch.empty(quantizer.numel), quantizer.size
-    is_high = unpack_codes(mask, 1, -(-quantizer.numel // size)).bool().repeat_interleave(size)[: quantizer.numel]
-    for spec, pack, where in zip(quantizer.specs(packed.layout), packs, (~is_high, is_high), strict=True):
-        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]), packed.layout.flatten(x)[where])
+    is_high = unpack_codes(packed.tensors[1], 1, -(-quantizer.numel // size)).bool()
+    is_high = is_high.repeat_interleave(size)[: quantizer.numel]
+    for (own, _), where in zip(quantizer.packs(packed), (~is_high, is_high), strict=True):
+        result[where] = mixed_step(own, packed.layout.flatten(x)[where])
     return packed.layout.restore(result)
 
 
@@ -158,8 +159,7 @@ def grid_step(packed: PackedActivation, x: Tensor, *, clips: bool = False) -> Te
 
 def dual_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The stored scale of each element's map."""
-    quantizer, layout = packed.quantizer, packed.layout
-    blocks = quantizer.blocks(layout)
+    blocks = map_blocks(packed.layout, packed.quantizer.block)
     scale = unpack_codes(packed.tensors[3], 15, blocks.maps).short().view(torch.bfloat16).float()
     return _of_maps(scale, packed)
 
@@ -167,7 +167,7 @@ def dual_step(packed: PackedActivation, x: Tensor) -> Tensor:
 def _of_maps(values: Tensor, packed: PackedActivation) -> Tensor:
     layout = packed.layout
     distinct = [size if d in layout.dims else 1 for d, size in enumerate(layout.shape)]
-    elements = packed.quantizer.blocks(layout).elements
+    elements = map_blocks(layout, packed.quantizer.block).elements
     return values.repeat_interleave(elements).view(distinct).expand(layout.shape)
 
 
@@ -175,7 +175,7 @@ def groups_of(packed: PackedActivation) -> Tensor:
     """Number of the group of each element, in the shape of the tensor."""
     quantizer, layout = packed.quantizer, packed.layout
     if isinstance(quantizer, DualPrecisionQuantizer):
-        return _of_maps(torch.arange(quantizer.blocks(layout).maps), packed)
+        return _of_maps(torch.arange(map_blocks(layout, quantizer.block).maps), packed)
     if isinstance(quantizer, DrawnMix):
         return layout.restore(torch.arange(layout.numel) // quantizer.size)
     if isinstance(quantizer, SampleQuantizer):

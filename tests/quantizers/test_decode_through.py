@@ -18,7 +18,7 @@ from brevact.quantizers import (
     normalizing,
     point_functions,
 )
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform import plan_of
 from tests.crosses import taking_turns
 from tests.quantizers.test_normalizing import ORDERS, sample
 

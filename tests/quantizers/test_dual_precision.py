@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from brevact.quantizers import DualPrecisionQuantizer, Layout, UniformQuantizer, quantize
-from brevact.quantizers.formats.dual_precision.quantizer import map_blocks
+from brevact.quantizers.formats.dual_precision import map_blocks
 from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.quantizers import NormalizedFormat, NormalizedQuantizer
-from brevact.quantizers.formats.normalized import quantizer as normalized
+from brevact.quantizers.formats import normalized
 
 
 def _sign(x: Tensor) -> Tensor:

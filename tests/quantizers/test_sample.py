@@ -12,7 +12,7 @@ from torch import Tensor
 
 import brevact
 from brevact.quantizers import SampleQuantizer, SampleWeights, widths_of_least_noise
-from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST
+from brevact.quantizers.formats.per_sample import NARROWEST, WIDEST
 
 
 def noise(sensitivity: Tensor, widths: Tensor) -> float:

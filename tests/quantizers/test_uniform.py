@@ -91,26 +91,10 @@ def test_everything_stays_on_the_cpu_under_another_default_device():
     assert torch.equal(integers, packed.codes.to(torch.int32))
 
 
-def test_dequantize_refuses_buffers_that_do_not_fit():
-    packed = UniformQuantizer().quantize(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"out: got shape \(3, 2\)"):
-        packed.dequantize(out=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"out: got torch\.float64"):
-        packed.dequantize(out=torch.zeros(2, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="other: got a tensor on meta"):
-        packed.dequantize_multiply(torch.zeros(2, 3, device="meta"))
-
-
-@pytest.mark.parametrize("other", [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 3).double()])
-def test_dequantize_multiply_refuses_buffers_that_do_not_fit(other: torch.Tensor):
-    packed = UniformQuantizer().quantize(torch.zeros(2, 3))
-    for shape in ((3, 2), (1, 2, 3), (6,)):
-        with pytest.raises(ValueError, match=r"out: got shape"):
-            packed.dequantize_multiply(other, out=torch.empty(shape, dtype=other.dtype))
-    with pytest.raises(ValueError, match=f"out: got torch.float16; the result is {other.dtype}"):
-        packed.dequantize_multiply(other, out=torch.empty(2, 3, dtype=torch.float16))
-    with pytest.raises(ValueError, match="out: got a tensor on meta"):
-        packed.dequantize_multiply(other, out=torch.empty(2, 3, dtype=other.dtype, device="meta"))
+@pytest.mark.parametrize("other", [torch.zeros(3, 2), torch.zeros(2, 3, device="meta"), torch.zeros(6)])
+def test_dequantize_multiply_refuses_tensors_that_do_not_fit(other: torch.Tensor):
+    with pytest.raises(ValueError, match=r"other: got a tensor of shape .* on (cpu|meta); accepted is one of shape"):
+        UniformQuantizer().quantize(torch.zeros(2, 3)).dequantize_multiply(other)
 
 
 def test_quantize_rounds_half_to_even():

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.geometry import SMALLEST_GAP
 from brevact.quantizers import PackedActivation, UniformQuantizer, WeibullQuantizer
-from brevact.quantizers.formats.weibull.levels import level_table
+from brevact.quantizers.formats.weibull_levels import level_table
 from brevact.quantizers.reference import LARGEST_RANGE
 from tests.crosses import taking_turns
 

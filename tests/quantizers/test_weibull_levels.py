@@ -10,8 +10,8 @@ import torch
 from scipy.integrate import quad
 from scipy.special import gamma, gammaincc
 
-from brevact.quantizers.formats.weibull import levels
-from brevact.quantizers.formats.weibull.levels import SIDES, level_columns, level_table, read_file, sides
+from brevact.quantizers.formats import weibull_levels as levels
+from brevact.quantizers.formats.weibull_levels import SIDES, level_columns, level_table, read_file, sides
 from scripts import weibull_table
 
 K = weibull_table.shapes(levels.SHAPE_NODES)

@@ -81,7 +81,6 @@ def test_a_model_without_memory_has_the_bytes_of_one_that_has():
         for loss in (None, lambda model, batch: model(batch).sum()):
             report = brevact.memory_report(make().to("meta"), x.to("meta"), loss)
             assert (report.plain_bytes, report.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
-            assert report.plain_peak is None
 
 
 def test_a_region_in_a_models_own_code_is_measured_as_it_is():
@@ -216,9 +215,8 @@ IMAGES = torch.zeros(2, 3, 8, 8)
         (TwoInputs(), (), r"missing a required argument: 'x'"),
         (TwoInputs(), DataLoader(TensorDataset(torch.zeros(8, 64))), r"DataLoader; .*inputs, targets = next\(iter\(lo"),
         (TwoInputs(), iter([torch.zeros(2, 64)]), r"list_iterator; .*inputs, targets = next\(iter\(loader\)\)"),
-        (TwoInputs(), TensorDataset(torch.zeros(8, 64)), r"TensorDataset; .*DataLoader\(dataset, 32\)"),
-        (TwoInputs(), None, r"got None of type NoneType; .*pass \(\)"),
-        (TwoInputs(), torch.zeros(2, 64).numpy(), r"of type ndarray; .*torch\.as_tensor\(batch\)"),
+        (TwoInputs(), TensorDataset(torch.zeros(8, 64)), "of type TensorDataset; accepted"),
+        (TwoInputs(), None, "got None of type NoneType; accepted"),
         (TwoInputs(), "text", r"got 'text' of type str; accepted is what the model is called with"),
         (TwoInputs(), 3, r"got 3 of type int"),
         (TwoInputs(), float("nan"), r"got nan of type float"),
@@ -232,21 +230,6 @@ IMAGES = torch.zeros(2, 3, 8, 8)
 def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
     with pytest.raises(TypeError, match=message):
         brevact.memory_report(model, batch)
-
-
-def test_targets_that_a_model_takes_for_something_else_are_explained():
-    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
-    message = r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
-
-    class Cached(TwoInputs):
-        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-            return self.layer(x)[cache.get_seq_length() :]
-
-    with pytest.raises(TypeError, match=message) as caught:
-        brevact.memory_report(Cached(), batch)
-    assert isinstance(caught.value.__cause__, AttributeError)
-    with pytest.raises(AttributeError, match="get_seq_length"):  # one argument: the model's own error
-        brevact.memory_report(Cached(), batch[0])
 
 
 def test_a_tuple_that_is_one_argument_stays_one():
@@ -314,18 +297,18 @@ class Shift(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    "model",
     [
-        (network().requires_grad_(False), "none of the 6 parameters requires a gradient, and no input requires one"),
-        (nn.Sequential(Shift(), Detach()), "the output requires no gradient"),
-        (nn.ReLU(), "the model has no parameters, and no input requires one"),
-        (nn.Sequential(Shift(), nn.Flatten()), "no op of the model keeps anything but weights"),
+        network().requires_grad_(False),
+        nn.Sequential(Shift(), Detach()),
+        nn.ReLU(),
+        nn.Sequential(Shift(), nn.Flatten()),
     ],
 )
-def test_a_model_that_stores_nothing_says_so(model, message, tmp_path):
+def test_a_model_that_stores_nothing_says_so(model, tmp_path):
     report = brevact.memory_report(brevact.quantize_backward(model, StochBackward2bit), torch.randn(8, 3, 32, 32))
     assert (report.saved_bytes, report.plain_bytes, report.rows) == (0, 0, ())
-    assert message in report.note and report.note in str(report)
+    assert report.note.startswith("Nothing is stored for backward: ") and report.note in str(report)
     report.to_csv(tmp_path / "memory.csv")
     report.plot(tmp_path / "memory.png")
 
@@ -399,37 +382,6 @@ def convolutions():
 
 def cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def test_a_report_of_a_loss_has_the_peak_of_a_step(tmp_path):
-    """All that is kept is there when the backward pass begins, and the batch alone was there before the step."""
-    batch = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    model = brevact.quantize_backward(convolutions(), StochBackward2bit)
-    report = brevact.memory_report(model, batch, cross_entropy)
-    assert report.plain_peak >= report.plain_bytes - batch[0].nbytes - batch[1].nbytes
-    assert report.saved_bytes <= report.packed_peak < report.plain_peak  # packed, the batch is a copy
-    assert report.peak_ratio == report.plain_peak / report.packed_peak
-    step = brevact.step_report(model, batch, cross_entropy, rounds=2)
-    assert (report.plain_peak, report.packed_peak) == (step.plain_peak, step.packed_peak)
-    assert f"peak of a step: {report.plain_peak / 2**20:.3f} MiB plain" in str(report)
-    report.to_csv(tmp_path / "memory.csv")
-    with open(tmp_path / "memory.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert {(row["plain_peak"], row["packed_peak"]) for row in rows} == {
-        (str(report.plain_peak), str(report.packed_peak))
-    }
-
-
-def test_a_report_has_no_peak_without_a_backward_pass(tmp_path):
-    model, x = nn.Linear(64, 64), torch.randn(64, 64)
-    alone = brevact.memory_report(model, x)
-    of_outputs = brevact.memory_report(model, x, lambda model, x: model(x))
-    of_no_graph = brevact.memory_report(model, x, lambda model, x: model(x).sum().detach())
-    for report in (alone, of_outputs, of_no_graph):
-        assert report.plain_peak is report.packed_peak is report.peak_ratio is None
-        assert "peak" not in str(report)
-        report.to_csv(tmp_path / "memory.csv")
-        assert "peak" not in (tmp_path / "memory.csv").read_text()
 
 
 def test_a_model_without_a_policy_has_would_in_its_numbers_names(tmp_path):

@@ -49,12 +49,11 @@ def test_peak_is_what_a_step_allocates_at_most():
 @pytest.mark.parametrize("of_model", [False, True])
 def test_a_region_around_a_report_packs_nothing_of_its_steps(of_model):
     model = brevact.quantize_backward(net(), StochBackward2bit, min_numel=0)
-    expected = brevact.memory_report(model, BATCH, loss)
+    memory, step = brevact.memory_report(model, BATCH, loss), brevact.step_report(model, BATCH, loss, rounds=2)
     with brevact.backward_quant(model if of_model else StochBackward2bit):
-        found = brevact.memory_report(model, BATCH, loss)
-        step = brevact.step_report(model, BATCH, loss, rounds=2)
-    assert found.plain_peak == step.plain_peak == expected.plain_peak
-    assert found.packed_peak == step.packed_peak == expected.packed_peak
+        assert brevact.memory_report(model, BATCH, loss) == memory
+        found = brevact.step_report(model, BATCH, loss, rounds=2)
+    assert (found.plain_peak, found.packed_peak) == (step.plain_peak, step.packed_peak)
 
 
 def test_a_model_without_a_policy_is_measured_with_the_default_one():
@@ -86,7 +85,6 @@ def test_a_model_with_checkpoints_is_measured(policy):
         brevact.quantize_backward(model, policy)
     report = brevact.step_report(model, BATCH, loss, rounds=2)
     assert 0 < report.packed_peak < report.plain_peak
-    assert brevact.memory_report(model, BATCH, loss).plain_peak == report.plain_peak
 
 
 @pytest.mark.parametrize("rounds", [1, 0, 2.0, True])

@@ -38,11 +38,10 @@ def test_examples_run(callback):
 def test_full_precision_trains_as_without_a_callback(run, callback, tmp_path):
     """Measurements restore the batches and random numbers that they take."""
     plain = run.trained(tmp_path)
-    measured = run.trained(tmp_path, callback("none", noise_every=1))
+    measured = run.trained(tmp_path, callback("none"))
     assert run.losses(measured) == run.losses(plain) and run.same_weights(measured.model, plain.model)
     row = measured.state.log_history[0]
     assert row["brevact/saved_mib"] == row["brevact/plain_mib"] > 0
-    assert row["brevact/noise"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_default_trains_with_options_of_the_trainer(run, callback, tmp_path, opt
 
 def test_resumed_run_ends_as_the_whole_one(run, callback, tmp_path):
     def made():
-        return [callback("6x", adapt_every=2, noise_every=2)]
+        return [callback("6x", adapt_every=2)]
 
     options = {"save_strategy": "steps", "save_steps": 3, "steps": 5}
     whole = run.trained(tmp_path, made(), **options)
@@ -93,7 +92,7 @@ def test_resumed_run_ends_as_the_whole_one(run, callback, tmp_path):
     assert resumed.state.log_history[-2] == whole.state.log_history[-2]
     restored = run.trained(
         tmp_path,
-        callback("6x", adapt_every=2, noise_every=2),
+        callback("6x", adapt_every=2),
         resume=str(checkpoint),
         restore_callback_states_from_checkpoint=True,
         **options,

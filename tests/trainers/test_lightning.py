@@ -93,10 +93,9 @@ def test_examples_run(callback):
 
 def test_full_precision_trains_as_without_a_callback(run, callback):
     plain, trainer = run()
-    measured, with_callback = run(callback("none", noise_every=2))
+    measured, with_callback = run(callback("none"))
     assert equal(plain, measured)
     assert with_callback.callback_metrics["loss"] == trainer.callback_metrics["loss"]
-    assert abs(with_callback.callback_metrics["brevact/noise"]) < 1e-9
 
 
 def test_resumed_run_has_the_policy_and_the_widths_of_the_checkpoint(run, callback):

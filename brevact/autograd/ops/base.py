@@ -38,6 +38,10 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
+#: Which gradients are needed.
+Needs = tuple[bool, ...]
+
+
 class SavedValue(NamedTuple):
     tensors: tuple[Tensor, ...]
     decoder: Any
@@ -134,7 +138,7 @@ Formula.record = super(torch.autograd.Function, Formula).apply  # of a class in 
 def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = False, is_exact: bool = False) -> Callable:
     """Return the gradient g * mask * factor, laid out as torch's; ``is_exact``: 0 g is NaN where g is not finite."""
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: SavedValue) -> tuple[Tensor, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: SavedValue) -> tuple[Tensor, ...]:
         product = grad * kept.decode() if is_exact or stride is None else kept.multiply(grad)
         if stride is not None:
             product = lay_out(product, grad, stride, saved_first=saved_first)
@@ -233,16 +237,12 @@ def _inplace_position(func: Callable) -> int | None:
 
 def run_inside(function: Callable) -> Callable:
     """Make the handler of a Python function of torch: its code runs under the mode, without its check for overrides."""
-    checks = dict.fromkeys(
-        (f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")), lambda *tensors: False
-    )
-    inside = FunctionType(
-        function.__code__, {**function.__globals__, **checks}, function.__name__, function.__defaults__
-    )
+    checks = dict.fromkeys((f"has_torch_function{end}" for end in ("", "_unary", "_variadic")), lambda *tensors: False)
+    body = FunctionType(function.__code__, {**function.__globals__, **checks}, function.__name__, function.__defaults__)
 
     def handle(region: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
         with region.mode:
-            return inside(*args, **kwargs)
+            return body(*args, **kwargs)
 
     return handle
 
@@ -252,15 +252,6 @@ def requires_grad(*tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
-
-
-def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
-    """Return one number per spatial dimension for each option, as torch's layers accept them."""
-    found = []
-    for option in options:
-        values = (option,) if isinstance(option, int) else tuple(option)
-        found.append(values * dims if len(values) == 1 else values)
-    return found
 
 
 def expanded_one(x: Tensor) -> Tensor:
@@ -286,9 +277,7 @@ def outside_regions(device: torch.device) -> Iterator[None]:
         yield
 
 
-def gradients_of(
-    compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
-) -> list[Tensor | None]:
+def gradients_of(compute: Callable, tensors: list[Tensor], needs: Needs, grad: Tensor) -> list[Tensor | None]:
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
     with outside_regions(grad.device):
         found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
@@ -319,7 +308,7 @@ def compute_from_weight(
             known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
         return out
 
-    def through(needs: tuple[bool, ...], grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:
+    def through(needs: Needs, grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:
         return (gradients or functools.partial(gradients_of, compute))([*tensors], needs, grad)
 
     with DisableTorchFunction():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import Formula, SavedValue, as_tuples, save
+from brevact.autograd.ops.base import Formula, Needs, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Keeper, Weight
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
 
 #: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
@@ -49,43 +50,31 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-def _apply(
-    region: Keeper,
-    layer: Callable[..., Tensor],
-    gradients_of: Callable[..., tuple[Any, ...]],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """Run a layer; ``gradients_of`` reads the computed type, the output's gradient, and the saved input and weight.
+def _apply(region: Keeper, layer: Callable, gradients: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
+    """Run a layer; ``gradients`` reads the computed type, the output's gradient, and the saved input and weight.
 
     A linear layer's weight is read for the input's gradient alone.
     """
 
-    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[3:5]
         kept = region.keep(input) if needs_weight else None
         reads_weight = needs_input or (needs_weight and weight.dim() > 2)
         save(ctx, kept, region.keep_weight(weight) if reads_weight else None)
-        ctx.gradients = functools.partial(gradients_of, w.dtype)
+        ctx.gradients = functools.partial(gradients, w.dtype)
         return layer(x, w, b)
 
     return region.apply(Formula, run, None, input, weight, bias)
 
 
 def _apply_convolution(
-    region: Keeper,
-    convolve: Callable[..., Tensor],
-    geometry: _Geometry,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    region: Keeper, convolve: Callable, geometry: _Geometry, input: Tensor, weight: Tensor, bias: Weight
 ) -> Tensor:
     shape, stride, bias_sizes = input.shape, input.stride(), None if bias is None else list(bias.shape)
     recomputes = bool(region.recompute)
 
-    def gradients(dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any) -> tuple[Any, ...]:
+    def gradients(dtype: torch.dtype, needs: Needs, grad: Tensor, kept: Any, weight: Any) -> tuple[Any, ...]:
         if weight is None:  # only the bias trains
             return None, None, sum_of_channels(grad)
         grad, w = grad.to(dtype), weight.decode_as(dtype)
@@ -101,13 +90,7 @@ def _apply_convolution(
 
 
 def _sample_by_sample(
-    shape: torch.Size,
-    bias_sizes: list[int] | None,
-    geometry: _Geometry,
-    grad: Tensor,
-    kept: SavedValue,
-    weight: Tensor,
-    mask: list[bool],
+    shape: torch.Size, bias_sizes: Any, geometry: _Geometry, grad: Tensor, kept: Any, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of weight and bias first: only they need the decoded input.
 
@@ -137,23 +120,17 @@ def _sample_by_sample(
     return grad_input, *totals
 
 
-def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
-    return (
-        region.packs_layer(input, weight, bias)
-        and input.dim() in (dims + 1, dims + 2)
-        and weight.dim() == dims + 2
-        and input.numel() > 0
-    )
+def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
+    """Return one number per spatial dimension for each option, as torch's layers accept them."""
+    found = []
+    for option in options:
+        values = tuple(map(operator.index, option if isinstance(option, tuple | list) else (option,)))  # NumPy's, too
+        found.append(values * dims if len(values) == 1 else values)
+    return found
 
 
 def _convolve(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: tuple[Any, ...],
-    geometry: _Geometry,
+    region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Weight, options: tuple, geometry: _Geometry
 ) -> Tensor:
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
@@ -177,13 +154,13 @@ def _convolution(
     func: Callable,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Weight = None,
     stride: int | Sequence[int] = 1,
     padding: int | str | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Any:
-    if not _can_convolve(region, dims, input, weight, bias):
+    if not region.packs_layer(input, weight, bias, dims):
         return NotImplemented
     if isinstance(padding, str):
         steps, gaps = as_tuples(dims, stride, dilation)
@@ -204,14 +181,14 @@ def _transposed(
     func: Callable,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Weight = None,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] = 0,
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Any:
-    if not _can_convolve(region, dims, input, weight, bias):
+    if not region.packs_layer(input, weight, bias, dims):
         return NotImplemented
     steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
     geometry = steps, pads, dilation, True, more, groups
@@ -223,14 +200,12 @@ STORED = Stored(
 )
 
 
-def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
     is_flattened = input.dim() <= 2 or input.is_contiguous()
     is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
     has_rows = weight.stride() == (weight.shape[1], 1)
 
-    def gradients(
-        dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Any
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(dtype: torch.dtype, needs: Needs, grad: Tensor, kept: Any, weight: Any) -> tuple[Tensor | None, ...]:
         grad = grad.to(dtype)
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
@@ -250,7 +225,7 @@ def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tenso
     return _apply(region, linear, gradients, input, weight, bias)
 
 
-def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Weight = None) -> Any:
     if not region.packs_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None

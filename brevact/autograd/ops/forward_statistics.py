@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.ops.base import OfWeight, compute_from_weight, save
+from brevact.autograd.ops.base import Needs, OfWeight, compute_from_weight, save
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import DisableTorchFunction
 
@@ -51,31 +51,6 @@ def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     if len(equal) != 1:  # torch picks one of them; none is equal to a NaN in the tail
         return None
     return value, index[equal.view(1)]
-
-
-def _of_largest(needs: tuple[bool, ...], grad: Tensor, weight: Tensor, found: Tensor) -> tuple[Tensor]:
-    is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
-    shares = torch.zeros_like(weight).masked_fill_(is_largest, grad / is_largest.sum())
-    return (shares.mul_(weight.sgn()),)
-
-
-def largest_magnitude(region: Keeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """Largest magnitude of a weight, or of its rows along a dimension: ``brevitas.core.stats.AbsMax``."""
-    storage_report.report_op(weight_statistics)
-
-    def run(ctx: Any, weight: Tensor) -> Tensor:
-        out = weight.abs().max() if dim is None else weight.abs().amax(dim, keepdim=keepdim)
-        save(ctx, exact=(weight, out) if dim is None else (weight,))
-        return out
-
-    def of_rows(needs: tuple[bool, ...], grad: Tensor, weight: Tensor) -> tuple[Tensor]:
-        assert dim is not None
-        index = weight.abs().max(dim, keepdim=True).indices  # found again: an index per row is 8 bytes
-        signs = weight.gather(dim, index).sgn()
-        return (torch.zeros_like(weight).scatter_(dim, index, grad.reshape(index.shape) * signs),)
-
-    with DisableTorchFunction():
-        return region.apply_to_weight(OfWeight, run, _of_largest if dim is None else of_rows, weight)
 
 
 def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
@@ -124,7 +99,7 @@ def _scale(value: Tensor, threshold: Tensor, least: float | None, learns: bool) 
     return OfWeight.record(None, run, _of_scale, value, threshold)
 
 
-def _of_scale(needs: tuple[bool, ...], grad: Tensor, signed: Tensor, threshold: Tensor) -> tuple[Tensor, None]:
+def _of_scale(needs: Needs, grad: Tensor, signed: Tensor, threshold: Tensor) -> tuple[Tensor, None]:
     return (grad / threshold).to(signed.dtype).mul_(signed.sgn()), None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import Kind
-from brevact.autograd.ops.base import Formula, blank, requires_grad, run_inside, save
+from brevact.autograd.ops.base import Formula, Needs, blank, requires_grad, run_inside, save
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere, places_in_first
 from brevact.autograd.saved import Keeper
 from brevact.private_names.of_torch import nn_pad
@@ -43,7 +43,7 @@ def _grid_sampler(
         save(ctx, region.keep_activation(x) if ctx.needs_input_grad[4] else None, exact=(g,))
         return func(x, g, *options)
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, g: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, g: Tensor) -> tuple[Any, ...]:
         x = blank(input_like, grad) if kept is None else kept.decode()
         backward = aten.grid_sampler_2d_backward if x.dim() == 4 else aten.grid_sampler_3d_backward
         found = backward(grad, x.to(grad.dtype), g.to(grad.dtype), *options, list(needs))

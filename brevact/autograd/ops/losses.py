@@ -28,12 +28,11 @@ With d = x - t for an input x and a target t, and the gradient g of the loss, ov
     soft_margin_loss     dL/dx = -g t sigmoid(-t x)
     kl_div               dL/dx = -g t,  or -g exp(t)
     binary_cross_entropy_with_logits
-                         dL/dx = g w (sigmoid(x) - t);  with weights p of positives
-                         dL/dx = g w ((1 - t) sigmoid(x) - p t (1 - sigmoid(x)))
+                         dL/dx = g (sigmoid(x) - t)
 
-The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased.
-With weights of positives, which may differ a hundredfold, the two terms are saved apart. ``binary_cross_entropy`` of
-probabilities stays exact: its derivative, (x - t) / (x (1 - x)), is unbounded.
+The derivative replaces input and target, which torch saves in full precision; linear in it, hence unbiased. With
+weights torch runs in full precision, as ``binary_cross_entropy`` of probabilities does: its derivative,
+(x - t) / (x (1 - x)), is unbounded.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.layer_recompute import rows_of
-from brevact.autograd.ops.base import Formula, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Keeper, Quality, Saved
+from brevact.autograd.saved import Decoder, Keeper, Quality, Saved, Weight
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made, is_tracked
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_places, reported
@@ -70,11 +69,11 @@ class _Options(NamedTuple):
 
 
 def _cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         out = call(input, target, weight)
         known, sure = _known_logits(region, input), None
         if known is None:
@@ -86,9 +85,7 @@ def _cross_entropy(
         save(ctx, kept, _kept_index(region, input, target, options), sure, exact=(weight,))
         return out
 
-    def gradients(
-        needs: tuple[bool, ...], grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any
-    ) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, target: Any, sure: Any, weight: Any) -> tuple[Any, ...]:
         p = kept.decode()
         g, y, w_y = _of_samples(grad, p, target.decode(), _stretched(weight, p, options), options)
         hit = g * w_y
@@ -100,17 +97,17 @@ def _cross_entropy(
 
 
 def _soft_cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         out = call(input, target, weight)
         slope, total = _slope(torch.softmax(input, dim, dtype=out.dtype), target, weight, options)
         save(ctx, region.keep(slope, share=False), exact=(total,))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, total: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, total: Tensor) -> tuple[Any, ...]:
         g = grad.unsqueeze(dim) if options.reduction == "none" else grad
         g = g.to(total.dtype) / total if options.reduction == "mean" else g
         return (g.to(dtype) * kept.decode()).to(dtype), None, None
@@ -119,7 +116,7 @@ def _soft_cross_entropy(
 
 
 def _cross_entropy_of_rows(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
@@ -243,15 +240,15 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _negative_log_likelihood(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype = input.shape, input.dtype
 
-    def run(ctx: Any, input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(ctx: Any, input: Tensor, target: Tensor, weight: Weight) -> Tensor:
         save(ctx, _kept_index(region, input, target, options), exact=(weight,))
         return call(input, target, weight)
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, weight: Tensor | None) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, weight: Weight) -> tuple[Any, ...]:
         found = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
         g, y, w_y = _of_samples(grad, found, kept.decode(), _stretched(weight, found, options), options)
         return found.scatter_(options.class_dim, y, -g * w_y).to(dtype), None, None
@@ -259,7 +256,7 @@ def _negative_log_likelihood(
     return region.apply(Formula, run, gradients, input, target, weight)
 
 
-def _slope(p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> tuple[Tensor, Tensor]:
+def _slope(p: Tensor, target: Tensor, weight: Weight, options: _Options) -> tuple[Tensor, Tensor]:
     """p sum(q) - q, 0 for ignored samples, and the divisor of a mean."""
     dim, s = options.class_dim, options.label_smoothing
     w, exact = _stretched(weight, p, options), torch.promote_types(p.dtype, torch.float32)
@@ -275,14 +272,14 @@ def _slope(p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) 
     return p * q.sum(dim, keepdim=True) - q, total
 
 
-def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
+def _stretched(weight: Weight, p: Tensor, options: _Options) -> Tensor | None:
     if weight is None:
         return None
     return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
 
 
 def _of_samples(
-    grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options
+    grad: Tensor, p: Tensor, target: Tensor, weight: Weight, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dL_n, y_n and w_y (N, 1, d1, ..); dL/dL_n and y_n are 0 where the target is ignored."""
     y = target.long().unsqueeze(options.class_dim)
@@ -296,9 +293,7 @@ def _of_samples(
     return torch.where(counts, g, 0), y, w_y
 
 
-def _goes_by_rows(
-    settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
-) -> bool:
+def _goes_by_rows(settings: BackwardSettings, input: Tensor, target: Tensor, weight: Weight, options: _Options) -> bool:
     if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if weight is not None or options.label_smoothing or not input.is_contiguous():
@@ -364,6 +359,8 @@ OPS: tuple[Op, ...] = (
 
 
 _Call = Callable[..., Tensor]
+#: Options with which torch runs in full precision.
+_RARE = "size_average", "reduce", "weight", "pos_weight"
 
 
 class _PairLoss(NamedTuple):
@@ -383,14 +380,6 @@ def _times(kept: Any, grad: Tensor, factor: float) -> Tensor:
     return (decoded if factor == 1 else decoded * factor) * grad
 
 
-def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
-    if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
-        return False
-    if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights(input, target):
-        return False
-    return max(input.numel(), target.numel()) >= max(1, region.settings.min_numel)
-
-
 def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
     divisors = {"none": 1, "sum": 1, "mean": x.numel()}
     if func is F.kl_div:
@@ -401,11 +390,15 @@ def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
 def _pair_handler(loss: _PairLoss) -> Callable:
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         options = _parameters(func).read(args, kwargs)
-        if options is None or any(options.pop(name, None) is not None for name in ("size_average", "reduce", "weight")):
+        if options is None or any(options.pop(name, None) is not None for name in _RARE):
             return NotImplemented
         input, target, reduction = options.pop("input"), options.pop("target"), options.pop("reduction")
-        if not _packs(region, input, target, *(() if loss.is_of_difference else (target,))):
+        if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
             return NotImplemented
+        if not requires_grad(input, target) or (target.requires_grad and not loss.is_of_difference):
+            return NotImplemented
+        if max(input.numel(), target.numel()) < region.settings.min_numel or region.are_weights(input, target):
+            return NotImplemented  # there is nothing to pack
         if not all(isinstance(x, int | float) and (x is False or 0 < x < math.inf) for x in options.values()):
             return NotImplemented
         try:
@@ -427,7 +420,7 @@ def _pair_handler(loss: _PairLoss) -> Callable:
                 save(ctx, region.keep(slope, share=False))
             return out
 
-        def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
+        def gradients(needs: Needs, grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
             if below:
                 sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
                 along = grad.expand(sign.shape)
@@ -441,43 +434,6 @@ def _pair_handler(loss: _PairLoss) -> Callable:
         return region.apply(Formula, run, gradients, input, target)
 
     return handle
-
-
-def _binary_cross_entropy_with_logits(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
-    options = _parameters(func).read(args, kwargs)
-    if options is None or options.pop("size_average") is not None or options.pop("reduce") is not None:
-        return NotImplemented
-    input, target, weight, reduction, positive = options.values()
-    divisor = _divisor(func, reduction, input) if _packs(region, input, target, target, weight, positive) else None
-    if not divisor or input.shape != target.shape:
-        return NotImplemented
-
-    dtype = input.dtype
-
-    def run(ctx: Any, x: Tensor, t: Tensor, w: Tensor | None, p: Tensor | None) -> Tensor:
-        out: Tensor = func(x, t, weight=w, reduction=reduction, pos_weight=p)
-        logits = x.to(out.dtype)
-        slope = torch.sigmoid(logits)
-        more: tuple[Saved, ...] = ()
-        if p is None:
-            slope -= t
-        else:
-            more = region.keep(torch.sigmoid(-logits) * t, share=False), region.keep_activation(p)
-            slope *= 1 - t
-        kept = region.keep(slope, share=False)
-        save(ctx, kept, None if w is None else region.keep_activation(w), *more)
-        return out
-
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, w: Any, *more: Any) -> tuple[Any, ...]:
-        if more:
-            positive, p = (each.decode().to(grad.dtype) for each in more)
-            along = (kept.decode() - p * positive) * (1 / divisor) * grad
-        else:
-            along = _times(kept, grad, 1 / divisor)
-        along = along if w is None else along * w.decode().to(grad.dtype)
-        return along.to(dtype), None, None, None
-
-    return region.apply(Formula, run, gradients, input, target, weight, positive)
 
 
 def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor, full: bool, reduction: str) -> Tensor:
@@ -506,7 +462,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed; with weights of positives its two terms, packed",
+    "the derivative, packed; with weights as in PyTorch",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {
@@ -514,16 +470,11 @@ _LOSSES: dict[Callable, _PairLoss] = {
     F.smooth_l1_loss: _PairLoss(lambda x, t, beta: ((x - t) / beta).clamp_(-1, 1)),
     F.huber_loss: _PairLoss(lambda x, t, delta: (x - t).clamp_(-delta, delta)),
     F.soft_margin_loss: _PairLoss(lambda x, t: torch.sigmoid(-t * x).mul_(-t), is_of_difference=False),
+    F.binary_cross_entropy_with_logits: _PairLoss(lambda x, t: torch.sigmoid(x).sub_(t), is_of_difference=False),
     F.kl_div: _PairLoss(lambda x, t, log_target: -t.exp() if log_target else -t, is_of_difference=False),
 }
 OPS += (
     *(Op((func,), _pair_handler(loss), _STORED, is_bit_exact=False) for func, loss in _LOSSES.items()),
-    Op(
-        (F.binary_cross_entropy_with_logits,),
-        _binary_cross_entropy_with_logits,
-        _STORED,
-        is_bit_exact=False,
-    ),
     Op(
         (F.gaussian_nll_loss,),
         _gaussian_nll_loss,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment, NormInput
-from brevact.autograd.saved import Keeper, Saved, one_object_each
+from brevact.autograd.saved import Keeper, Saved, Weight, one_object_each
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -32,10 +32,11 @@ from brevact.private_names.of_torch import (
     is_any_autocast_enabled,
     suggest_memory_format,
 )
-from brevact.quantizers.backends import cpu_kernels, run_by_kernels
+from brevact.quantizers.backends import run_by_kernels
 from brevact.quantizers.normalizing import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Mask = list[bool]  # which gradients are needed
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -46,37 +47,16 @@ _OF_LAST_DIMS = Alignment(of_last_dims=True)
 
 
 def packed_batch_norm_backward(
-    packing: NormalizedPlan,
-    buffer: Tensor,
-    grad: Tensor,
-    weight: Tensor | None,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
+    packing: NormalizedPlan, buffer: Tensor, grad: Tensor, weight: Weight, invstd: Tensor, eps: float, mask: Mask
 ) -> Gradients:
-    """Gradients by batch statistics from packed normalized values; kernels sum in another order than ATen."""
-    place = packing.place
-    is_taken = buffer.is_cpu and packing.layout.dtype is torch.float32 and place.row > 1 and place.run > 1
-    kernels = cpu_kernels() if is_taken else None  # maps of several channels: no memory for others
-    if kernels is not None:
-        target = packing.layout.empty(buffer.device)
-        found: Gradients = kernels.packed_batch_norm_backward(buffer, packing.plan, target, grad, weight, invstd, mask)
-        if found is not NotImplemented:
-            return found
+    """Gradients by batch statistics from packed normalized values."""
     x = packing.dequantize_centred(buffer, invstd)
-    return _batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
+    return batch_norm_backward(grad, x, weight, torch.zeros_like(invstd), invstd, eps, mask, True)
 
 
 @run_by_kernels
 def batch_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-    mask: list[bool],
-    overwrites: bool,
+    grad: Tensor, x: Tensor, weight: Weight, mean: Tensor, invstd: Tensor, eps: float, mask: Mask, overwrites: bool
 ) -> Gradients:
     """Gradients of batch norm by batch statistics; if it ``overwrites``, the input's may reuse the memory of ``x``.
     The kernel adds the terms of sums in another order than ATen.
@@ -87,8 +67,8 @@ def batch_norm_backward(
 @run_by_kernels
 def batch_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Weight,
+    bias: Weight,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     momentum: float,
@@ -117,13 +97,11 @@ class Norm:
     def running(self) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the output, the means and the inverse deviations, as ATen does."""
         raise NotImplementedError
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         raise NotImplementedError
 
     @property
@@ -167,13 +145,11 @@ class BatchNorm(Norm):
     def running(self) -> tuple[Tensor | None, Tensor | None]:
         return self.running_mean, self.running_var
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         run = batch_norm.reference if self.packing is None else batch_norm
         return run(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
 
     @property
@@ -187,7 +163,7 @@ class InstanceNorm(BatchNorm):
 
     name = "instance_norm"
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         n, c = x.shape[:2]
         running = [_repeat(kept, n) for kept in self.running]
         out, mean, invstd, _, _ = batch_norm_impl_index(
@@ -199,27 +175,15 @@ class InstanceNorm(BatchNorm):
                 kept.copy_(repeated.view(n, c).mean(0))
         return out.view(x.shape), mean, invstd
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
-        weight = _spread(weight, x)
-        return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
-
-    def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
-        grad_input, of_weight, of_bias = grads
-        of_weight, of_bias = (
-            None if total is None else total.view(x.shape[:2]).sum(0) for total in (of_weight, of_bias)
-        )
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
+        found = super().backward(_as_one(grad), _as_one(x), mean, invstd, _repeat(weight, len(x)), mask)
+        grad_input, *totals = found
+        of_weight, of_bias = (None if total is None else total.view(x.shape[:2]).sum(0) for total in totals)
         return None if grad_input is None else grad_input.view(x.shape), of_weight, of_bias
 
 
 def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
     return None if x is None else x.repeat(samples)
-
-
-def _spread(weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """Repeat a weight in backward by other ops than forward's, whose result a graph would save."""
-    return None if weight is None else weight.expand(x.shape[:2]).reshape(-1)
 
 
 def _as_one(x: Tensor) -> Tensor:
@@ -240,7 +204,7 @@ class Frozen(Norm):
     def __post_init__(self) -> None:
         self.name, self.alignment = self.function.__name__, Alignment(self.eps)
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
         rest = False, self.momentum, self.eps, self.cudnn_enabled
         out = self.function(x, weight, bias, self.mean, self.var, *rest)
@@ -248,9 +212,7 @@ class Frozen(Norm):
             return out, self.mean.clone(), self.var.clone()
         return out, self.mean, self.var
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Weight, mask: Mask) -> Gradients:
         if self.function is torch.instance_norm:  # it lays out samples as channels
             grad, x = grad.contiguous(), x.contiguous()
         return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
@@ -272,12 +234,10 @@ class LayerNorm(_OfLastDims):
     eps: float
     name = "layer_norm"
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         return torch.native_layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         # ATen reads the bias's dtype alone, which is the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
 
@@ -295,13 +255,11 @@ class GroupNorm(Norm):
         n, c = x.shape[:2]
         return n, c, x.numel() // (n * c), self.groups
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Weight, bias: Weight) -> tuple[Tensor, Tensor, Tensor]:
         dense = x.contiguous(memory_format=_format_of(x))
         return torch.native_group_norm(dense, _dense(weight), _dense(bias), *self._sizes(x), self.eps)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Weight, mask: Mask) -> Gradients:
         order = _format_of(x)
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
         return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
@@ -314,7 +272,7 @@ class GroupNorm(Norm):
         return self.name, self.groups, self.eps
 
 
-def _dense(weight: Tensor | None) -> Tensor | None:
+def _dense(weight: Weight) -> Tensor | None:
     """Make a weight contiguous: ATen's group norm ignores its strides."""
     return None if weight is None else weight.contiguous()
 
@@ -331,7 +289,7 @@ class RMSNorm(_OfLastDims):
     has_mean = False
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, weight: Tensor | None, bias: None
+        self, x: Tensor, weight: Weight, bias: None
     ) -> tuple[Tensor, None, Tensor]:
         if x.is_cuda and not self._is_fused(x, weight):  # ATen's fused kernel supports one dtype and memory order
             square, eps = x.to(torch.promote_types(x.dtype, torch.float32)).square(), self.eps
@@ -342,7 +300,7 @@ class RMSNorm(_OfLastDims):
         return out, None, invstd
 
     def backward(  # type: ignore[override]
-        self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+        self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Weight, mask: Mask
     ) -> Gradients:
         """dx = invstd * (g w - x^ mean(g w x^)), dw = sum of g x^, with x^ = x * invstd."""
         if x.is_cuda and grad.dtype is x.dtype and self._is_fused(x, weight):
@@ -362,7 +320,7 @@ class RMSNorm(_OfLastDims):
         return tuple(range(-len(self.normalized_shape), 0))
 
     @staticmethod
-    def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
+    def _is_fused(x: Tensor, weight: Weight) -> bool:
         is_alike = weight is None or weight.dtype is x.dtype
         return is_alike and suggest_memory_format(x) is torch.contiguous_format
 

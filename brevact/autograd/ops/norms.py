@@ -28,7 +28,7 @@ from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import derive_output
 from brevact.autograd.held_outputs import take
 from brevact.autograd.norm_decoders import Centred, NormInput, Unpacked, along_channels, packed_decoder
-from brevact.autograd.ops.base import Formula, SavedValue, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
     Frozen,
@@ -36,6 +36,7 @@ from brevact.autograd.ops.norm_formulas import (
     GroupNorm,
     InstanceNorm,
     LayerNorm,
+    Mask,
     Norm,
     RMSNorm,
     batch_norm,
@@ -45,21 +46,25 @@ from brevact.autograd.ops.norm_formulas import (
     sum_of_channels,
 )
 from brevact.autograd.ops.op import Op, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Keeper, Saved, Weight
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState, is_parameter
 from brevact.quantizers import Layout, kernel_ops
-from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
 
 
-def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+def _run(region: Keeper, norm: Norm, input: Tensor, weight: Weight, bias: Weight) -> Any:
     settings, trains = region.settings, requires_grad(input, weight, bias)
     rounds = norm.has_mean and settings.quantizes_forward
     reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
     if not (reacts and input.numel()):
         return NotImplemented
+    if settings.double_backward:  # torch's own norm, whose input is packed, and not its normalized values
+        runner = None if isinstance(norm, Frozen) or rounds else region.torch_runner(input, *norm.running)
+        if runner is None or (weight is not None and weight.dim() >= input.dim()):
+            return NotImplemented
+        return runner.run_torch_function(lambda x: norm.forward(x, weight, bias)[0], input)
     if rounds and not (torch.is_grad_enabled() and trains):
         return _run_levels(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
     if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
@@ -69,7 +74,7 @@ def _run(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias:
     return out
 
 
-def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Weight, bias: Weight) -> Tensor:
     is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
     reads_x = ctx.needs_input_grad[4] or (ctx.needs_input_grad[3] and not is_frozen)
     x, w, b = _to_autocast(norm, input, weight, bias)
@@ -96,17 +101,8 @@ def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Tensor | 
     return out
 
 
-def _gradients(
-    norm: Any,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    needs: tuple[bool, ...],
-    grad: Tensor,
-    kept: SavedValue | None,
-    weight: Tensor | None,
-    spread: Tensor | None,
-    mark: Tensor | None,
-) -> Gradients:
+def _gradients(norm: Any, dtype: torch.dtype, weight_dtype: Any, needs: Needs, grad: Tensor, *saved: Any) -> Gradients:
+    kept, weight, spread, mark = saved
     mask, packing = list(needs), norm.packing
     grad_input = grad_weight = None
     if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
@@ -136,30 +132,22 @@ def _packs_anew(region: Any, input: Tensor) -> bool:
 
 
 def _run_planned(
-    region: Any, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Any, norm: Any, input: Tensor, weight: Weight, bias: Weight
 ) -> tuple[Tensor, Saved, NormInput]:
     spec, uniform, place, *_ = norm.packing
     seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
     buffer = spec.empty(input)
     given: tuple[Any, ...] = input, weight, bias, *norm.running, norm.momentum, norm.eps
-    kernels = cpu_kernels() if input.is_cpu else None
-    found: Any = NotImplemented
-    if kernels is not None:
-        found = kernels.packed_batch_norm(*given, uniform, seed, place, buffer)
-    if found is NotImplemented:
-        run: Any = batch_norm.reference if kernels is None else batch_norm
-        found = run(*given, norm.cudnn_enabled)
-        kernel_ops.quantize_uniform(input, uniform, seed, found[1], found[2], place, buffer)
-    out, mean, invstd = found
+    run: Any = batch_norm if input.is_cpu else batch_norm.reference
+    out, mean, invstd = run(*given, norm.cudnn_enabled)
+    kernel_ops.quantize_uniform(input, uniform, seed, mean, invstd, place, buffer)
     of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
     region.share_normalized(input, of_norm.key, *kept)
     return out, kept, of_norm
 
 
-def _backward_of_recomputed(
-    norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
-) -> Gradients:
+def _backward_of_recomputed(norm: Any, kept: SavedValue, grad: Tensor, weight: Weight, mask: Mask) -> Gradients:
     """Gradients of a batch norm with a plan, from a recomputed input, whose memory they may reuse."""
     source, decoder = kept.decoder.without_statistics(kept.tensors)
     x, is_owned = take(decoder, source)
@@ -168,7 +156,7 @@ def _backward_of_recomputed(
 
 
 def _run_levels(
-    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Weight, bias: Weight
 ) -> tuple[Tensor, Saved, NormInput, Tensor | None]:
     """Output, saved form of the normalized input, statistics, and, if these are constant, a zero per channel.
 
@@ -186,9 +174,7 @@ def _run_levels(
     return out, kept, given, sum_of_channels(mark) if is_frozen else None
 
 
-def _write_affine(
-    out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> None:
+def _write_affine(out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Weight, bias: Weight) -> None:
     """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) is not finite."""
     decoder: Any = kept[1]
     levels = decoder.packed(kept[0]).dequantize() + mark
@@ -265,7 +251,7 @@ def _norm(name: str, region: Keeper, func: Callable, *args: Any, **kwargs: Any) 
 
 
 def _plan_of_call(
-    settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Weight, bias: Weight
 ) -> NormalizedPlan | None:
     if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
         return None
@@ -315,6 +301,7 @@ OPS = (
             (getattr(F, name), getattr(torch, name)),
             functools.partial(_norm, name),
             _STORED,
+            twice=name in ("batch_norm", "layer_norm", "group_norm"),
             rounds_forward=name != "rms_norm",
             is_bit_exact=False,
             is_layer=True,

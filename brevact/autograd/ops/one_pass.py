@@ -159,15 +159,8 @@ class Quantized(NamedTuple):
     residual: Saved | None
 
 
-def one_pass_for(
-    kind: Kind | None,
-    rectifies: bool,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    pre_scale: Tensor,
-    pre_zero_point: Tensor,
-) -> OnePass | None:
+def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) -> OnePass | None:
+    scale, zero_point, pre_scale, pre_zero_point = given
     if kind is None or not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
@@ -186,33 +179,24 @@ def one_pass_for(
         return None
     if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
         return None  # a ReLU's gradient is 0 behind the division by NaN
-    if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
-        return None  # torch rounds addends, but not factors
+    if x.is_cpu and zero_point.dtype is not dtype is not torch.float32:
+        if not torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point):
+            return None  # torch rounds addends, but not factors
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
-
-
-def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
-    return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 
 @functools.lru_cache(maxsize=4096)
 def _one_pass(
-    kind: Kind,
-    rectifies: bool,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    of_scale: torch.Size,
-    of_zero_point: torch.Size,
+    kind: Kind, rectifies: bool, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, *numbers: torch.Size
 ) -> OnePass | None:
     with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in (of_scale, of_zero_point))
+        scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in numbers)
         quotient = like / scale + zero_point
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
         return None
-    places = groups_of(result, of_scale, of_zero_point)
+    places = groups_of(result, *numbers)
     if places is None:
         return None
     ends = kind.bit_width, kind.lowest, kind.highest

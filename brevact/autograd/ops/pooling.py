@@ -21,7 +21,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.derived import Kind, derive
 from brevact.autograd.known_values import track_pooled_codes
-from brevact.autograd.ops.base import Formula, blank, save
+from brevact.autograd.ops.base import Formula, Needs, blank, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Decoder, Keeper
 from brevact.quantizers import pack_codes, unpack_codes
@@ -135,7 +135,7 @@ def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         ctx.mark_non_differentiable(index)
         return out, index
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, _: None, codes: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, _: None, codes: Tensor) -> tuple[Any, ...]:
         index = _Positions(windows, grad.shape).decode((codes,))
         return (pool_backward(grad, blank(input_like, grad), *geometry, index),)
 
@@ -193,11 +193,7 @@ OPS = (
         saves=Saves.SIZES,
         kind=Kind.AVERAGE,
     ),
-    Op(
-        everywhere("interpolate", "upsample"),
-        stored=Stored("interpolation", NOTHING, EXACT),
-        saves=Saves.SIZES,
-    ),
+    Op(everywhere("interpolate", "upsample"), stored=Stored("interpolation", NOTHING, EXACT), saves=Saves.SIZES),
     Op(
         everywhere(
             *(f"max_pool{dims}d" for dims in _DIMS),

@@ -5,7 +5,7 @@ would be biased: the gradient is exponential in it. So is that of log-sum-exp, p
 saved. A probability above 1/2, one per row, is saved by what is left to 1, with its class: an error of a number near 1
 is large beside the gradient of a network that is sure.
 
-Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
+Softmax: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
 
     E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
@@ -159,7 +159,7 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Ru
     return _WHOLE if classes < 2 or attends or not packs_at_random else _OF_CLASSES
 
 
-def _handler(given: _Rule | None = None, *, negates: bool = False) -> Callable:
+def _handler(given: _Rule | None = None) -> Callable:
     def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
@@ -173,20 +173,11 @@ def _handler(given: _Rule | None = None, *, negates: bool = False) -> Callable:
             return out
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
-            grad_input = rule.gradient(grad, dim, *kept).to(dtype)
-            return (-grad_input if negates else grad_input,)
+            return (rule.gradient(grad, dim, *kept).to(dtype),)
 
         return region.apply(Formula, run, gradients, input)
 
     return handle
-
-
-_SOFTMIN, _SOFTMIN_INSIDE = _handler(negates=True), run_inside(F.softmin)
-
-
-def _softmin(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    run = _SOFTMIN_INSIDE if dim is None else _SOFTMIN  # torch chooses the dimension of the softmax inside
-    return run(region, func, input, dim, *args, **kwargs)
 
 
 def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
@@ -240,7 +231,6 @@ OPS = (
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
-    Op((F.softmin,), _softmin, _STORED, is_bit_exact=False),
-    Op((F.gumbel_softmax,), run_inside(F.gumbel_softmax), _STORED, twice=True),
+    *(Op((func,), run_inside(func), _STORED, twice=True) for func in (F.softmin, F.gumbel_softmax)),
     Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )

@@ -27,7 +27,7 @@ from torch import Tensor
 from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.layer_recompute import remember_output
-from brevact.autograd.ops.base import Formula, out_of_place, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
@@ -52,29 +52,21 @@ class _Matmul(NamedTuple):
         """dL/dA = g B^T, in column-major order if A is, as torch's."""
         if self.by_columns[0] and b.dim() == 2:
             return (b @ grad.mT).mT
-        grad, b = self._matrices(grad), b.unsqueeze(-1) if b.dim() == 1 else b
-        if len(self.first) <= 2 < grad.dim():
+        if len(self.first) == 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
             b = b.expand(*grad.shape[:-2], *b.shape[-2:])
-            return torch.tensordot(grad, b, dims=([*batch, -1], [*batch, -1])).reshape(self.first)
-        return (grad @ b.mT).sum_to_size(self.first if len(self.first) > 1 else (1, *self.first)).reshape(self.first)
+            return torch.tensordot(grad, b, dims=([*batch, -1], [*batch, -1]))
+        return (grad @ b.mT).sum_to_size(self.first)
 
     def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
         """dL/dB = A^T g, in column-major order if B is, as torch's."""
         if self.by_columns[1] and a.dim() == 2:
             return (grad.mT @ a).mT
-        grad, a = self._matrices(grad), a.unsqueeze(-2) if a.dim() == 1 else a
-        if len(self.second) <= 2 < grad.dim():
+        if len(self.second) == 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
             a = a.expand(*grad.shape[:-2], *a.shape[-2:])
-            return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2])).reshape(self.second)
-        return (
-            (a.mT @ grad).sum_to_size(self.second if len(self.second) > 1 else (*self.second, 1)).reshape(self.second)
-        )
-
-    def _matrices(self, grad: Tensor) -> Tensor:
-        grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
-        return grad.unsqueeze(-2) if len(self.first) == 1 else grad
+            return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2]))
+        return (a.mT @ grad).sum_to_size(self.second)
 
 
 def _lies_by_columns(x: Tensor) -> bool:
@@ -131,7 +123,7 @@ def _apply(
         return out
 
     def gradients(
-        dtype: torch.dtype, needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any
+        dtype: torch.dtype, needs: Needs, grad: Tensor, kept_b: Any, kept_a: Any
     ) -> tuple[Tensor | None, ...]:
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
@@ -158,11 +150,11 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
-    """Handle products of two tensors; torch functions name the second one differently."""
-    if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2", "vec", "tensor"}:
+    """Handle products of matrices; torch functions name the second one differently."""
+    if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2"}:
         return NotImplemented
     (other,) = others or named.values()
-    if not _can_pack(region, input, other):
+    if not _can_pack(region, input, other) or min(input.dim(), other.dim()) < 2:
         return NotImplemented
 
     out = _apply(region, lambda a, b, _: func(a, b), _Matmul.of(input, other), input, other)
@@ -236,8 +228,8 @@ def _parse(equation: str, *shapes: torch.Size) -> _Einsum | None:
     return _Einsum(labels[0], labels[1], out, sizes)
 
 
-_TWO = ("matmul", "mm", "bmm", "mv", "dot")
-_ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
+_TWO = ("matmul", "mm", "bmm")
+_ADDED = ("addmm", "addbmm", "baddbmm")
 STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
@@ -272,7 +264,7 @@ OPS = (
         is_bit_exact=False,
     ),
     Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False),
-    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS),
+    Op(everywhere(*_TWO, *_ADDED, "mv", "dot", "addmv"), saves=Saves.FACTORS),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
         saves=Saves.FACTORS,
@@ -312,9 +304,7 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
 
 
 @one_object_each
-def _memory_order(
-    shape: torch.Size, strides: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _memory_order(shape: torch.Size, strides: Strides) -> tuple[Strides, Strides, Strides]:
     """Return the expanded dimensions, the order of dimensions in memory, and its inverse."""
     apart = [i for i, size in enumerate(shape) if size > 1 and strides[i]]
     order = list(range(len(shape)))
@@ -363,7 +353,7 @@ def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor,
             ctx.mark_dirty(a)
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept_b: Any, kept_a: Any) -> tuple[Tensor | None, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept_b: Any, kept_a: Any) -> tuple[Tensor | None, ...]:
         return _product(kept_b, of_b, grad, of_a), _product(kept_a, of_a, grad, of_b)
 
     return region.apply(Formula, run, gradients, a, b)
@@ -444,7 +434,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
         save(ctx, keep_by_rows(region, a, dims), exact=(b,))
         return func(a, b)
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, b: Tensor) -> tuple[Any, ...]:
         return grad / b if needs[0] else None, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
 
     return region.apply(Formula, run, gradients, input, other)

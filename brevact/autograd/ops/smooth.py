@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.expressions import Derived
 from brevact.autograd.held_outputs import MOST_HELD
-from brevact.autograd.layer_recompute import goes_deep
-from brevact.autograd.ops.base import Formula, as_number, expanded_one, is_inplace, save, value_of
+from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
@@ -57,28 +56,16 @@ class _Curve(NamedTuple):
     """A smooth function.
 
     ``slopes``: derivatives by the input, or by each of its halves along ``dim`` (None: one derivative). ``value``:
-    recomputes the function from its input; None: it may turn a small error into a large one. ``by_output``: the
-    derivative as a function of the output.
+    recomputes the function from its input; None: it may turn a small error into a large one.
     """
 
     slopes: tuple[Any, ...]
     value: PointFunction | None = None
-    by_output: Derivative | None = None
     dim: int | None = None
 
 
-def _apply(
-    region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool = False
-) -> Tensor:
+def _apply(region: Keeper, call: Callable, curve: _Curve, input: Tensor, inplace: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
-        if curve.by_output is not None and _packs_output(region, input):
-            out = call(input)
-            own = region.keep(out)
-            save(ctx, keep_smooth(Slope(curve.by_output), (own,), out) or own)
-            if inplace:
-                region.register(out, own, is_dirty=True)
-                ctx.mark_dirty(input)
-            return out
         source = None if curve.value is None else keep_source(region, input)
         save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
         out = call(input)
@@ -93,7 +80,7 @@ def _apply(
     return region.apply(Formula, run, functools.partial(_times, curve.dim), input)
 
 
-def _times(dim: int | None, needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Tensor]:
+def _times(dim: int | None, needs: Needs, grad: Tensor, *kept: Any) -> tuple[Tensor]:
     products = [each.multiply(grad) for each in kept]
     return (products[0] if dim is None else torch.cat(products, dim),)
 
@@ -157,11 +144,11 @@ def _gate(region: Keeper, function: PointFunction, input: Tensor, dim: int) -> T
         gate = b.sigmoid()
         factors = ((a, region.keep(a)), (gate, region.keep(gate)))
         (_, kept), (_, own) = factors
-        save(ctx, kept, own, keep_smooth(Slope(_BY_OUTPUT[_sigmoid_slope]), (own,), gate) or own)
+        save(ctx, kept, own, keep_smooth(Slope(aten.sigmoid_backward.default), (own,), gate) or own)
         derive(region, out, torch.mul, factors)
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, own: Any, slope: Any) -> tuple[Tensor]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, own: Any, slope: Any) -> tuple[Tensor]:
         return (torch.cat((own.multiply(grad), slope.multiply(kept.multiply(grad))), dim),)
 
     return region.apply(Formula, run, gradients, input)
@@ -198,9 +185,9 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
             out = run(region, value, input) if run is not None and runs_torch else None
             if out is not None:
                 return out
-        # A Function cannot give up its saved tensor for a logarithm of its output.
-        by_output = None if is_divided and not inplace else _BY_OUTPUT.get(derivative)
-        curve = _Curve((Slope(derivative),), value, by_output)
+        if inplace and is_divided and _packs_output(region, input):
+            value = None  # in saturation a step of the input may be wider than the slope
+        curve = _Curve((Slope(derivative),), value)
         return _apply(region, lambda x: func(x, *rest, **kwargs), curve, input, inplace)
 
     return handle
@@ -219,7 +206,7 @@ def _packs_output(region: Keeper, input: Tensor) -> bool:
 
 def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
-    if input.numel() < region.settings.min_numel and not (goes_deep(region) and region.find_known(input)):
+    if input.numel() < region.settings.min_numel:
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
@@ -290,21 +277,6 @@ def _tanh_slope(one: Tensor, x: Tensor) -> Tensor:
     return aten.tanh_backward(one, torch.tanh(x))
 
 
-def _atan_slope(one: Tensor, x: Tensor) -> Tensor:
-    return (x.square() + 1).reciprocal()
-
-
-def _asinh_slope(one: Tensor, x: Tensor) -> Tensor:
-    return (x.square() + 1).rsqrt()
-
-
-#: Derivatives as functions of the output, (ones, y) -> f'(x).
-_BY_OUTPUT: dict[Derivative, Derivative] = {
-    _sigmoid_slope: aten.sigmoid_backward.default,
-    _tanh_slope: aten.tanh_backward.default,
-    _atan_slope: lambda one, y: y.cos().square(),
-    _asinh_slope: lambda one, y: y.cosh().reciprocal(),
-}
 #: Derivatives of functions that losses take the logarithm of.
 _DIVIDED = frozenset((_sigmoid_slope, _tanh_slope))
 #: Functions for which torch saves only the input or only the output.
@@ -313,10 +285,7 @@ _RUNNERS: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
 }
 #: The same for double backward.
-_TWICE: dict[Callable[..., Any], Callable] = {
-    **dict.fromkeys((F.silu, F.mish, F.gelu, F.softplus, F.elu, F.celu, torch.celu, F.selu, torch.selu), run_torch),
-    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), run_torch_by_output),
-}
+_TWICE = _RUNNERS | dict.fromkeys((F.softplus, F.elu, F.celu, torch.celu, F.selu, torch.selu), run_torch)
 #: Derivatives with settings, by the functions that share their parameters.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
     lambda input, *, approximate="none": _gelu_slope(approximate): (F.gelu,),
@@ -335,34 +304,22 @@ DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
     _sigmoid_slope: everywhere("sigmoid", "expit"),
     _tanh_slope: everywhere("tanh"),
-    _atan_slope: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
-    _asinh_slope: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
     lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
     lambda one, x: x.tanh().square(): (F.tanhshrink,),
     lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
-    lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
-    lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
     lambda one, x: x.cos(): (torch.sin, Tensor.sin),
     lambda one, x: -x.sin(): (torch.cos, Tensor.cos),
-    lambda one, x: x.cosh(): (torch.sinh, Tensor.sinh),
-    lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
-    lambda one, x: torch.expm1(x) + 1: (torch.expm1, torch.special.expm1, Tensor.expm1),  # 0 where torch's is
 }
-#: Functions with an unbounded slope, many turns, or a derivative with a jump or a narrow peak.
-_STEEP = frozenset(
-    (
-        *(F.selu, torch.erf, F.softsign, F.tanhshrink, torch.erfc, torch.special.ndtr),
-        *(torch.sin, torch.cos, torch.sinh, torch.cosh, torch.expm1),
-    )
-)
+#: Functions with many turns, or a derivative with a jump or a narrow peak.
+_STEEP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.sin, torch.cos))
 STORED = Stored(
-    "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, sinh, SELU, softsign and the like",
+    "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, erf, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
     "(Hardswish: and a mask)",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
-    "Sigmoid, Tanh, atan, asinh",
+    "Sigmoid, Tanh",
     "the derivative below 4 bits, and of Sigmoid but for (N, C, 1, 1); else the output, or what the input derives from",
     "Sigmoid's derivative unbiased; others' bias Var of one packed copy, or Var f'' / 2",
 )
@@ -446,7 +403,7 @@ OPS = (
         _op(
             funcs,
             smooth_handler(_fixed(slope), is_gentle=funcs[0] not in _STEEP),
-            stored=_BOUNDED if slope in _BY_OUTPUT else STORED,
+            stored=_BOUNDED if slope in _DIVIDED else STORED,
         )
         for slope, funcs in DERIVATIVES.items()
     ),

@@ -14,8 +14,8 @@ norm. Embeddings, outputs of two dimensions, take 8 bits: in contrastive losses 
 between near ones. The packed tensor has one scale, however different the norms are: a rounding error of x itself, the
 step of a bucket's largest vector, would be divided by the norm of its smallest.
 
-Of two tensors of equal shapes, ``cosine_similarity`` packs v - s u and u - s v themselves, those that are needed: where
-the vectors are near each other, u and v have larger errors than the difference has elements.
+``cosine_similarity`` packs v - s u and u - s v themselves, those that are needed: where the vectors are near each
+other, u and v have larger errors than the difference has elements. Of tensors that broadcast, it is torch's own.
 
 Along fewer than :data:`LEAST_LENGTH` elements, the norms are not small next to their operands: torch runs in full
 precision. It also runs all other norms, whose gradients choose by elements or are singular in them.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, requires_grad, save, with_bits
+from brevact.autograd.ops.base import Formula, Needs, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 from brevact.autograd.saved import Keeper
 
@@ -119,29 +119,19 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented
-    dims, sizes, length = group
-    divisor, is_squared, has_mean = length - float(correction), func in _VARIANCES, func in _PAIRS
+    dims, sizes, divisor = group.dims, group.sizes, group.length - float(correction)
 
-    def run(ctx: Any, x: Tensor) -> Any:
-        result = func(x, *args, **kwargs)
-        std = (result[0] if has_mean else result).reshape(sizes)
-        std = std.sqrt() if is_squared else std
-        centred = x - x.mean(dims, keepdim=True)
-        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = func(x, *args, **kwargs)
+        std = (out.sqrt() if func in _VARIANCES else out).reshape(sizes)
+        kept = region.keep(_over(x - x.mean(dims, keepdim=True), std), share=False)
+        save(ctx, kept, exact=(std,) if func in _VARIANCES else ())
         ctx.is_deviation = True
-        return result
+        return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-        grad_mean, kept, *std = rest if has_mean else (None, *rest)
-        unit = kept.decode()
-        if grad is None:
-            grad_input = torch.zeros_like(unit)
-        else:
-            factor = grad.reshape(sizes) / divisor
-            grad_input = unit * (factor * (2 * std[0]) if std else factor)
-        if grad_mean is not None:
-            grad_input += grad_mean.reshape(sizes) / length
-        return (grad_input,)
+    def gradients(needs: Needs, grad: Tensor, unit: Any, *std: Tensor) -> tuple[Tensor]:
+        factor = grad.reshape(sizes) / divisor
+        return (unit.decode() * (factor * (2 * std[0]) if std else factor),)
 
     return region.apply(Formula, run, gradients, input)
 
@@ -150,43 +140,28 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
     """sum(u v) with u = x / max(|x|, eps); torch differentiates it as if nothing bounded the norms."""
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
-    count = max(x1.dim(), x2.dim())
-    if x1.dtype != x2.dtype or region.are_weights(x1, x2) or not (isinstance(dim, int) and -count <= dim < count):
+    if x1.shape != x2.shape or x1.dtype != x2.dtype or x1.numel() < max(1, region.settings.min_numel):
+        return NotImplemented  # tensors that broadcast are small
+    group = _group(x1, dim) if isinstance(dim, int) else None
+    if group is None or region.are_weights(x1, x2):
         return NotImplemented
-    if max(x1.numel(), x2.numel()) < max(1, region.settings.min_numel):
-        return NotImplemented  # there is nothing to pack
-    axis = dim % count - count  # of the tensors as they broadcast
-    groups = _group(x1, axis), _group(x2, axis)
-    if groups[0] is None or groups[1] is None or groups[0].length != groups[1].length:
-        return NotImplemented
+    ((axis,), sizes, _) = group
 
-    is_paired = x1.shape == x2.shape
-
-    def across(own: Tensor, other: Tensor, norm: Tensor, cosine: Tensor) -> Tensor:
-        # The last factor is bounded / norm, where that overflows.
-        return other - cosine.unsqueeze(axis) * own * (eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
-
-    def run(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        out = func(x, y, dim, eps)
-        norms = [torch.linalg.vector_norm(each, 2, axis, keepdim=True) for each in (x, y)]
-        kept = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
-        needs = (True, True)
-        if is_paired:  # near a cosine of 1 the difference is small beside the errors of both units
-            needs = ctx.needs_input_grad[3:]
-            kept = [across(own, other, norm, out) for own, other, norm in zip(kept, kept[::-1], norms, strict=True)]
-        packed = [region.keep(each, share=False) if needed else None for each, needed in zip(kept, needs, strict=True)]
-        save(ctx, *packed, exact=(*norms, None if is_paired else out))
+    def run(ctx: Any, *tensors: Tensor) -> Tensor:
+        out = func(*tensors, axis, eps)
+        norms = [torch.linalg.vector_norm(x, 2, axis, keepdim=True) for x in tensors]
+        units = [x / norm.clamp_min(eps) for x, norm in zip(tensors, norms, strict=True)]
+        kept = []
+        for own, other, norm, needed in zip(units, units[::-1], norms, ctx.needs_input_grad[3:], strict=True):
+            # The last factor is bounded / norm, where that overflows.
+            factor = out.unsqueeze(axis) * (eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
+            kept.append(region.keep(other - factor * own, share=False) if needed else None)
+        save(ctx, *kept, exact=tuple(norms))
         return out
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
-        *kept, norm_x, norm_y, cosine = rest
-        units: list[Any] = [None if each is None else each.decode() for each in kept]
-        grad, norms = grad.unsqueeze(axis), (norm_x, norm_y)
-        grads: list[Tensor | None] = []
-        for own, other, norm, needed in zip(units, units[::-1], norms, needs, strict=True):
-            found = own if is_paired or not needed else across(own, other, norm, cosine)
-            grads.append((grad * found / norm.clamp_min(eps)).sum_to_size(own.shape) if needed else None)
-        return tuple(grads)
+    def gradients(needs: Needs, grad: Tensor, *rest: Any) -> tuple[Any, ...]:
+        pairs, grad = zip(rest[:2], rest[2:], strict=True), grad.reshape(sizes)
+        return tuple(None if kept is None else grad * kept.decode() / norm.clamp_min(eps) for kept, norm in pairs)
 
     return region.apply(Formula, run, gradients, x1, x2)
 
@@ -206,7 +181,7 @@ def _normalize(
         save(ctx, kept, exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
         return found
 
-    def gradients(needs: tuple[bool, ...], grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
+    def gradients(needs: Needs, grad: Tensor, kept: Any, norm: Tensor) -> tuple[Any, ...]:
         y = kept.decode()
         across = (grad * y).sum(dims, keepdim=True).masked_fill_(norm < eps, 0)
         return ((grad - y * across) / norm.clamp_min(eps),)
@@ -214,10 +189,10 @@ def _normalize(
     return region.apply(Formula, run, gradients, input)
 
 
-_VARIANCES, _PAIRS = (torch.var, Tensor.var, torch.var_mean), (torch.std_mean, torch.var_mean)
+_VARIANCES = torch.var, Tensor.var
 _STORED = Stored(
     "2-norms, standard deviation, variance, `cosine_similarity` of 16 elements or more",
-    "the normalized input, packed, between tensors of equal shapes the derivative; the norms unpacked",
+    "the normalized input, packed, for similarities of equal shapes the derivative; the norms unpacked",
     UNBIASED,
 )
 _NORMALIZED = Stored(
@@ -227,7 +202,7 @@ _NORMALIZED = Stored(
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
     **{(func,): functools.partial(_norm) for func in _ORDERS},  # rules name them apart
-    (torch.std, Tensor.std, torch.std_mean, *_VARIANCES): _deviation,
+    (torch.std, Tensor.std, *_VARIANCES): _deviation,
     (torch.cosine_similarity, F.cosine_similarity): _cosine_similarity,
 }
 OPS = (

@@ -41,7 +41,7 @@ ENDS = (END_NODES - 1) * END_STEPS + 1
 SIDES = (*((True, m) for m in range(15)), *((False, m) for m in (1, 3, 7)))
 """(zero, m) of the sides in the file."""
 
-FILE = "levels.bin"
+FILE = "weibull_levels.bin"
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_fo
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
-from brevact.quantizers.formats.lossless.quantizer import ELEMENTS
+from brevact.quantizers.formats.lossless import ELEMENTS
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
@@ -128,8 +128,7 @@ class UniformQuantizer(Quantizer):
         """Hash of the fields, computed once: it is part of the key of every cache."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
-            known = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-            object.__setattr__(self, "_hash", known)
+            known = self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
         return known
 
     def __getstate__(self) -> dict[str, object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_codes, unpack_codes
 from brevact.quantizers.checks import check_bit_width, check_int
-from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, UniformQuantizer
+from brevact.quantizers.formats.uniform import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.kernel_ops import flat_memory
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
@@ -26,15 +26,11 @@ LARGEST_MEAN = 65504.0
 """Largest finite float16."""
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
-LARGEST_HALF = 0x7C00
-"""Bits of infinity in float16; those of a stored NaN are larger, without a sign."""
-
 SPATIAL = 3
 """Axes of a map; shapes with fewer have sides of 1 in front."""
 
 
-@dataclass(frozen=True)
-class MapBlocks:
+class MapBlocks(NamedTuple):
     """How the distinct elements of a tensor divide into `maps` maps of `sides` D, H and W, and a map into blocks."""
 
     maps: int
@@ -46,14 +42,9 @@ class MapBlocks:
         return math.prod(self.sides)
 
     @property
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, ...]:
         """Blocks along each axis of a map: d, h and w."""
-        depth, height, width = (-(-side // max(block, 1)) for side, block in zip(self.sides, self.block, strict=True))
-        return depth, height, width
-
-    @property
-    def blocks(self) -> int:
-        return self.maps * math.prod(self.counts)
+        return tuple(-(-side // max(block, 1)) for side, block in zip(self.sides, self.block, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,81 +90,61 @@ class DualPrecisionQuantizer(Quantizer):
     bit_width: int = 2
     block: int = 8
     rounding: Rounding = Rounding.STOCHASTIC
-    _residual: UniformQuantizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_bit_width("bit_width", self.bit_width, BIT_WIDTHS[:-1])
         check_int("block", self.block, 1)
-        residual = UniformQuantizer(
-            bit_width=self.bit_width,
-            rounding=self.rounding,
-            granularity=Granularity.SAMPLE,
-            minimum_dtype=torch.bfloat16,
-        )
-        object.__setattr__(self, "rounding", residual.rounding)
-        object.__setattr__(self, "_residual", residual)
+        object.__setattr__(self, "rounding", self._residual.rounding)
+
+    @functools.cached_property
+    def _residual(self) -> UniformQuantizer:
+        sizes: Any = {"granularity": Granularity.SAMPLE, "minimum_dtype": torch.bfloat16}
+        return UniformQuantizer(bit_width=self.bit_width, rounding=self.rounding, **sizes)
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        blocks = self.blocks(layout)
-        return (
-            Part("codes", torch.uint8, packed_bytes(layout.numel, self.bit_width, DEFAULT_BLOCK)),
-            Part("minimum", torch.bfloat16, blocks.maps),
-            Part("low", torch.float16, blocks.blocks),
-            Part("scale_bits", torch.uint8, packed_bytes(blocks.maps, SCALE_BITS, DEFAULT_BLOCK)),
-        )
+        blocks = map_blocks(layout, self.block)
+        codes, minimum, _ = self.residual_spec(blocks).parts
+        low = Part("low", torch.float16, blocks.maps * math.prod(blocks.counts))
+        scale_bits = Part("scale_bits", torch.uint8, packed_bytes(blocks.maps, SCALE_BITS, DEFAULT_BLOCK))
+        return codes, minimum, low, scale_bits
 
-    def blocks(self, layout: Layout) -> MapBlocks:
-        """Maps and blocks of a tensor."""
-        try:
-            return map_blocks(layout, self.block)
-        except TypeError:  # symbols have no hash
-            return map_blocks.__wrapped__(layout, self.block)
+    def residual_spec(self, blocks: MapBlocks) -> PackedSpec[UniformQuantizer]:
+        """The spec of the residual: a row for each map."""
+        shape, stride = (blocks.maps, blocks.elements), (blocks.elements, 1)
+        return PackedSpec(self._residual, Layout(shape, stride, torch.float32))
 
     @torch.no_grad()
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Write block means, and codes of the residual; memory for that is taken for a moment, 8 bytes an element."""
+        """Write block means, and codes of the residual; memory for that is taken for a moment, 16 bytes an element."""
         refuse_wrapped(dense)
-        layout, blocks = spec.layout, self.blocks(spec.layout)
+        layout, blocks = spec.layout, map_blocks(spec.layout, self.block)
         ordered = _map_order(layout, flat_memory(dense.detach(), layout.numel))
         low, residual = split_maps(ordered.reshape(blocks.maps, *blocks.sides), blocks)
-        found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
-        codes, minimum, scale = found.tensors
+        codes, minimum, scale = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed).tensors
         scale_bits = pack_codes(scale.view(torch.int16), SCALE_BITS)
         for part, values in zip(spec.split(buffer), (codes, minimum, low, scale_bits), strict=True):
             part.copy_(values)
 
     @torch.no_grad()
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        layout, blocks = spec.layout, self.blocks(spec.layout)
+        layout, blocks = spec.layout, map_blocks(spec.layout, self.block)
         if layout.numel == 0:
             return
-        ordered = _map_order(layout, flat_memory(target, layout.numel))
-        in_place = other is None and target.dtype == torch.float32 and ordered.is_contiguous()
-        x = ordered if in_place else target.new_empty(ordered.shape, dtype=torch.float32)
-        self._decode_residual(buffer, spec, blocks, x)
-        x.view(blocks.maps, *blocks.sides).add_(_upsampled(spec.split(buffer)[2], blocks))
-        limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
-        x.clamp_(-limit, limit)
-        if other is not None:
-            torch.mul(x.to(target.dtype), _map_order(layout, flat_memory(other, layout.numel)), out=ordered)
-        elif not in_place:
-            ordered.copy_(x)
-
-    def _decode_residual(self, buffer: Tensor, spec: PackedSpec[Any], blocks: MapBlocks, target: Tensor) -> None:
-        """Write the residual, map by map, to a contiguous float32 tensor."""
         codes, minimum, low, scale_bits = spec.split(buffer)
         scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)
-        most = low.view(torch.int16).view(blocks.maps, -1).amax(1)  # means that are NaN are larger than any other
-        scale = torch.where(most > LARGEST_HALF, -scale, scale)
-        shape, stride = (blocks.maps, blocks.elements), (blocks.elements, 1)
-        inner = PackedSpec.of(self._residual, Layout.of_sizes(shape, stride, torch.float32))
+        scale = torch.where(low.isnan().view(blocks.maps, -1).any(1), -scale, scale)
+        inner = self.residual_spec(blocks)
         stored = inner.empty(buffer)
         for part, values in zip(inner.split(stored), (codes, minimum, scale), strict=True):
             part.copy_(values)
-        self._residual.decode(stored, inner, target.view(shape))
+        x = target.new_empty(blocks.maps, *blocks.sides, dtype=torch.float32)
+        self._residual.decode(stored, inner, x)
+        limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
+        ordered = _map_order(layout, flat_memory(target, layout.numel))
+        x = x.add_(_upsampled(low, blocks)).clamp_(-limit, limit).view(ordered.shape).to(target.dtype)
+        ordered.copy_(x if other is None else x * _map_order(layout, flat_memory(other, layout.numel)))
 
 
-@functools.lru_cache(maxsize=4096)
 def map_blocks(layout: Layout, block: int) -> MapBlocks:
     """Maps of a tensor: one for each index of the first two axes (of the first, if there are no more than two).
 
@@ -191,9 +162,8 @@ def map_blocks(layout: Layout, block: int) -> MapBlocks:
     leading = max(min(2, len(shape) - 1), len(shape) - SPATIAL, 0)
     spatial = shape[leading:]
     depth, height, width = (*(1,) * (SPATIAL - len(spatial)), *spatial)
-    sides = depth, height, width
     maps = math.prod(shape[:leading]) if layout.numel else 0
-    return MapBlocks(maps, sides, (min(depth, block), min(height, block), min(width, block)))
+    return MapBlocks(maps, (depth, height, width), (min(depth, block), min(height, block), min(width, block)))
 
 
 def _map_order(layout: Layout, flat: Tensor) -> Tensor:
@@ -204,29 +174,17 @@ def _map_order(layout: Layout, flat: Tensor) -> Tensor:
 def split_maps(x_MDHW: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
     """Mean of every block, and the residual of upsampled means: low = float16(mean), residual = x - upsample(low).
 
-    They are (M * d * h * w,) float16 and (M, D, H, W) float32. Elements are added in float64. Means beyond the range of
+    They are (M * d * h * w,) float16 and (M, D, H, W) float32. Means are computed in float64; those beyond the range of
     float16 become its largest finite value. A block with an element that is exactly 0 has a mean of 0, so that the
     residual of its zeros is 0 as well. A block that holds NaN or an infinity stores NaN and subtracts 0, so that its
     NaN or infinity stays in the residual.
     """
     x_MDHW = x_MDHW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    sums, counts = (
-        _in_blocks(x, blocks).sum(_OF_BLOCK, dtype=torch.float64) for x in (x_MDHW, torch.ones_like(x_MDHW[:1]))
-    )
-    zero, missing = (_in_blocks(flags, blocks).any(_OF_BLOCK) for flags in (x_MDHW == 0, ~x_MDHW.isfinite()))
-    mean = (sums / counts).nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
-    low = mean.masked_fill(zero, 0.0).masked_fill(missing, torch.nan).to(torch.float16).flatten()
+    mean = F.avg_pool3d(x_MDHW.double(), blocks.block, ceil_mode=True, count_include_pad=False)
+    has_zero = F.max_pool3d((x_MDHW == 0).float(), blocks.block, ceil_mode=True) > 0
+    low = mean.clamp(-LARGEST_MEAN, LARGEST_MEAN).masked_fill(has_zero, 0.0)
+    low = low.masked_fill(~mean.isfinite(), torch.nan).half().flatten()
     return low, x_MDHW.sub_(_upsampled(low, blocks))
-
-
-_OF_BLOCK = (2, 4, 6)
-
-
-def _in_blocks(x_MDHW: Tensor, blocks: MapBlocks) -> Tensor:
-    """Maps, padded by zeros, as blocks whose elements are along the dimensions `_OF_BLOCK`."""
-    axes = list(zip(blocks.sides, blocks.counts, blocks.block, strict=True))
-    padding = [end for side, count, block in reversed(axes) for end in (0, count * block - side)]
-    return F.pad(x_MDHW, padding).view(-1, *(size for _, *sizes in axes for size in sizes))
 
 
 def _upsampled(low: Tensor, blocks: MapBlocks) -> Tensor:

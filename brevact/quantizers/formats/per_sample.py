@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,17 +12,89 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry
-from brevact.quantizers import kernel_ops, row_dispatch
-from brevact.quantizers.backends import refuse_wrapped
+from brevact.quantizers import kernel_ops
+from brevact.quantizers.apart import ApartQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
-from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
+from brevact.quantizers.formats.uniform import UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.quantizer import Quantizer
-from brevact.quantizers.reference import moved_seed
 from brevact.quantizers.rounding import Rounding
+
+NARROWEST, WIDEST = 1, 8
+
+
+class SampleWeights:
+    """Factors of the sensitivities of a batch's samples: squared norms of their gradients, say.
+
+    One object serves all quantizers of a model; who knows the batch writes `values` before each forward pass. It counts
+    as equal to itself alone, a copy of a model shares it, and a pickled one has no values.
+
+    >>> weights = SampleWeights()
+    >>> weights.values = torch.tensor([1.0, 4.0])
+    >>> weights.of_parts(4, 2)
+    tensor([1., 1., 4., 4.], dtype=torch.float64)
+
+    Attributes:
+        values: (N,) floating-point factors of at least 0, of the samples in the order of the batch; None for 1.
+    """
+
+    __slots__ = ("__weakref__", "values")
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+    def of_parts(self, parts: int, samples: int) -> Tensor | None:
+        """(parts,) float64 factors of equal parts of a tensor, some for each sample, or each of some samples.
+
+        `samples` is the size of the dimension along which the tensor holds samples, or several rows of each. None if
+        there are no factors, or if they are of another batch.
+        """
+        values = self.values
+        count = 0 if values is None else values.numel()
+        if values is None or count == 0 or samples % count:
+            return None
+        values = values.detach().to("cpu", torch.float64)
+        if parts % count == 0:
+            return values.repeat_interleave(parts // count)
+        return values.view(parts, -1).sum(1) if count % parts == 0 else None
+
+    def __deepcopy__(self, memo: object) -> SampleWeights:
+        """The same object: a copied model runs the same batches."""
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle no values: they are of one batch."""
+        return SampleWeights, ()
+
+
+def widths_of_least_noise(sensitivity: Tensor, total: int) -> Tensor:
+    """Bit widths that minimize sum_n sensitivity_n / (2^b_n - 1)^2, the b_n adding up to a total.
+
+    The noise falls by less with each further bit of a sample, so that the bits that lower it most, one by one, are the
+    best of all choices. Widths of equally sensitive samples differ by a bit at most.
+
+    Source: ActNN, arXiv:2104.14129, equation 10, for samples of one size. Differs: exact, where ActNN starts from 8
+    bits and takes away the cheapest.
+
+    >>> widths_of_least_noise(torch.tensor([1.0, 100.0, 1.0]), 6).tolist()
+    [1, 4, 1]
+
+    Args:
+        sensitivity: (N,) floating-point numbers of at least 0; NaN counts as 0.
+        total: Sum of the widths, N to 8 N.
+
+    Returns:
+        (N,) uint8 widths, 1 to 8.
+    """
+    count = sensitivity.numel()
+    widths = torch.arange(NARROWEST, WIDEST + 1, dtype=torch.float64)
+    noise = (torch.exp2(widths) - 1) ** -2
+    gains = torch.outer(noise[:-1] - noise[1:], sensitivity.detach().to("cpu", torch.float64).nan_to_num())
+    order = gains.flatten().argsort(descending=True, stable=True)  # ties: first the first bit of all
+    chosen = order[: total - NARROWEST * count] % count
+    return (NARROWEST + torch.bincount(chosen, minlength=count)).to(torch.uint8)
+
 
 _WIDTH_KEY = 0x5851F42D4C957F2D  # moves the seed, for each bit of width
 _METADATA_BYTES = 6  # of a bucket: float32 minimum, bfloat16 scale
@@ -43,7 +115,7 @@ class _Division(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleQuantizer(Quantizer):
+class SampleQuantizer(ApartQuantizer):
     """Uniform quantizer that gives each sample of a batch a width of its own, 1 to 8 bits, `bit_width` in the mean.
 
     Widths b_n of N samples minimize the noise that they add to the gradient, under sum_n b_n <= floor(bit_width * N):
@@ -105,54 +177,20 @@ class SampleQuantizer(Quantizer):
         metadata = division.parts * division.buckets * _METADATA_BYTES + widths * (_ALIGNMENT + 1)
         return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
 
-    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        refuse_wrapped(dense)
-        layout, key = spec.layout, 0 if seed is None else seed
-        with torch.no_grad():
-            flat = kernel_ops.flat_memory(dense.detach(), layout.numel)
-            packs, stored = spec.split(buffer.zero_())
-            widths = self._allocate(flat, layout)
-            stored.copy_(widths)
-            for own, rows, pack in self._packs(layout, widths, packs):
-                own_key = moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)
-                row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
-
     def bit_widths(self, packed: PackedActivation) -> Tensor:
         """The uint8 widths that the samples of a quantized tensor, which is not empty, have."""
-        return packed.spec.split(packed.buffer)[1]
+        return packed.tensors[1]
 
-    def packs(self, packed: PackedActivation) -> list[tuple[PackedActivation, Tensor]]:
-        """The samples of each width as 1-D tensors, and which buckets of the tensor, in memory order, each one has."""
-        if not packed.layout.numel:
-            return []
-        packs, widths = packed.spec.split(packed.buffer)
-        found = self._packs(packed.layout, widths.cpu(), packs)
-        return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
-
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        numel = spec.layout.numel
-        if not numel:
-            return
-        packs, widths = spec.split(buffer)
-        factor = None if other is None else kernel_ops.flat_memory(other, numel)
-        with torch.no_grad():
-            for own, rows, pack in self._packs(spec.layout, widths.cpu(), packs):
-                row_dispatch.dequantize_rows(
-                    pack, own, rows, own.quantizer.bucket_size, factor, kernel_ops.flat_memory(target, numel)
-                )
-
-    def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
-        division, start = self._division(layout), 0
+    def kinds(self, layout: Layout, choice: Tensor) -> Iterable[tuple[PackedSpec[Any], Tensor, int]]:
+        division, widths = self._division(layout), choice.cpu()
         buckets = torch.arange(division.buckets)
         for width in widths.unique().tolist():
             parts = (widths == width).nonzero()
-            rows = (parts * division.buckets + buckets).view(-1).to(packs.device)
-            quantizer = self._of_width(width, division.bucket)
-            own: PackedSpec[Any] = PackedSpec(quantizer, Layout((len(parts) * division.elements,), (1,), layout.dtype))
-            yield own, rows, packs[start : start + own.nbytes]
-            start += -(-own.nbytes // _ALIGNMENT) * _ALIGNMENT
+            rows = (parts * division.buckets + buckets).view(-1).to(choice.device)
+            own = Layout((len(parts) * division.elements,), (1,), layout.dtype)
+            yield PackedSpec(self._of_width(width, division.bucket), own), rows, width * _WIDTH_KEY
 
-    def _allocate(self, flat: Tensor, layout: Layout) -> Tensor:
+    def choose(self, flat: Tensor, layout: Layout, seed: int | Tensor) -> Tensor:
         """(parts,) uint8 widths on the CPU; ranges of finite elements, and weights, decide."""
         division = self._division(layout)
         geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)

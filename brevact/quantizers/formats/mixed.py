@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.private_names.of_torch import disable_modes
-from brevact.quantizers import row_dispatch
+from brevact.quantizers.apart import ApartQuantizer, aligned
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_mask, unpack_mask
-from brevact.quantizers.checks import check_input, is_on_host
-from brevact.quantizers.kernel_ops import flat_memory, random_words
+from brevact.quantizers.checks import check_bit_width, check_input, check_number, is_on_host
+from brevact.quantizers.formats.uniform import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
-from brevact.quantizers.quantizer import Quantizer
-from brevact.quantizers.reference import moved_seed, seed_value
+from brevact.quantizers.reference import moved_seed, seed_value, words_of
+from brevact.quantizers.rounding import Rounding
 
 Self = TypeVar("Self", bound="MixingQuantizer")
 
@@ -125,11 +126,11 @@ class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnMix(Quantizer):
+class DrawnMix(ApartQuantizer):
     """A `MixingQuantizer` for tensors of one size, with the numbers of buckets of each kind drawn, none of them 0.
 
-    Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next
-    multiple of 4; a mask of one bit a bucket, set where it is high. The ragged last bucket is one as well.
+    Bytes: `packs`, the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from
+    the next multiple of 4; `mask`, one bit a bucket, set where it is high. The ragged last bucket is one as well.
     """
 
     low: BucketQuantizer
@@ -145,37 +146,20 @@ class DrawnMix(Quantizer):
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         low, high = self.specs(layout)
-        aligned = -(-low.nbytes // 4) * 4
-        sizes = {"low": aligned, "high": high.nbytes, "mask": packed_bytes(self._buckets, 1, DEFAULT_BLOCK)}
-        return tuple(Part(name, torch.uint8, size) for name, size in sizes.items())
+        mask = Part("mask", torch.uint8, packed_bytes(self._buckets, 1, DEFAULT_BLOCK))
+        return Part("packs", torch.uint8, aligned(low.nbytes) + high.nbytes), mask
 
-    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        numel, specs = spec.layout.numel, self.specs(spec.layout)
-        if numel != self.numel:
+    def choose(self, flat: Tensor, layout: Layout, seed: int | Tensor) -> Tensor:
+        if layout.numel != self.numel:
             raise ValueError(
-                f"x: got a tensor of {numel} distinct elements; the numbers of buckets were drawn for one of "
+                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for one of "
                 f"{self.numel}; quantize it by the MixingQuantizer, or call its with_drawn_size with that number"
             )
-        assert seed is not None  # a mix is always stochastic
-        with torch.no_grad():
-            flat = flat_memory(dense.detach(), numel)
-            if specs[0].nbytes % 4 or any(part.has_padding for part in specs):
-                buffer.zero_()
-            *packs, mask = spec.split(buffer)
-            is_high = self._choose(moved_seed(seed, _PLACEMENT_KEY), flat.device)
-            mask.copy_(pack_mask(is_high))
-            seeds = seed, moved_seed(seed, _HIGH_KEY)
-            for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
-                row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
+        return pack_mask(self._choose(moved_seed(seed, _PLACEMENT_KEY), flat.device))
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
-        *packs, mask = spec.split(buffer)
-        rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
-        factor = None if other is None else flat_memory(other, self.numel)
-        with torch.no_grad():
-            flat = flat_memory(target, self.numel)
-            for part, own, pack in zip(self.specs(spec.layout), rows, packs, strict=True):
-                row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, factor, flat)
+    def kinds(self, layout: Layout, choice: Tensor) -> Iterable[tuple[PackedSpec[Any], Tensor, int]]:
+        rows = self._rows(unpack_mask(choice, Layout((self._buckets,), (1,), torch.bool)))
+        return zip(self.specs(layout), rows, (0, _HIGH_KEY), strict=True)
 
     def specs(self, layout: Layout) -> tuple[PackedSpec[Any], PackedSpec[Any]]:
         high = self.high_count * self.size + (self.numel % self.size if self.high_tail else 0)
@@ -192,8 +176,8 @@ class DrawnMix(Quantizer):
         full = self.numel // self.size
         is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
         if self.high_count:
-            words = torch.empty(full, dtype=torch.int64, device=device)
-            random_words(key, words)
+            index = torch.arange(-(-full // 4), device=device)
+            words = torch.stack(words_of(index, torch.as_tensor(key, device=device)), 1).view(-1)[:full]
             unequal = words << 31 | torch.arange(full, device=device)
             torch.ge(unequal, unequal.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
         is_high[full:] = self.high_tail
@@ -206,3 +190,59 @@ class DrawnMix(Quantizer):
         order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
         low = self._buckets - self.high_count - self.high_tail
         return order[:low], order[low:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedQuantizer(MixingQuantizer):
+    """Uniform quantizer that stores each bucket at `mix_bit_width` with probability `mix_prob`, else at `bit_width`.
+
+    Buckets are drawn independently. An element takes (1 - mix_prob) * bit_width + mix_prob * mix_bit_width bits on
+    average; each bucket adds the metadata of `UniformQuantizer` and one bit. Graphs of `torch.compile` and CUDA graphs
+    draw the number of wider buckets once, when they are made, and in each run which buckets these are.
+
+    Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7. Differs: there every element is stored at
+    the higher width.
+
+    >>> q = MixedQuantizer(bit_width=2, mix_bit_width=4, mix_prob=0.5, bucket_size=64)
+    >>> q.quantize(torch.linspace(0, 1, 6400), seed=0).dequantize().shape
+    torch.Size([6400])
+
+    Args:
+        bit_width: Bits a code of most buckets.
+        mix_bit_width: Bits a code of the others.
+        mix_prob: Probability of `mix_bit_width`, from 0 to 1.
+        rounding: Nearest or stochastic; which buckets are mixed in is random either way.
+        bucket_size: Elements that share a scale and a width; None for the whole tensor.
+        granularity: `Granularity.BUCKET`, or `Granularity.TENSOR` for one width a tensor (the thesis' global variant).
+        scale_dtype: See `UniformQuantizer`.
+        minimum_dtype: See `UniformQuantizer`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    bit_width: int = 2
+    mix_bit_width: int = 4
+    mix_prob: float = 0.5
+    rounding: Rounding = Rounding.STOCHASTIC
+    bucket_size: int | None = 512
+    granularity: Granularity = Granularity.BUCKET
+    scale_dtype: torch.dtype = torch.bfloat16
+    minimum_dtype: torch.dtype = torch.float32
+
+    kind = UniformQuantizer
+    mixed = ("bit_width", "mix_bit_width", "mix_prob")
+
+    def __post_init__(self) -> None:
+        check_number("mix_prob", self.mix_prob, 0, 1)
+        for name in ("bit_width", "mix_bit_width"):
+            check_bit_width(name, getattr(self, name), BIT_WIDTHS[:-1])
+        plain = self._of("bit_width")  # checks the rest
+        if plain.granularity not in (Granularity.BUCKET, Granularity.TENSOR):
+            raise ValueError(
+                f"granularity: got {self.granularity}; accepted are Granularity.BUCKET and Granularity.TENSOR: widths "
+                "are mixed by buckets or by tensors"
+            )
+        object.__setattr__(self, "rounding", plain.rounding)
+        object.__setattr__(self, "granularity", plain.granularity)

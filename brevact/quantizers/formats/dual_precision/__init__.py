@@ -1,1 +1,0 @@
-"""Block means in float16, the residual in a few bits."""

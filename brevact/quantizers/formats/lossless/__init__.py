@@ -1,1 +1,0 @@
-"""No quantization: for policies that pack only exactly."""

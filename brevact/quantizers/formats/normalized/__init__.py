@@ -1,1 +1,0 @@
-"""Fixed levels of values that are normalized by their mean and deviation."""

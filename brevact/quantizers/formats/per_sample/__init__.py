@@ -1,1 +1,0 @@
-"""A bit width for each sample of a batch."""

@@ -1,1 +1,0 @@
-"""Residuals of a rounding to integers, in a few bits."""

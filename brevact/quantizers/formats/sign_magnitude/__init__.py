@@ -1,1 +1,0 @@
-"""A sign and a magnitude in units of the scale of each bucket."""

@@ -1,1 +1,0 @@
-"""Evenly spaced levels between the minimum and the maximum of each group."""

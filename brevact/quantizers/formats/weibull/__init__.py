@@ -1,1 +1,0 @@
-"""Levels of least variance for long-tailed values."""
