@@ -351,7 +351,10 @@ class Region:
         return (
             type(input) is Tensor
             and is_activation(input)
-            and ((type(weight) is nn.Parameter and weight.layout is _STRIDED) or is_activation(weight))
+            and (
+                (type(weight) is nn.Parameter and weight.dtype is input.dtype and weight.layout is _STRIDED)
+                or is_activation(weight)
+            )
             and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
             and (dims is None or weight.dim() == dims + 2 == input.dim() + (input.dim() == dims + 1))
         )

@@ -29,7 +29,6 @@ from brevact.quantizers.reference import (
     calibrate,
     chunks,
     element_bits,
-    group_index,
     group_ranges,
     pack_chunk,
     parts_of_steps,
@@ -383,8 +382,9 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 def _level_rows(start: int, stop: int, geometry: Geometry, grid: Grid) -> Tensor:
     """Rows of the levels of elements; a single one for all where groups share them."""
-    group = group_index(start, stop, geometry, grid.levels.device)
-    return group if grid.levels.shape[0] > 1 else group.new_zeros(1)
+    if grid.levels.shape[0] == 1:
+        return torch.zeros(1, dtype=torch.int64, device=grid.levels.device)
+    return torch.arange(start, stop, device=grid.levels.device) // geometry.inner % geometry.groups
 
 
 def flat_memory(x: Tensor, numel: int) -> Tensor:

@@ -82,9 +82,10 @@ class PackedSpec(Generic[D]):
         self.plan: Any = None  # the quantizer derives it for its passes
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
         """The spec with these fields; equal specs are one shared object."""
-        return _spec_of(quantizer, layout)
+        return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
         """(nbytes,) uint8 memory on the device of a tensor, uninitialised but for padding."""
@@ -111,11 +112,6 @@ class PackedSpec(Generic[D]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return PackedSpec.of, (self.quantizer, self.layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
-    return PackedSpec(quantizer, layout)
 
 
 class PackedActivation:

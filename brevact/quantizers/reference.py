@@ -293,10 +293,6 @@ def element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
     return bits_8KW.transpose(0, 1).flatten()[: stop - start]
 
 
-def group_index(start: int, stop: int, geometry: Geometry, device: torch.device) -> Tensor:
-    return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
-
-
 def by_groups(flat: Tensor, geometry: Geometry, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """(groups, elements, values) of pieces: which groups, (repeats, groups, inner) views, their (groups, 1) values."""
     inner = geometry.inner

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,7 +124,7 @@ def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]
     """Return one number per spatial dimension for each option, as torch's layers accept them."""
     found = []
     for option in options:
-        values = (option,) if isinstance(option, int) else tuple(option)
+        values = tuple(map(operator.index, option if isinstance(option, tuple | list) else (option,)))  # NumPy's, too
         found.append(values * dims if len(values) == 1 else values)
     return found
 
