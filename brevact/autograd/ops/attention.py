@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd.call_arguments import Parameters, is_plain
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
-from brevact.autograd.ops.base import Formula, outside_regions, requires_grad, run_inside, save, with_bits
+from brevact.autograd.ops.base import Formula, Needs, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
 from brevact.autograd.saved import AS_IT_IS, Keeper, PassesOn, Saved, distinct_elements, one_object_each, with_strides
@@ -72,7 +72,7 @@ def _apply(
         return out
 
     def gradients(
-        dtype: torch.dtype, of_value: torch.Size, needs: tuple[bool, ...], grad: Tensor, token: Any, *saved: Any
+        dtype: torch.dtype, of_value: torch.Size, needs: Needs, grad: Tensor, token: Any, *saved: Any
     ) -> tuple[Tensor | None, ...]:
         graph = None if token is None else take_graph(token.decode())
         if graph is not None:
@@ -156,7 +156,7 @@ def _keep_once(region: Keeper, x: Tensor, name: str, keep: Callable[[], Saved]) 
 
 
 def _differentiated(
-    needs: tuple[bool, ...], dtypes: tuple[Any, ...], out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
+    needs: Needs, dtypes: tuple[Any, ...], out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     wanted = [x for x, need in zip(leaves, needs, strict=True) if x is not None and need]
     found = iter(torch.autograd.grad(out, wanted, grad))
@@ -168,7 +168,7 @@ class _AttentionOutput(HeldOutput):
     """Decoder of the output; sources: query, key, value (``needs``: which need a gradient), and perhaps a mask."""
 
     options: _Options
-    needs: tuple[bool, ...]
+    needs: Needs
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
         leaves: list[Tensor | None] = []
@@ -188,13 +188,7 @@ _attention_output = one_object_each(_AttentionOutput)
 
 
 def _remember(
-    region: Keeper,
-    kept: tuple[Saved | None, ...],
-    out: Tensor,
-    keys: int,
-    mask: Tensor | None,
-    options: _Options,
-    needs: tuple[bool, ...],
+    region: Keeper, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Options, needs: Needs
 ) -> Saved | None:
     """Register the output for recomputation; return a token's saved form, by which backward finds its graph."""
     sources = [source for source in kept if source is not None]
