@@ -16,8 +16,6 @@ from brevact.policy.attach import quantize_backward as quantize_backward
 from brevact.policy.attach import quantizer as quantizer
 from brevact.policy.attach import restore_backward as restore_backward
 from brevact.policy.compile import compile as compile
-from brevact.policy.description import BackwardPolicy as BackwardPolicy
-from brevact.policy.description import backward_policy as backward_policy
 from brevact.policy.fit_report import FitReport as FitReport
 from brevact.policy.mixing import MixSchedule as MixSchedule
 from brevact.policy.presets import CONV_NET as CONV_NET
@@ -25,6 +23,8 @@ from brevact.policy.presets import DEFAULT as DEFAULT
 from brevact.policy.presets import RECOMPUTE as RECOMPUTE
 from brevact.policy.presets import TRANSFORMER as TRANSFORMER
 from brevact.policy.presets import Policy as Policy
+from brevact.policy.rules import BackwardPolicy as BackwardPolicy
+from brevact.policy.rules import backward_policy as backward_policy
 from brevact.quant import *
 from brevact.quantizers import DualPrecisionQuantizer as DualPrecisionQuantizer
 from brevact.quantizers import Granularity as Granularity

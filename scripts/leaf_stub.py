@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import brevact.quant
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES
 
 STUB = Path(brevact.quant.__file__).with_suffix(".pyi")
 _HEAD = '''"""{doc}"""

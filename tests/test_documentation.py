@@ -11,7 +11,7 @@ import pytest
 import brevact
 import brevact.api
 import brevact.nn
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES
 from scripts.notebook import run_cells
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import torch
 import brevact
 import brevact.api
 import brevact.quant
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES
 from scripts import leaf_stub
 
 LEADING = {

@@ -114,9 +114,7 @@ def _kinds(leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return types, and numbers as text where a zero may have a sign."""
     kinds = tuple(map(type, leaves))
     if float in kinds or complex in kinds:
-        return tuple(
-            [repr(leaf) if kind in (float, complex) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
-        )
+        return tuple([repr(x) if kind in (float, complex) else kind for x, kind in zip(leaves, kinds, strict=True)])
     return kinds
 
 
@@ -127,22 +125,17 @@ def is_stored(kind: type[Tensor]) -> bool:
 
 def as_tensors(value: Any, given: list[tuple[Tensor, Tensor]]) -> Any:
     """Replace subclass tensors that have a storage, except parameters, by plain ones; add the pairs to ``given``."""
-    kind = type(value)
-    if kind in PLAIN_TYPES or kind in CONSTANT_TYPES:
-        return value
-    if kind is tuple or kind is list:
-        return kind(as_tensors(each, given) for each in value)
-    if kind is dict:
-        return {key: as_tensors(each, given) for key, each in value.items()}
-    if not (issubclass(kind, Tensor) and is_stored(kind)) or isinstance(value, nn.Parameter):
-        return value
-    if value.layout is not torch.strided:
-        return value
-    found = next((tensor for tensor, other in given if other is value), None)  # torch asks whether query is key
-    if found is None:
-        found = value.as_subclass(Tensor)
-        given.append((found, value))
-    return found
+    leaves, spec = tree_flatten(value)
+    for place, x in enumerate(leaves):
+        kind = type(x)
+        if kind in PLAIN_TYPES or not (issubclass(kind, Tensor) and is_stored(kind)) or isinstance(x, nn.Parameter):
+            continue
+        found = next((tensor for tensor, other in given if other is x), None)  # torch asks whether query is key
+        if found is None and x.layout is torch.strided:
+            found = x.as_subclass(Tensor)
+            given.append((found, x))
+        leaves[place] = x if found is None else found
+    return tree_unflatten(leaves, spec)
 
 
 def as_given(result: Any, given: list[tuple[Tensor, Tensor]]) -> Any:

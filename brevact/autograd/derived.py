@@ -28,7 +28,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
 from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import Tensors, storage_address
 from brevact.autograd.store import reported
 from brevact.autograd.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
@@ -121,12 +121,8 @@ class Derivation(NamedTuple):
     is_light: bool
     small: tuple[int, ...]
 
-    def bind(self, tensors: tuple[Tensor, ...]) -> Saved:
+    def bind(self, tensors: Tensors) -> Saved:
         return tuple(map(tensors.__getitem__, self.picks)), self.decoder
-
-    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether its unpacked sources take at most a bit per result element."""
-        return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
 
 #: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
@@ -155,11 +151,9 @@ class DerivationRule(NamedTuple):
     adds: bool = False
 
 
-def derivation(
-    rule: DerivationRule, operands: Sequence[Saved], like: Tensor
-) -> tuple[tuple[Tensor, ...], Derivation | None]:
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derivation | None]:
     """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
-    tensors: tuple[Tensor, ...] = ()
+    tensors: Tensors = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
         tensors += kept
@@ -278,8 +272,8 @@ def derive(
         if properties.get("adds") and region.recompute:
             properties["most_packed"] = MOST_ADDED_AGAIN
         tensors, found = derivation(DerivationRule(function, **properties), kept, out)
-        if found is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-            return
+        if found is None or not found.is_light or 8 * sum([tensors[i].nbytes for i in found.small]) > out.numel():
+            return  # unpacked sources may take a bit per result element
         is_new = is_new and found.decoder.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
@@ -341,12 +335,7 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
 
 
 def track_moved(
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    result: Tensor,
-    find: Callable[[Tensor], Saved | None] = known_values.find,
+    func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], result: Tensor, find: Callable = known_values.find
 ) -> None:
     """Record that a result is a function of tensors, if ``find`` returns an exact saved form of each."""
     operands = []
@@ -400,13 +389,7 @@ def track_weight(
 
 
 def track_derived(
-    region: Keeper,
-    func: Callable[..., Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Tensor,
-    operands: list[tuple[Tensor, Saved | None]],
-    kind: Kind,
+    region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor, operands: list, kind: Kind
 ) -> None:
     """Record that an out-of-place torch function's result is that function of ``operands`` (:func:`operands_of`)."""
     if not out.is_floating_point():

@@ -166,6 +166,8 @@ class _InheritRegion(_EnterRegion):
 class _ExitRegion:
     """Forward hook that leaves the region that the pre-hook entered; also called if the forward raised."""
 
+    is_of_region = True
+
     @marks.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():

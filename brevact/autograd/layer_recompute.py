@@ -31,7 +31,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, is_held, make_token, take
+from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
@@ -245,6 +245,9 @@ class ChannelsAgain(_NormOutput):
     decodes_through = True
 
     def decode(self, tensors: Tensors) -> Tensor:
+        return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
+
+    def _decode(self, tensors: Tensors) -> Tensor:
         x, scale, shift = self._read(tensors)
         is_owned = isinstance(self.decoder, HeldOutput) and not is_held(tensors[0])
         is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
@@ -254,6 +257,9 @@ class ChannelsAgain(_NormOutput):
             return x
         return self._finished(_affine(x, scale, shift))
 
+    def is_read_again(self, tensors: Tensors) -> bool:
+        return may_be_held(math.prod(self.shape), tensors[0])
+
     def _read(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         spread, shift, *weight = tensors[self.count :]
         with torch.no_grad():
@@ -261,6 +267,9 @@ class ChannelsAgain(_NormOutput):
             return self.decoder.decode(tensors[: self.count]), scale * weight[0] if weight else scale, shift
 
     def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
+        if self.is_read_again(tensors):
+            values = function(decoded(self, tensors, self._decode))
+            return values if grad is None else grad * values
         x, scale, shift = self._read(tensors)
         samples, size = self.shape[0], math.prod(self.shape[1:])
         step = samples if x.is_cuda else max(_NUMEL_IN_CACHE // size, 1)

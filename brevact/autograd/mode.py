@@ -23,7 +23,6 @@ from brevact.autograd.other_code import ALGORITHMS, is_in_algorithm, is_of_torch
 from brevact.autograd.rectified import carry, offer_again
 from brevact.autograd.rows import ROWS, row_of
 from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
-from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.store import INTEGERS
@@ -46,9 +45,7 @@ class EagerMode(marks.RegionMode):
     """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
     @marks.skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
             return marks.traced_call(self, func, types, args, kwargs)
@@ -215,14 +212,7 @@ _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
 
 
 def _track(
-    region: Any,
-    row: Op,
-    func: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    result: Any,
-    tensors: list[Tensor],
-    operands: list[tuple[Tensor, Saved | None]] | None,
+    region: Any, row: Op, func: Callable, args: tuple, kwargs: dict, result: Any, tensors: list[Tensor], operands: Any
 ) -> None:
     """Record a call's result as a function of its arguments; ``operands``: saved forms from before the call."""
     if type(result) is not Tensor:

@@ -73,9 +73,8 @@ class Alignment(NamedTuple):
 
     def inverse(self, spread: Tensor) -> Tensor:
         """Return the inverse deviations, in float32 or wider, from the spreads that the norm saves."""
-        spread = (
-            spread if spread.dtype is torch.float32 else spread.to(torch.promote_types(spread.dtype, torch.float32))
-        )
+        if spread.dtype is not torch.float32:
+            spread = spread.to(torch.promote_types(spread.dtype, torch.float32))
         return spread if self.eps is None else torch.rsqrt(spread + self.eps)
 
 

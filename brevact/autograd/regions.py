@@ -224,9 +224,8 @@ class Region:
         if plan is not None:
             spec, decoder = plan
             buffer = (x.new_zeros if spec.has_padding else x.new_empty)(spec.nbytes, dtype=torch.uint8)
-            spec.quantizer.encode(
-                x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
-            )
+            seed = self.seeds.next(x.device) if quantizer.is_stochastic else None
+            spec.quantizer.encode(x.detach(), spec, seed, buffer)
             return (buffer,), decoder
         if top_hooks(True) == self.hooks.pair:
             with self.hooks.suspended:  # a quantizer may use autograd, too
@@ -352,7 +351,10 @@ class Region:
         return (
             type(input) is Tensor
             and is_activation(input)
-            and ((type(weight) is nn.Parameter and weight.layout is _STRIDED) or is_activation(weight))
+            and (
+                (type(weight) is nn.Parameter and weight.dtype is input.dtype and weight.layout is _STRIDED)
+                or is_activation(weight)
+            )
             and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
             and (dims is None or weight.dim() == dims + 2 == input.dim() + (input.dim() == dims + 1))
         )

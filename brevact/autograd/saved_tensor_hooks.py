@@ -125,9 +125,8 @@ class SavedTensorHooks:
     """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
 
     def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
-        self.is_empty = (
-            region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
-        )
+        has_rules = CHECKPOINT in region.by_op or region.has_rules_for_other_code
+        self.is_empty = region.settings is None and not has_rules
         is_twice = region.settings is not None and region.settings.double_backward
         self.pair: tuple[Callable, Callable] = self._pack, unpack_attached if is_twice else unpack
         self._around = around

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,15 +88,6 @@ class LayerWidths:
                 if key not in self._settings:
                     self._settings[key] = _with_width(*key)
                 hook.settings = self._settings[key]
-
-    def stored(self, run: Callable[[nn.Module], Any]) -> dict[int, tuple[OpMemory, ...]]:
-        """Measure how each op saves its tensors if all layers have one width, by one forward pass per width."""
-        found = {}
-        with in_place(self.model):
-            for width in BIT_WIDTHS:
-                self.set(dict.fromkeys(self.base, width))
-                found[width] = stored_ops(self.model, run)
-        return found
 
 
 def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:
@@ -203,25 +194,6 @@ def sensitivities(
 
 def expected_noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
-
-
-def check_groups(state: Any, own: Mapping[str, Any]) -> None:
-    check_state(state, own)
-    if state["layers"] != own["layers"]:
-        raise ValueError(
-            f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
-            "object with the model, the policy and a batch of the size of the checkpoint's run"
-        )
-    for name in ("bit_widths", "sensitivities"):
-        if len(state[name]) != len(own[name]):
-            raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-    check_int("state: steps", state["steps"], 0)
-    for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
-        check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
-        check_number("state: sensitivities", sensitivity, 0)
-    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
-    if counts[0] != counts[1]:
-        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
 
 
 _log = logging.getLogger(__name__)
@@ -334,7 +306,11 @@ class Adaptive:
         def run(model: nn.Module) -> Any:
             return self._loss(model, batch)
 
-        stored = self._layers.stored(run)
+        stored = {}  # how each op saves its tensors if all layers have one width
+        with in_place(self._model):
+            for width in BIT_WIDTHS:
+                self._layers.set(dict.fromkeys(self._layers.base, width))
+                stored[width] = stored_ops(self._model, run)
         self._groups = groups_by_ops(stored, self._layers.base)
         costs = self._groups.costs
         if not costs:
@@ -342,7 +318,7 @@ class Adaptive:
                 "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
                 "tensors are kept as they are (min_numel=)"
             )
-        plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
+        plain = 0 if ratio is None else memory_of(self._model, run).plain_bytes
         #: Most bytes that a training step may save for a batch like the measured one.
         uniform = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
         least = self._groups.saved_bytes({source: min(of_width) for source, of_width in costs.items()})
@@ -435,7 +411,23 @@ class Adaptive:
             TypeError: ``state`` is not a mapping.
             ValueError: ``state`` is of other layers or another number of samples, or a number is out of range.
         """
-        check_groups(state, self.state_dict())
+        own = self.state_dict()
+        check_state(state, own)
+        if state["layers"] != own["layers"]:
+            raise ValueError(
+                f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
+                "object with the model, the policy and a batch of the size of the checkpoint's run"
+            )
+        for name in ("bit_widths", "sensitivities"):
+            if len(state[name]) != len(own[name]):
+                raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
+        check_int("state: steps", state["steps"], 0)
+        for width, sensitivity in zip(state["bit_widths"], state["sensitivities"], strict=True):
+            check_int("state: bit_widths", width, BIT_WIDTHS[0], BIT_WIDTHS[-1])
+            check_number("state: sensitivities", sensitivity, 0)
+        counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+        if counts[0] != counts[1]:
+            raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
         costs = self._groups.costs
         self._steps, self._widths = state["steps"], dict(zip(costs, state["bit_widths"], strict=True))
         self._sensitivities = [float(each) for each in state["sensitivities"]]

@@ -188,66 +188,6 @@ FIRST_WIDTH = 3
 _LEAST_NOISE = 1e-15
 
 
-class ChainNoise:
-    """Measures each chain's own noise, at most once per width, with one draw per batch, on a model without a policy."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: FitGroups,
-        batches: Sequence[Any],
-        loss: Loss,
-        exact: ExactGradients,
-        on_pass: Callable[[], object],
-    ) -> None:
-        self._model, self._groups, self._batches, self._loss = model, groups, batches, loss
-        self._exact, self._on_pass = exact, on_pass
-        self._fine = dict.fromkeys(groups.costs, _MOST)
-        self._measured: dict[str, dict[int, float]] = {source: {} for source in self._fine}
-        self._has_others = any(regions_of(module) for module in model.modules())
-
-    @functools.cached_property
-    def _floor(self) -> float:
-        return self._error({})
-
-    def measure(self, source: str, bit_width: int) -> None:
-        if bit_width not in self._measured[source]:
-            self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
-
-    def noise(self, source: str, bit_width: int) -> float:
-        if bit_width == FULL_PRECISION:
-            return 0.0
-        known = self._measured[source]
-        nearest = min(known, key=lambda width: (abs(width - bit_width), -width))
-        return known[nearest] * ((2**nearest - 1) / (2**bit_width - 1)) ** 2
-
-    @property
-    def rest(self) -> float:
-        """Noise of layers without a width, those with ``act_quant=``; 0 before anything is measured."""
-        if not self._has_others or not any(self._measured.values()):
-            return 0.0
-        return max(0.0, self._floor - sum(self.noise(source, _MOST) for source in self._measured))
-
-    def is_known(self, source: str, bit_width: int) -> bool:
-        """Return whether a chain's noise at a width is measured, or follows the law from a measured one."""
-        return bit_width >= min(FIRST_WIDTH, *self._measured[source])
-
-    def options(self, source: str) -> list[Option]:
-        return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
-
-    def _error(self, widths: Mapping[str, int]) -> float:
-        """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
-        quantizers = self._groups.quantizers({**self._fine, **widths})
-        errors = []
-        with training_eagerly(self._model), storing(self._model, quantizers):
-            for index, batch in enumerate(self._batches):
-                found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
-                exact = self._exact.of_batches[index]
-                errors.append(squared_norm([a.double().sub_(b) for a, b in zip(found, exact, strict=True)]))
-                self._on_pass()
-        return float(torch.tensor(errors, dtype=torch.float64).mean()) / self._exact.unit.value
-
-
 #: Most multiplications and additions per element, from none on.
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
 #: The last level that is tried without a budget of time.
@@ -258,24 +198,6 @@ _BIT_WIDTH = 4
 _LEAST_SAVING = 0.02
 #: Timed pairs of steps.
 _ROUNDS = 3
-
-
-def policy_of_levels(fit_at: Callable[[int], Policy], levels: list[int], budget: Budget, quiet: float) -> Policy:
-    """Return the policy of the first level that meets the budget with little noise, else the least noise within it."""
-    found: list[Any] = []
-    refusals: list[BudgetRefusal] = []
-    for recompute in levels:
-        try:
-            found.append(fit_at(recompute))
-        except BudgetRefusal as error:  # another level may meet the budget
-            refusals.append(error)
-            continue
-        if budget.is_met_by(found[-1].report) and (budget.noise is not None or found[-1].report.harm <= quiet):
-            return found[-1]
-    if not found:
-        raise min(refusals, key=lambda each: each.least)
-    met = [each for each in found if budget.is_met_by(each.report)]
-    return min(met or found, key=lambda each: each.report.harm)
 
 
 def levels_of(
@@ -415,19 +337,29 @@ def fit(
     batches = batches[: effort.batches]
     with progress_bar("fit", None, progress) as on_pass, in_place(model):
         exact = exact_gradients(model, batches, loss, on_pass)
-        memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]), batches[0])
+        memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]))
         times: Mapping[int, float] = {0: 0.0}
         if not double_backward or time is not None:  # a gradient's graph needs the tensors to recompute
             times = levels_of(model, memory, budget, batches[0], loss, quiet=effort.quiet, is_quick=quick)
 
-        def fit_at(recompute: int) -> Policy:
+        found: list[tuple[FitReport, Policy]] = []
+        refusals: list[BudgetRefusal] = []
+        for recompute, of_step in times.items():
             options = {"double_backward": double_backward, "recompute": recompute}
             fitting = _Fit(model, batches, loss, budget, exact, memory, on_pass, options, effort)
-            return fitting.best(fitting.reports(), times[recompute])
-
-        policy = policy_of_levels(fit_at, list(times), budget, effort.quiet)
-    report = policy.report
-    assert report is not None
+            try:
+                found.append(fitting.best(fitting.reports(), of_step))
+            except BudgetRefusal as error:  # another level may meet the budget
+                refusals.append(error)
+            else:
+                report, policy = found[-1]
+                if budget.is_met_by(report) and (budget.noise is not None or report.harm <= effort.quiet):
+                    break
+        else:  # no level meets the budget with little noise: the one of least noise
+            if not found:
+                raise min(refusals, key=lambda each: each.least)
+            met = [each for each in found if budget.is_met_by(each[0])]
+            report, policy = min(met or found, key=lambda each: each[0].harm)
     if budget.noise is None and not report.harm <= _LOUD:
         warn(
             f"fit({report.budget}): noise and squared bias of the gradients are {report.harm:.2g} times the noise "
@@ -442,6 +374,8 @@ def _agree(report: FitReport) -> bool:
 
 
 class _Fit:
+    """Measures each chain's own noise, at most once per width, with one draw per batch, and policies of these."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -462,7 +396,8 @@ class _Fit:
             with storing(model, {"": leaf_of(width, attends=True, **options)}):
                 reports[width] = memory.measured()
         self._groups = groups_of(model, reports, **options)
-        self._known = ChainNoise(model, self._groups, batches[: effort.alone], loss, exact, self._count)
+        self._noises: dict[str, dict[int, float]] = {source: {} for source in self._groups.costs}
+        self._has_others = any(regions_of(module) for module in model.modules())
         #: Measured minus summed bytes, and measured over summed noise.
         self._more_bytes, self._factor = 0, 1.0
 
@@ -472,7 +407,7 @@ class _Fit:
         if not groups.costs or (budget.noise is None and budget.bytes_of(groups.plain_bytes) >= groups.plain_bytes):
             return [self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))]
         for source in groups.costs:
-            self._known.measure(source, FIRST_WIDTH)
+            self._measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
         for _ in range(self._effort.rounds):
             widths = self._within_bytes()
@@ -480,6 +415,40 @@ class _Fit:
             if self._is_right(found[-1], widths):
                 break
         return found
+
+    @functools.cached_property
+    def _floor(self) -> float:
+        return self._error({})
+
+    def _measure(self, source: str, bit_width: int) -> None:
+        if bit_width not in self._noises[source]:
+            self._noises[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
+
+    def _noise(self, source: str, bit_width: int) -> float:
+        if bit_width == FULL_PRECISION:
+            return 0.0
+        known = self._noises[source]
+        nearest = min(known, key=lambda width: (abs(width - bit_width), -width))
+        return known[nearest] * ((2**nearest - 1) / (2**bit_width - 1)) ** 2
+
+    @property
+    def _rest(self) -> float:
+        """Noise of layers without a width, those with ``act_quant=``; 0 before anything is measured."""
+        if not self._has_others or not any(self._noises.values()):
+            return 0.0
+        return max(0.0, self._floor - sum(self._noise(source, _MOST) for source in self._noises))
+
+    def _error(self, widths: Mapping[str, int]) -> float:
+        """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
+        quantizers = self._groups.quantizers({**dict.fromkeys(self._groups.costs, _MOST), **widths})
+        errors = []
+        with training_eagerly(self._model), storing(self._model, quantizers):
+            for index, batch in enumerate(self._batches[: self._effort.alone]):
+                found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
+                exact = self._exact.of_batches[index]
+                errors.append(squared_norm([a.double().sub_(b) for a, b in zip(found, exact, strict=True)]))
+                self._count()
+        return float(torch.tensor(errors, dtype=torch.float64).mean()) / self._exact.unit.value
 
     def _within_bytes(self) -> dict[str, int]:
         """Return the best widths by known noise whose measured bytes are within the budget, but hardly below it."""
@@ -496,16 +465,20 @@ class _Fit:
 
     def _chosen(self) -> dict[str, int]:
         """Return the best widths by known noise, after measuring unknown noise of chosen small widths."""
-        groups, known = self._groups, self._known
+        groups = self._groups
         while True:
-            items = [known.options(source) for source in groups.costs]
+            items = [
+                [Option(size, self._noise(source, width), width) for width, size in costs.items()]
+                for source, costs in groups.costs.items()
+            ]
             others = groups.fixed_bytes + self._more_bytes
             limit = self._budget.bytes_of(groups.plain_bytes)
-            chosen = self._budget.choose(items, limit - others, self._factor, known.rest)
+            chosen = self._budget.choose(items, limit - others, self._factor, self._rest)
             widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
-            unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
+            # noise at a larger width than a measured one follows the law
+            unknown = [source for source, width in widths.items() if width < min(FIRST_WIDTH, *self._noises[source])]
             for source in unknown:
-                known.measure(source, widths[source])
+                self._measure(source, widths[source])
             if not unknown:
                 return widths
 
@@ -522,7 +495,7 @@ class _Fit:
                 readers=len(chain.readers),
                 bit_width=widths[chain.source],
                 saved_bytes=of_layers.get(chain.source, 0),
-                noise=self._known.noise(chain.source, widths[chain.source]) * self._factor,
+                noise=self._noise(chain.source, widths[chain.source]) * self._factor,
             )
             for chain in self._groups.chains
         )
@@ -530,7 +503,7 @@ class _Fit:
             budget=self._budget.text,
             saved_bytes=memory.saved_bytes,
             plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups) + self._known.rest,
+            predicted=sum(each.noise for each in groups) + self._rest,
             noise=noise.value,
             noise_error=noise.error,
             bias=bias.value,
@@ -548,13 +521,13 @@ class _Fit:
         """Return whether the noise is as predicted and within its budget; if not, correct the prediction."""
         if self._budget.noise is None:
             return True
-        total = sum(self._known.noise(source, width) for source, width in widths.items())
-        if total and report.harm > self._known.rest:
-            self._factor = (report.harm - self._known.rest) / total
+        total = sum(self._noise(source, width) for source, width in widths.items())
+        if total and report.harm > self._rest:
+            self._factor = (report.harm - self._rest) / total
         return _agree(report) and self._budget.is_met_by(report)
 
-    def best(self, found: Sequence[FitReport], time: float) -> Policy:
-        """Return the policy of least noise, or bytes, within the budget; if there is none, the nearest, with a note."""
+    def best(self, found: Sequence[FitReport], time: float) -> tuple[FitReport, Policy]:
+        """Return report and policy of least noise, or bytes, within the budget, or the nearest ones, with a note."""
         budget = self._budget
         met = [each for each in found if budget.is_met_by(each)]
         is_by_noise = (budget.noise is None) == bool(met)
@@ -567,7 +540,7 @@ class _Fit:
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
         report = replace(best, passes=self._passes, note=" ".join(notes), recompute=self._recompute, time=time)
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
-        return replace(policy, layers=layers_of(self._model), report=report)
+        return report, replace(policy, layers=layers_of(self._model), report=report)
 
     def _count(self) -> None:
         self._passes += 1

@@ -147,6 +147,8 @@ OUTPUT = {
     for name, (_, output) in _ATTENTION.items()
     for packet in _packets(aten, f"_scaled_dot_product_{name}_backward")
 }
+#: Places of query and key in calls of attention and of its backward pass.
+KEYS = {**dict.fromkeys(_DROPOUT, (0, 1)), **dict.fromkeys(OUTPUT, (1, 2))}
 #: Functions of 1 + exp(x) that are smooth in x.
 OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
 
@@ -298,7 +300,15 @@ def is_at_least_one(node: Any) -> bool:
 
 
 def is_steep(node: Any) -> bool:
-    """Whether a node is an exponential without a bound: few of its values would take the range of all others."""
+    """Whether a node is an exponential or a quotient without a bound: few of its values would take all others' range.
+
+    Quotients by numbers that broadcast, such as norms and sums of rows, have one.
+    """
+    if packet_of(node) in (aten.div, aten.reciprocal):
+        below = node.args[-1]
+        sizes = [getattr(each, "meta", {}).get("val") for each in (node, below)]
+        is_same = all(isinstance(x, torch.Tensor) for x in sizes) and sizes[0].shape == sizes[1].shape
+        return is_same and packet_of(below) is not aten.expand and not is_at_least_one(below)
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
     x = node.args[0]
@@ -319,4 +329,4 @@ def is_cheap(node: Any) -> bool:
     packet = packet_of(node)
     if packet is aten.div:
         return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
-    return packet in _CHEAP
+    return packet in _CHEAP or (packet is aten.rsqrt and is_at_least_one(node.args[0]))

@@ -216,6 +216,8 @@ def _use(node: fx.Node, arg: fx.Node, packet: Any, uses: dict[int, Use] | None, 
         return Use.LINEAR
     if packet in table.SMOOTH or (packet is table.aten.pow and table.powers_are_smooth(node.args[1])):
         return Use.SMOOTH
+    if packet is table.aten.rsqrt and table.is_at_least_one(arg):
+        return Use.SMOOTH
     return Use.EXACT
 
 

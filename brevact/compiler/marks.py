@@ -1,9 +1,8 @@
-"""How Dynamo traces the entering and leaving of regions: a mode with the region's text is above the ops inside.
+"""Regions that Dynamo traces as code: where marks on the nodes of its graph (``tracing``) do not do.
 
-Marks on the nodes of its graph follow from the mode (``tracing``), except for regions whose norms go on with rounded
-values, and those whose quantizers have no text form: these raise, and Dynamo runs the code around uncompiled. Dynamo
-executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and :func:`leave` for modules.
-These therefore use only code that Dynamo traces, and have no state but the stack of modes.
+Regions whose norms go on with rounded values, and those whose quantizers have no text form, raise: Dynamo then runs the
+code around as it is. Dynamo executes Python symbolically: :func:`traced_call` for torch functions, :func:`enter` and
+:func:`leave` for modules. These therefore use only code that Dynamo traces, and have no state but the stack of modes.
 """
 
 from __future__ import annotations
@@ -115,9 +114,7 @@ class PlainMode(RegionMode):
     text = FULL_PRECISION
 
     @skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -132,9 +129,7 @@ class TracingMode(RegionMode):
         self.owner = owner
 
     @skipped_by_dynamo
-    def __torch_function__(
-        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return traced_call(self, func, types, args, kwargs or {})
 
 

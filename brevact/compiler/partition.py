@@ -166,6 +166,7 @@ class Packing:
         self.save_masks()
         self.save_statistics()
         self.save_what_lacks_to_one()
+        self.save_distances_to_one()
 
     # --- which tensors to save
 
@@ -481,36 +482,43 @@ class Packing:
             yield node
 
     def _saturated(self, saved: Saved) -> list[fx.Node]:
-        """The results to save in place of an argument that only tanh or sigmoid read: its range may exceed theirs."""
-        found: list[fx.Node] = []
+        """The results to save in place of an argument of tanh or sigmoid, whose range may exceed theirs.
+
+        Parts of it that other ops read are saved, too; if these read all of it, it stays.
+        """
+        found: dict[fx.Node, None] = {}
         waiting = [saved.node] if saved.use is Use.SMOOTH and self.packs(saved) else []
         while waiting:
             node = waiting.pop()
-            if packet_of(node) in table.SATURATING and node is not saved.node:
-                found.append(node)
-            elif len(found) > _MOST_STEPS or not (node is saved.node or packet_of(node) in table.AFFINE):
-                return []
-            else:
-                waiting += readers_of(node, self.read)
+            for reader in readers_of(node, self.read):
+                if packet_of(reader) in table.SATURATING:
+                    found[reader] = None
+                elif reader not in self.gradients and _call_of(reader) in table.AFFINE:
+                    waiting.append(reader)
+                elif node is saved.node or len(found) > _MOST_STEPS:
+                    return []
+                else:
+                    found[node] = None
         is_small = sum(map(nbytes_of, found)) <= nbytes_of(saved.node)
-        return found if is_small and all(map(self.may_round, found)) else []
+        return list(found) if is_small and all(map(self.may_round, found)) else []
 
     def save_statistics(self) -> None:
         """Save means and deviations of norms whose inputs are packed normalized, rather than compute them again.
 
         Where a norm alone reads a tensor, in another order, the moved copy is saved: its rows are what the norm scales.
+        So is it where attention alone reads it as keys.
         """
         found: dict[fx.Node, None] = {}
         for each in self.dependence.saved:
             if each.use is Use.EXACT or not self.packs(each):
                 continue
             node, settings = each.node, self.settings_of(each.readers)
-            while (statistics := self.statistics(node, settings)) is None:
+            while (statistics := self.statistics(node, settings)) is None and not self.is_key(node):
                 reader, *others = readers_of(node, self.read)
                 if others or packet_of(reader) not in table.MOVES or nbytes_of(reader) != nbytes_of(node):
                     break
                 node = reader
-            if statistics is not None and node is not each.node:
+            if node is not each.node and (statistics is not None or self.is_key(node)):
                 del self.saved[each.node]
                 found[node] = None
             found.update((x, None) for x in (statistics or ())[1:] if x is not None and self.dependence.is_read(x))
@@ -555,6 +563,30 @@ class Packing:
             self._redirect(self.nodes, {p: again})
             del self.saved[p]
             self.saved |= {left: None, place: None}
+            self.nodes = self.backward_nodes()
+        self.analyse()
+
+    def save_distances_to_one(self) -> None:
+        """Save 1 - p for a sigmoid p above 1/2, and a mask: sure elements' gradients are of that size."""
+        for each in self.dependence.saved:
+            p = each.node
+            if packet_of(p) is not aten.sigmoid or not self.is_lossy(p, each):
+                continue
+
+            def turn(x: fx.Node, is_above: fx.Node) -> fx.Node:
+                return self.call(
+                    aten.where.self, is_above, self.call(aten.add.Tensor, self.call(aten.neg.default, x), 1), x
+                )
+
+            with self.insert_after(p):
+                is_above = self._like(p, self.call(aten.gt.Scalar, p, 0.5))
+                left = self._like(p, turn(p, is_above))
+                again = self._like(p, turn(left, is_above))
+            for nodes in (self.live, self.activations):
+                nodes.add(left)
+            self._redirect(self.nodes, {p: again})
+            del self.saved[p]
+            self.saved |= {left: None, is_above: None}
             self.nodes = self.backward_nodes()
         self.analyse()
 
@@ -759,7 +791,8 @@ class Packing:
         with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
-            x = self.call(aten.reshape.default, node, self.sizes(viewed)[0]) if shape else node
+            x = self.less_mean(node) if self.is_key(node) else node
+            x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
             x, size, stride = self.placed(x, x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
@@ -774,6 +807,20 @@ class Packing:
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
+
+    def is_key(self, node: fx.Node) -> bool:
+        """Whether attention alone reads a tensor, as its keys, of which it does not read the mean."""
+        readers = readers_of(node, self.read)
+        places = [table.KEYS.get(packet_of(each), (-1, -1)) for each in readers]
+        return bool(readers) and all(
+            key > 0 and each.args[key] is node and each.args[query] is not node
+            for each, (query, key) in zip(readers, places, strict=True)
+        )
+
+    def less_mean(self, node: fx.Node) -> fx.Node:
+        mean = self.call(aten.mean.dim, node, [-2], True)
+        is_finite = self.call(aten.eq.Scalar, self.call(aten.sub.Tensor, mean, mean), 0)
+        return self.call(aten.sub.Tensor, node, self.call(aten.where.ScalarOther, is_finite, mean, 0))
 
     def pack_integers(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
         x = node.meta["val"]
@@ -888,6 +935,11 @@ def _root(node: Any) -> fx.Node:
         if packet_of(before) not in table.MOVES:
             return node
         node = before.args[0]
+
+
+def _call_of(node: Any) -> Any:
+    """The op of a node, of one of several results that of the call that returns them."""
+    return packet_of(node.args[0] if node.target is operator.getitem else node)
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

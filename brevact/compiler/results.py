@@ -26,6 +26,7 @@ class Marked(NamedTuple):
     text: str
     depth: int  # number of modes around it
     tracer: Any  # of the graph, or of the function of a higher-order op
+    owner: Any = None  # module
 
 
 def marked_regions(translator: Any) -> list[Marked]:

@@ -12,6 +12,7 @@ or a delay; and those that somebody changed (a subclass with integers of its own
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -86,39 +87,18 @@ def _exactly(stock: Callable, quant: nn.Module, x: Tensor, *before: Tensor) -> A
     return found
 
 
-def _int_quant(
-    stock: Callable, quant: bv.IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
-) -> Any:
-    out = _quantize(quant, bit_width, x, scale, zero_point, scale, zero_point)
-    return _exactly(stock, quant, x, scale, zero_point, bit_width) if out is None else out
-
-
-def _decoupled_int_quant(
-    stock: Callable,
-    quant: bv.DecoupledIntQuant,
-    pre_scale: Tensor,
-    pre_zero_point: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    bit_width: Tensor,
-    x: Tensor,
-) -> Any:
-    out = _quantize(quant, bit_width, x, scale, zero_point, pre_scale, pre_zero_point)
-    given = pre_scale, pre_zero_point, scale, zero_point, bit_width
-    return _exactly(stock, quant, x, *given) if out is None else out
-
-
-def _quantize(quant: Any, bit_width: Tensor, x: Tensor, *given: Tensor) -> Any:
-    """Return the values; None where stock ops must run exactly, ``NotImplemented`` where they run as any others."""
+def _int_quant(stock: Callable, quant: Any, *args: Tensor) -> Any:
+    """Integers by one scale and zero point, or by two: those that round, and those behind them."""
+    *given, bit_width, x = args
     region = packing_region()
     if region is None or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
-    integers = integers_of(quant, bit_width)
+    integers, out = integers_of(quant, bit_width), NotImplemented
     if integers is not None:
-        out = fake_quantize(region, integers, quant.input_view_impl(x), *given)
-        return None if out is NotImplemented else out
-    is_random = type(quant.float_to_int_impl) is bv.StochasticRoundSte
-    return None if bit_width.requires_grad or is_random else NotImplemented
+        out = fake_quantize(region, integers, quant.input_view_impl(x), *given[-2:], *given[:2])
+    elif not bit_width.requires_grad and type(quant.float_to_int_impl) is not bv.StochasticRoundSte:
+        return NotImplemented  # stock ops run as any others
+    return _exactly(stock, quant, x, *given, bit_width) if out is NotImplemented else out
 
 
 def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
@@ -127,9 +107,11 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            result = counterpart(stock, self, *args, **kwargs)
+            args = inspect.signature(stock).bind(self, *args, **kwargs).args[1:] if kwargs else args
+            result = counterpart(stock, self, *args)
             if result is not NotImplemented:
                 return result
+            kwargs = {}
         return stock(self, *args, **kwargs)
 
     kind.forward = forward
@@ -137,8 +119,7 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
 
 #: Classes of Brevitas, and their forward inside a region.
 COUNTERPARTS: dict[type[nn.Module], Callable] = {
-    bv.IntQuant: _int_quant,
-    bv.DecoupledIntQuant: _decoupled_int_quant,
+    **dict.fromkeys((bv.IntQuant, bv.DecoupledIntQuant), _int_quant),
     **dict.fromkeys((bv.BinaryQuant, bv.ClampedBinaryQuant, bv.TernaryQuant, bv.FloatQuant), _exactly),
     bv._Stats: statistics,
     bv.FusedActivationQuantProxy: fused_activation,

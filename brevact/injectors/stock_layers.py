@@ -61,22 +61,17 @@ def check_keywords(layer: type, names: Collection[str], kwargs: dict[str, Any], 
 
 def fill_slot(layer: nn.Module, source: Any, overrides: dict[str, Any]) -> None:
     """Set ``layer.act_quant`` and let the layer's forward run in a region."""
-    proxy = _proxy(source, overrides)
+    settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
+    if isinstance(source, BackwardQuantProxy) and overrides:
+        name, value = next(iter(overrides.items()))
+        raise ValueError(
+            f"{name}={brief(value)} cannot change act_quant, which is shared with another layer; pass the injector "
+            "class with this setting instead"
+        )
+    is_shared = isinstance(source, BackwardQuantProxy)
+    proxy = source if is_shared else BackwardQuantProxy(backward_settings_from(source, "act_quant", **settings))
     layer.act_quant = proxy
     proxy.add_tracked_module(layer)
-
-
-def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
-    if isinstance(source, BackwardQuantProxy):
-        if overrides:
-            name, value = next(iter(overrides.items()))
-            raise ValueError(
-                f"{name}={brief(value)} cannot change act_quant, which is shared with another layer; pass the injector "
-                "class with this setting instead"
-            )
-        return source
-    settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
-    return BackwardQuantProxy(backward_settings_from(source, "act_quant", **settings))
 
 
 def _layers() -> Iterator[type[nn.Module]]:

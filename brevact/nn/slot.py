@@ -47,7 +47,9 @@ def layers_in(names: Mapping[str, Any]) -> list[str]:
 
 def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Callable[..., None]:
     """Return an ``__init__`` that calls ``initialize`` and fills the slot; it has its signature and ``act_quant``."""
-    parameters = _parameters(initialize)
+    parameters = list(inspect.signature(initialize).parameters.values())[1:]  # without `self`
+    if initialize is nn.Module.__init__:  # which accepts any only to refuse them
+        parameters = []
     named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     names = [parameter.name for parameter in named]
     takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
@@ -74,13 +76,6 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     __init__.__module__ = cls.__module__
     return __init__
-
-
-def _parameters(initialize: Callable[..., None]) -> list[inspect.Parameter]:
-    """Return the parameters after ``self``; none for ``nn.Module.__init__``, which accepts any only to refuse them."""
-    if initialize is nn.Module.__init__:
-        return []
-    return list(inspect.signature(initialize).parameters.values())[1:]
 
 
 def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any, ...]) -> None:

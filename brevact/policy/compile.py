@@ -67,28 +67,23 @@ def compile(
     if isinstance(function, nn.Module):
         if policy is not DEFAULT or attachment_of(function) is None:
             quantize_backward(function, policy)
-        return _compile(function, backend, mode, options, wanted, others)
+        packed: Callable[..., Any] = function
+    else:
 
-    @functools.wraps(function)
-    def packed(*args: Any, **kwargs: Any) -> Any:
-        with backward_quant(policy):
-            return function(*args, **kwargs)
+        @functools.wraps(function)
+        def packed(*args: Any, **kwargs: Any) -> Any:
+            with backward_quant(policy):
+                return function(*args, **kwargs)
 
-    return _compile(packed, backend, mode, options, wanted, others)
-
-
-def _compile(
-    packed: Any, backend: Any, mode: str | None, options: Any, budget: tuple[str, float] | None, others: dict[str, Any]
-) -> Any:
-    if budget is None:
+    if wanted is None:
         return torch.compile(packed, backend=backend, mode=mode, options=options, **others)
     from brevact.compiler.graphs import Partitioner, with_budget  # it imports Inductor
     from brevact.private_names.of_compiler import mode_options
 
     if backend != "inductor":
-        return torch.compile(packed, backend=with_budget(backend, budget), mode=mode, options=options, **others)
+        return torch.compile(packed, backend=with_budget(backend, wanted), mode=mode, options=options, **others)
     settings = mode_options(mode) if mode else {}
-    options = {**settings, **(options or {}), "custom_partitioner_fn": Partitioner(budget)}
+    options = {**settings, **(options or {}), "custom_partitioner_fn": Partitioner(wanted)}
     return torch.compile(packed, options=options, **others)
 
 

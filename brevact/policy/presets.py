@@ -15,7 +15,6 @@ from brevact.autograd.settings import BackwardSettings, bits_of
 from brevact.injectors import DitherBackward2bit, DitherBackward3bit, DitherBackward4bit, DitherBackward6bit
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
-from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport
 from brevact.policy.predicates import (
     CONVOLUTIONS,
@@ -26,7 +25,7 @@ from brevact.policy.predicates import (
     is_rectified_and_costly,
     is_separable,
 )
-from brevact.policy.rules import assignment_of, block_assignment, check_rules, ops_of
+from brevact.policy.rules import assignment_of, block_assignment, check_rules, ops_of, quantizer_text
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
 from brevact.version import __version__

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from dependencies.exceptions import DependencyError
 
 from brevact.injectors import backward_settings_from
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES, setting_of
 from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 from brevact.quantizers.brief import brief
 
@@ -100,13 +99,10 @@ def _one_budget(words: str) -> dict[str, float] | None:
 
 
 def _literal(text: str) -> object:
-    module, _, name = text.partition(".")
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two for deep brackets
-        return text
+        return setting_of(text)
 
 
 _ACCEPTED = (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,32 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
+# --- the profiler
+
+_LEVEL = "KINETO_LOG_LEVEL"
+_one_at_a_time = threading.RLock()  # two profilers in two threads crash the process
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Start the profiler without terminal output unless the user set its log level; threads wait for each other."""
+    with _one_at_a_time:
+        is_set = _LEVEL in os.environ
+        os.environ.setdefault(_LEVEL, "99")  # read once per process
+        try:
+            yield
+        finally:
+            if not is_set:
+                os.environ.pop(_LEVEL, None)
+
+
+def allocations(profile: Any) -> Iterator[int]:
+    """Yield the bytes of each allocation in a finished ``torch.profiler.profile``, negative for freed ones."""
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            yield event.nbytes()
+
 
 # --- autograd
 
@@ -154,9 +183,11 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of frozen dataclasses and of modes.
+#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, modules and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
+DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
+ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")

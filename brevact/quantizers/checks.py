@@ -24,13 +24,10 @@ def check_input(x: Tensor) -> None:
     if type(x) is Tensor and not x.is_nested and x.dtype in DTYPES and x.layout is torch.strided:
         return
     accepted = f"accepted are strided tensors of {', '.join(map(str, DTYPES))}"
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"x: got {brief(x)} of type {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a "
-            "QuantTensor"
-        )
-    if x.is_nested:
-        raise TypeError(f"x: got a nested tensor; {accepted}; quantize each of its x.unbind()")
+    if not isinstance(x, Tensor) or x.is_nested:
+        found = "a nested tensor" if isinstance(x, Tensor) else f"{brief(x)} of type {type(x).__name__}"
+        fix = "pass torch.as_tensor(x), the .value of a QuantTensor, or each of x.unbind()"
+        raise TypeError(f"x: got {found}; {accepted}; {fix}")
     if x.dtype not in DTYPES or x.layout is not torch.strided:
         raise TypeError(
             f"x: got a {x.dtype} tensor of layout {x.layout}; {accepted}; convert it, or leave it unquantized"

@@ -60,7 +60,7 @@ def fake_quantize(
     if mask is not None:
         mask.copy_(reference.pack(passes.to(torch.uint8), 1, DEFAULT_BLOCK))
     if residual is not None and residual_of is not None:
-        left = (shifted - rounded).clamp_(residual_of.low, residual_of.high).masked_fill_(~passes, residual_of.clipped)
+        left = (shifted - rounded).clamp_(-0.5, 0.5).masked_fill_(~passes, residual_of.clipped)
         spec = PackedSpec.of(residual_of, Layout.of(left))
         residual_of.encode(left, spec, seed, residual)
 

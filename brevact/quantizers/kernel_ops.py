@@ -25,16 +25,13 @@ from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, Place, Segments, Uni
 from brevact.quantizers import reference, uneven
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.reference import (
-    ROUNDS,
     by_groups,
     calibrate,
     chunks,
     element_bits,
-    group_index,
     group_ranges,
     pack_chunk,
     parts_of_steps,
-    philox4x32,
     positions_of_zeros,
     round_codes,
     shifts,
@@ -44,7 +41,6 @@ from brevact.quantizers.reference import (
 
 LARGEST_UNIT = 65536
 """Largest integer that a magnitude counts as in `moments`."""
-_LOW_32 = 0xFFFFFFFF
 
 
 @run_by_kernels
@@ -306,15 +302,6 @@ def _by_groups(flat: Tensor, place: Place) -> Tensor:
     return flat.view(-1, place.outer // place.inner, place.row, place.run)
 
 
-def random_words(seed: int | Tensor, words: Tensor) -> None:
-    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2, as int64."""
-    counter = torch.arange(-(-words.numel() // 4), device=words.device)
-    zero = torch.zeros_like(counter)
-    key = torch.as_tensor(seed, dtype=torch.int64, device=words.device)
-    drawn = philox4x32((counter & _LOW_32, counter >> 32, zero, zero), key, ROUNDS)
-    words.copy_(torch.stack(drawn, 1).view(-1)[: words.numel()])
-
-
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Smallest and largest finite value of each group, and which groups hold a 0: `(low, high, missing, zeros)`.
 
@@ -395,8 +382,9 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 def _level_rows(start: int, stop: int, geometry: Geometry, grid: Grid) -> Tensor:
     """Rows of the levels of elements; a single one for all where groups share them."""
-    group = group_index(start, stop, geometry, grid.levels.device)
-    return group if grid.levels.shape[0] > 1 else group.new_zeros(1)
+    if grid.levels.shape[0] == 1:
+        return torch.zeros(1, dtype=torch.int64, device=grid.levels.device)
+    return torch.arange(start, stop, device=grid.levels.device) // geometry.inner % geometry.groups
 
 
 def flat_memory(x: Tensor, numel: int) -> Tensor:

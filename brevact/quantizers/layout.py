@@ -61,24 +61,14 @@ class Layout:
         overlaps = overlaps and numel > 0
         result_stride = tuple(dense_stride.get(d, 0) for d in range(len(shape))) if overlaps else stride
         is_dense = numel == 0 or all(stride[d] == dense_stride[d] for d in dims)
-        derived: dict[str, object] = {
-            "shape": shape,
-            "stride": stride,
-            "dims": dims,
-            "sizes": tuple(shape[d] for d in dims),
-            "numel": numel,
-            "is_dense": is_dense,
-            "result_stride": result_stride,
-            "is_result_dense": is_dense or overlaps,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        sizes = tuple(shape[d] for d in dims)
+        self.__dict__.update(shape=shape, stride=stride, dims=dims, sizes=sizes, numel=numel, is_dense=is_dense)
+        self.__dict__.update(result_stride=result_stride, is_result_dense=is_dense or overlaps)
 
     def __hash__(self) -> int:
         known: int | None = self.__dict__.get("_hash")
         if known is None:
-            known = hash((self.shape, self.stride, self.dtype))
-            object.__setattr__(self, "_hash", known)
+            known = self.__dict__["_hash"] = hash((self.shape, self.stride, self.dtype))
         return known
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -63,8 +63,7 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    _hash: int
-    __slots__ = ("_hash", "has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
+    __slots__ = ("has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -83,9 +82,10 @@ class PackedSpec(Generic[D]):
         self.plan: Any = None  # the quantizer derives it for its passes
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
         """The spec with these fields; equal specs are one shared object."""
-        return _spec_of(quantizer, layout)
+        return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
         """(nbytes,) uint8 memory on the device of a tensor, uninitialised but for padding."""
@@ -108,19 +108,10 @@ class PackedSpec(Generic[D]):
         return (self.quantizer, self.layout) == (other.quantizer, other.layout)
 
     def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            self._hash = hash((self.quantizer, self.layout))
-            return self._hash
+        return hash((self.quantizer, self.layout))
 
     def __reduce__(self) -> tuple[object, ...]:
         return PackedSpec.of, (self.quantizer, self.layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
-    return PackedSpec(quantizer, layout)
 
 
 class PackedActivation:

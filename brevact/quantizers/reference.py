@@ -38,16 +38,12 @@ def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
         return seed
     if seed is None:
         return draw_seed(device)
-    if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or seed.dim() != 0:
-            raise TypeError(
-                f"seed: got a {seed.dtype} tensor of shape {tuple(seed.shape)}; accepted are an int, a 0-d torch.int64 "
-                "tensor (brevact.quantizers.draw_seed makes one), or None"
-            )
+    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0:
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(
-            f"seed: got {brief(seed)}; accepted are an int, a 0-d torch.int64 tensor, or None; pass int(seed)"
+            f"seed: got {brief(seed)}; accepted are an int, a 0-d torch.int64 tensor (by quantizers.draw_seed), or "
+            "None; pass int(seed)"
         )
     return (seed + 2**63) % 2**64 - 2**63
 
@@ -77,13 +73,18 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, roun
     return c0, c1, c2, c3
 
 
+def words_of(index: Tensor, seed: Tensor, third: int = 0) -> tuple[Tensor, ...]:
+    """The words of `philox4x32((c lo, c hi, third, 0), seed, ROUNDS)` for (n,) int64 indices c."""
+    zero = torch.zeros_like(index)
+    return philox4x32((index & _LOW_32, index >> 32, zero + third, zero), seed, ROUNDS)
+
+
 def column_bits(columns: Tensor, seed: Tensor) -> Tensor:
     """16 random bits for each of the eight elements of packing columns: (8, C) int64 of (C,) int64 column indices c.
 
-    Element i takes half `i >> 2` (0 = the low one) of word `i & 3` of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)`.
+    Element i takes half `i >> 2` (0 = the low one) of word `i & 3` of `words_of(c, seed)`.
     """
-    zero = torch.zeros_like(columns)
-    words = torch.stack(philox4x32((columns & _LOW_32, columns >> 32, zero, zero), seed, ROUNDS))
+    words = torch.stack(words_of(columns, seed))
     return torch.cat((words & 0xFFFF, words >> 16))
 
 
@@ -204,10 +205,8 @@ def positions_of_zeros(steps: Tensor) -> Tensor:
 
 
 def shifts(seed: Tensor, groups: int) -> Tensor:
-    """(G,) float32 shifts in steps: (w >> 8) / 2^24 - 1/2, w word 0 of `philox4x32` at (g lo, g hi, 1, 0), `ROUNDS`."""
-    group = torch.arange(groups, device=seed.device)
-    counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
-    return (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
+    """(G,) float32 shifts in steps: (w >> 8) / 2^24 - 1/2, w word 0 of `words_of(g, seed, 1)`."""
+    return (words_of(torch.arange(groups, device=seed.device), seed, 1)[0] >> 8).float() * 2.0**-24 - 0.5
 
 
 def parts_of_steps(steps: Tensor) -> Tensor:
@@ -292,10 +291,6 @@ def element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
     index = torch.arange(start // 8, start // 8 + blocks * columns, device=seed.device)
     bits_8KW = column_bits(index, seed).view(8, blocks, columns)
     return bits_8KW.transpose(0, 1).flatten()[: stop - start]
-
-
-def group_index(start: int, stop: int, geometry: Geometry, device: torch.device) -> Tensor:
-    return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
 
 
 def by_groups(flat: Tensor, geometry: Geometry, *values: Tensor | None) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ import torch
 
 from brevact.quantizers.brief import brief
 
-_CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
+_CLASS, _DTYPE, _TUPLE = "class", "dtype", "tuple"
 
 
 def to_text(value: Any) -> str:
@@ -39,33 +39,25 @@ def from_text(text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return {_DTYPE: str(value).removeprefix("torch.")}
-    kind = type(value)
-    if isinstance(value, enum.Enum):
-        return {_ENUM: _place(kind, value), "value": _plain(value.value)}
-    if kind is tuple:
-        return {_TUPLE: [_plain(item) for item in value]}
+    kind, fields = type(value), None
     if value is None or kind in (bool, int, float, str):
         return value
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise _refusal(value)
-    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    return {_CLASS: _place(kind, value), "fields": fields}
-
-
-def _place(kind: type, value: Any) -> str:
-    if "<" in kind.__qualname__:
-        raise _refusal(value)
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _refusal(value: Any) -> TypeError:
-    return TypeError(
-        f"got {brief(value)} of type {type(value).__name__}; a compiled graph holds the class and fields of a "
-        "quantizer: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
-        "strings, None, enums, torch.dtype, tuples or such dataclasses"
-    )
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if kind is tuple:
+        return {_TUPLE: [_plain(item) for item in value]}
+    if isinstance(value, enum.Enum):
+        fields = {"value": value.value}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    if fields is None or "<" in kind.__qualname__:
+        raise TypeError(
+            f"got {brief(value)} of type {kind.__name__}; a compiled graph holds the class and fields of a quantizer: "
+            "accepted are dataclasses defined at the top level of a module, with fields that are numbers, strings, "
+            "None, enums, torch.dtype, tuples or such dataclasses"
+        )
+    own = {name: _plain(each) for name, each in fields.items()}
+    return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", "fields": own}
 
 
 def _object(found: dict[str, Any]) -> Any:
@@ -73,8 +65,6 @@ def _object(found: dict[str, Any]) -> Any:
         return getattr(torch, found[_DTYPE])
     if _TUPLE in found:
         return tuple(found[_TUPLE])
-    if _ENUM in found:
-        return _class(found[_ENUM])(found["value"])
     return _class(found[_CLASS])(**found["fields"]) if _CLASS in found else found
 
 

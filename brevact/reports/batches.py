@@ -57,13 +57,7 @@ def _refuse_no_batch(batch: Any) -> None:
         fix = (
             "; pass one batch, without its targets: inputs, targets = next(iter(loader)); memory_report(model, inputs)"
         )
-    elif isinstance(batch, Dataset):
-        fix = "; pass one batch, such as the inputs of next(iter(torch.utils.data.DataLoader(dataset, 32)))"
-    elif batch is None:
-        fix = "; for a model without arguments, pass ()"
-    elif type(batch).__module__ == "numpy":
-        fix = "; pass torch.as_tensor(batch)"
-    elif not isinstance(batch, str | bytes | bool | int | float | nn.Module | type):
+    elif not (batch is None or isinstance(batch, Dataset | str | bytes | bool | int | float | nn.Module | type)):
         return
     raise TypeError(f"batch: got {brief(batch)} of type {type(batch).__name__}; {_ACCEPTED}{fix}")
 

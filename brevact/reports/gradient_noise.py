@@ -42,9 +42,12 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
             _check_value(value)
-            for leaf in _leaves_beside(value, model):
-                others.append((leaf, leaf.grad))
-                leaf.grad = None
+            own = {id(p) for p in model.parameters()}
+            for node in nodes_behind([torch.autograd.graph.get_gradient_edge(value).node]):
+                leaf = getattr(node, "variable", None)  # of the loss alone, or an input that requires a gradient
+                if isinstance(leaf, Tensor) and id(leaf) not in own:
+                    others.append((leaf, leaf.grad))
+                    leaf.grad = None
             value.backward()
     finally:
         before.restore()
@@ -59,14 +62,6 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     model.zero_grad(set_to_none=True)
     trained = (p for p in model.parameters() if p.requires_grad)
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(trained, found, strict=True)]
-
-
-def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
-    """Return a graph's leaves other than the model's parameters: the loss's own, or inputs that require gradients."""
-    own = {id(p) for p in model.parameters()}
-    nodes = nodes_behind([torch.autograd.graph.get_gradient_edge(value).node])
-    leaves = [getattr(node, "variable", None) for node in nodes]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
 
 
 def squared_norm(found: Gradients) -> float:

@@ -262,16 +262,14 @@ class GradientReport:
         total = ("total", "", "", "", size_text(self.saved_bytes), *figures, "")
         shown = len(header) - (not any(row.tail >= HEAVY for row in self.rows))  # the last column for heavy tails alone
         table = text_table(header[:shown], [row[:shown] for row in cells], total[:shown], numbers=shown - 2)
-        return "\n\n".join((table, "\n".join((self._summary(), *self.notes))))
-
-    def _summary(self) -> str:
         unit = (
             "squared norm of the gradient of the one batch. Pass two or more for units of minibatch noise, and for "
             "standard errors."
             if self.is_relative
             else f"variance of the gradient between the {self.batches} batches."
         )
-        return f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
+        summary = f"{self.ratio:.1f} times less is kept for backward.\nUnit of noise and bias²: {unit}"
+        return "\n\n".join((table, "\n".join((summary, *self.notes))))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one line per layer, with the fields of a row as columns, and a last line for the layer "total".
@@ -325,8 +323,6 @@ def _with_error(value: float, error: float) -> str:
     return text if math.isnan(error) else f"{text} ± {error:.5f}"
 
 
-#: Accepted values of `layers=`.
-LAYERS = ("measured", None)
 UNKNOWN = Estimate(math.nan, math.nan)
 
 
@@ -405,7 +401,7 @@ def gradient_report(
         graphs = report_of_graphs(model, run) if is_compiled(model) else None
         graphs = graphs if graphs is not None and graphs.rows else None  # no graph packs
         with tails_of_inputs(model) as tails:
-            memory = graphs or memory_of(model, run, batch)
+            memory = graphs or memory_of(model, run)
         if memory.note == BY_DEFAULT:
             attach_policy(model)
         chains = chains_of(memory)
@@ -480,5 +476,5 @@ def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
     check_model(model, "gradient_report(model, batches, loss)", batches)
     check_batches(batches, "gradient_report(model, batches, loss)")
     check_loss(loss)
-    if layers not in LAYERS:
-        raise ValueError(f"layers={brief(layers)}; accepted are {', '.join(map(repr, LAYERS))}")
+    if layers not in ("measured", None):
+        raise ValueError(f"layers={brief(layers)}; accepted are 'measured', None")

@@ -44,6 +44,10 @@ from brevact.reports.step import StepLoss
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
 BY_DEFAULT = "The model has no backward quantizer: brevact.quantize_backward(model) would store this."
+NOTHING = (
+    "Nothing is stored for backward: no parameter and no input requires a gradient, the output requires none "
+    "(torch.no_grad or detach in the model), or no op keeps anything but weights."
+)
 NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
@@ -105,23 +109,23 @@ def memory_report(
         batch = without_surroundings(batch)
         if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
             return found
-        return memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
-    args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
+        return memory_of(model, lambda measured: StepLoss(loss)(measured, batch))
+    args, kwargs = without_surroundings(arguments_of(model, batch))
     if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
         return found
-    found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+    found = memory_of(model, lambda measured: measured(*args, **kwargs))
     return replace(found, scope=NO_LOSS) if found.rows else found
 
 
-def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
-    return MemoryOfPass(model, run, arguments).measured()
+def memory_of(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
+    return MemoryOfPass(model, run).measured()
 
 
 class MemoryOfPass:
     """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> None:
-        self._model, self._run, self._arguments = model, run, arguments
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        self._model, self._run = model, run
         self._plain: _Measured | None = None
 
     def measured(self) -> MemoryReport:
@@ -150,7 +154,7 @@ class MemoryOfPass:
             for name, kind in kinds.items()
             if plain_bytes[name] or saved_bytes[name]
         )
-        note = note if rows else _why_nothing(model, self._arguments, plain.has_graph)
+        note = note if rows else NOTHING
         return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
 
 
@@ -164,7 +168,6 @@ class _Measured:
     """Saved tensors of one forward pass."""
 
     ops: list[OpMemory] = field(default_factory=list)
-    has_graph: bool = False
 
     def derived_on(self, layer: str) -> str:
         rows = [row for row in self.ops if row.layer == layer]
@@ -177,17 +180,6 @@ class _Measured:
         if source is None:
             return "plain stores nothing here"
         return f"plain stores the tensor of {source or '(model)'}, which counts there"
-
-
-def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
-    count = sum(1 for _ in model.parameters())
-    trains = [x for x in (*model.parameters(), *tensors_of(arguments)) if x.requires_grad]
-    if not trains:
-        of_model = f"none of the {count} parameters requires a gradient" if count else "the model has no parameters"
-        return f"Nothing is stored for backward: {of_model}, and no input requires one."
-    if not has_graph:
-        return "Nothing is stored for backward: the output requires no gradient (torch.no_grad or detach in the model)."
-    return "Nothing is stored for backward: no op of the model keeps anything but weights."
 
 
 def _by_layer(ops: list[OpMemory]) -> Counter[str]:
@@ -266,7 +258,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
         elif place not in weights and not is_gathered:
             nonlocal source
             stored = recorder.stored(x)
-            layer, size = running[-1], 0 if place in held else _storage_bytes(x)
+            whole = x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
+            layer, size = running[-1], 0 if place in held else whole
             how, why = stored.how, stored.why
             if how == DERIVED:
                 is_packed = x.dtype is torch.uint8
@@ -310,17 +303,12 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     if is_missed:
                         raise _UnheldError  # even if the model caught it or raised another
     found.ops = [row for place, row in rows if place not in recorder.withdrawn]
-    found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 
 
 def _place_of(x: Tensor) -> int:
     """Return a key for a tensor's storage, or for the tensor if it has none, such as oneDNN's."""
     return storage_address(x) or -id(x)
-
-
-def _storage_bytes(x: Tensor) -> int:
-    return x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
 
 
 def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:

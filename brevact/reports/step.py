@@ -19,7 +19,7 @@ from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
-from brevact.private_names.of_profiler import allocations, quietly
+from brevact.private_names.of_torch import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss

@@ -35,7 +35,3 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise ImportError(f"{__name__}.{name} does not import ({error}); install it: pip install {packages}") from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

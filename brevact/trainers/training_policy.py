@@ -21,7 +21,7 @@ from brevact.autograd.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.attach import quantize_backward, region_of_step, restore_backward
-from brevact.policy.presets import DEFAULT, Policy
+from brevact.policy.presets import Policy
 from brevact.policy.rules import has_policy
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool, check_int
@@ -36,14 +36,6 @@ from brevact.user_lines import warn
 _ZERO_3 = "DeepSpeed's ZeRO-3 no longer gathers weights for its steps after passes that measure"
 
 
-def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    check_state(state, own)
-    for name in ("steps", "noise_count"):
-        check_int(f"state: {name}", state[name], 0)
-    if state["rules"] is not None:
-        Policy.from_json(state["rules"])  # raises unless valid
-
-
 def spec_of(policy: Any) -> PolicySpec | None:
     """Return a policy's spec, parsed if it is text; None for the policy that a model has."""
     if policy is None:
@@ -52,8 +44,6 @@ def spec_of(policy: Any) -> PolicySpec | None:
         return policy
     if isinstance(policy, str | os.PathLike):
         return parse_policy(policy)
-    if policy is DEFAULT:
-        return PolicySpec("default", policy)
     if not isinstance(policy, Policy):
         Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises unless valid
     text = brief(policy.rules if isinstance(policy, Policy) else policy)
@@ -272,7 +262,7 @@ class TrainingPolicy:
         if self._batches and (self._adapt_every or (self._measures_memory and not self._is_compiled)):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch), batch)
+            self.memory = memory_of(model, lambda model: loss(model, batch))
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is None:
             return
@@ -387,7 +377,11 @@ class TrainingPolicy:
             ValueError: ``state`` is of another version, or does not fit the model; this ends a run that has begun.
         """
         own = self.state_dict()
-        check_values(state, own)
+        check_state(state, own)
+        for name in ("steps", "noise_count"):
+            check_int(f"state: {name}", state[name], 0)
+        if state["rules"] is not None:
+            Policy.from_json(state["rules"])  # raises unless valid
         if state["policy"] != own["policy"]:
             warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "

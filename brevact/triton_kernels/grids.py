@@ -5,9 +5,6 @@ All groups share SIZE levels and the SIZE - 1 numbers of `Grid.steps`, which sta
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +13,9 @@ from torch import Tensor
 from brevact.geometry import Geometry, Grid
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, round_stochastic, widen
 from brevact.triton_kernels.groups import is_finite
-from brevact.triton_kernels.launch import Program, over_blocks, seed_on
+from brevact.triton_kernels.launch import over_blocks, seed_on
 from brevact.triton_kernels.philox import element_bits, seed_words
-from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
+from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, plane_of, store_codes, tile, unpack_code
 
 _UNALIGNED = ["levels_ptr", "steps_ptr", "seed_ptr"]
 
@@ -62,10 +59,10 @@ def quantize_grid_kernel(
 ):  # fmt: skip
     """Round x to levels, and pack. MARKS: `Grid.marks`."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
-        if limit > 0:
-            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
+        if at[4] > 0:
+            planes = load_planes(x_ptr, at, BLOCK, RAGGED)
+            words = seed_words(at, seed_ptr, BLOCK, STOCHASTIC)
             codes = ()
             for i in tl.static_range(8):
                 x = widen(planes[i])
@@ -73,10 +70,9 @@ def quantize_grid_kernel(
                 if MARKS:
                     q = tl.where(is_finite(x), q, (1 << BIT_WIDTH) - 1)
                 if RAGGED:
-                    q = tl.where(element_mask(i, row, column, stride, limit, RAGGED), q, 0)
+                    q = tl.where(element_mask(i, at, RAGGED), q, 0)
                 codes += (q,)
-            out_ptr = codes_ptr + first // 8 * BIT_WIDTH
-            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            store_codes(codes_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED)
 
 
 @triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=_UNALIGNED)
@@ -86,20 +82,18 @@ def dequantize_grid_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
-        if limit > 0:
-            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
-            packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if at[4] > 0:
+            packed = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
             for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                valid = element_mask(i, at, RAGGED)
                 q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
                 y = tl.load(levels_ptr + (tl.minimum(q, SIZE - 1) if SIZE < (1 << BIT_WIDTH) else q))
                 y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
-                pointers = first + (row * BLOCK + i * stride + column)
                 if other_ptr is not None:
-                    factor = widen(tl.load(other_ptr + pointers, mask=valid))
+                    factor = widen(tl.load(plane_of(other_ptr, i, at, BLOCK), mask=valid))
                     y = cast(widen(y) * factor, target_ptr.dtype.element_ty)
-                tl.store(target_ptr + pointers, y, mask=valid)
+                tl.store(plane_of(target_ptr, i, at, BLOCK), y, mask=valid)
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
@@ -107,7 +101,7 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
         return NotImplemented
     stochastic = seed is not None
     constants = {"SIZE": grid.levels.shape[1], "STOCHASTIC": stochastic, "MARKS": grid.marks}
-    program = _program(quantize_grid_kernel, geometry, flat.itemsize, **constants)
+    program = over_blocks(quantize_grid_kernel, geometry, flat.itemsize, **constants)
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
     program.run(flat, codes, levels, steps, seed_on(flat.device, seed))
 
@@ -116,10 +110,5 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
     if len(grid.levels) > 1:
         return NotImplemented
     size, largest = grid.levels.shape[1], torch.finfo(target.dtype).max
-    program = _program(dequantize_grid_kernel, geometry, target.itemsize, SIZE=size, largest=largest)
+    program = over_blocks(dequantize_grid_kernel, geometry, target.itemsize, SIZE=size, largest=largest)
     program.run(codes, grid.levels.contiguous(), other, target)
-
-
-@functools.lru_cache(maxsize=4096)
-def _program(kernel: Any, geometry: Geometry, itemsize: int, **values: Any) -> Program:
-    return over_blocks(kernel, geometry, itemsize, **values)

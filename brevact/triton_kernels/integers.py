@@ -21,7 +21,7 @@ from brevact.triton_kernels.grids import codes_on_row
 from brevact.triton_kernels.groups import group_of, is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
 from brevact.triton_kernels.philox import seed_words
-from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
+from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, plane_of, store_codes, tile, unpack_code
 
 BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
@@ -30,12 +30,20 @@ _SIZES = ["numel", "inner", "groups"]
 
 
 @triton.jit
-def _group(i: tl.constexpr, first, row, column, stride, inner, groups, BY_ROW: tl.constexpr):
-    """Groups of plane i of a tile, per row if BY_ROW, else per element."""
-    offset = row * BLOCK + i * stride
-    if not BY_ROW:
-        offset += column
-    return group_of(first, offset, inner, groups)
+def _numbers(
+    i: tl.constexpr, tile, scale_ptr, zero_ptr, inner, groups, valid, dtype: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of plane i of a tile, per row if BY_ROW, else per element, or those of all."""
+    first, row, column, stride, _ = tile
+    group = 0
+    if SCALES or ZEROS:
+        offset = row * BLOCK + i * stride
+        if not BY_ROW:
+            offset += column
+        group = group_of(first, offset, inner, groups)
+    scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
+    return scale, _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
 
 
 @triton.jit
@@ -95,20 +103,18 @@ def fake_quantize_kernel(
     TOP: tl.constexpr = (1 << WIDTH) - 1
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
-        if limit > 0:
-            planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-            words = seed_words(first, row, column, seed_ptr, BLOCK, seed_ptr is not None)
+        at = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if at[4] > 0:
+            planes = load_planes(x_ptr, at, BLOCK, RAGGED)
+            words = seed_words(at, seed_ptr, BLOCK, seed_ptr is not None)
             spare = (1 << BIT_WIDTH) - 1.0 if HAS_SPARE else 0.0
             codes, bits, residuals, missing = (), (), (), False
             for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
-                group = 0
-                if SCALES or ZEROS:
-                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
-                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
-                pointers = first + (row * BLOCK + i * stride + column)
+                valid = element_mask(i, at, RAGGED)
+                scale, zero = _numbers(
+                    i, at, scale_ptr, zero_ptr, inner, groups, valid, dtype,
+                    NUMBERS_ROUND, SCALES, ZEROS, ALIGNED and not RAGGED,
+                )  # fmt: skip
                 x = widen(planes[i])
                 v = x
                 if RECTIFIES:
@@ -116,9 +122,9 @@ def fake_quantize_kernel(
                 t = _shifted(v, scale, zero, dtype)
                 r = rint(t)
                 q = _clipped(r, lowest, highest)
-                tl.store(out_ptr + pointers, cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
+                tl.store(plane_of(out_ptr, i, at, BLOCK), cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
                 if values_ptr is not None:
-                    tl.store(values_ptr + pointers, cast(v, dtype), mask=valid)
+                    tl.store(plane_of(values_ptr, i, at, BLOCK), cast(v, dtype), mask=valid)
                 if codes_ptr is not None:
                     code = nearest_int(tl.where(q == q, q - lowest, spare))
                     if RAGGED:
@@ -142,16 +148,13 @@ def fake_quantize_kernel(
                         code = tl.where(valid, code, 0)
                     residuals += (code,)
             if codes_ptr is not None:
-                place = codes_ptr + first // 8 * BIT_WIDTH
-                store_codes(place, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+                store_codes(codes_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED)
             if mask_ptr is not None:
-                store_codes(mask_ptr + first // 8, bits, row, column, stride, limit, BLOCK, 1, RAGGED)
+                store_codes(mask_ptr, bits, at, BLOCK, 1, RAGGED)
             if residual_ptr is not None:
-                store_codes(
-                    residual_ptr + first // 8 * WIDTH, residuals, row, column, stride, limit, BLOCK, WIDTH, RAGGED
-                )
+                store_codes(residual_ptr, residuals, at, BLOCK, WIDTH, RAGGED)
             if missing_ptr is not None:
-                tl.store(missing_ptr + (row * 0 + column * 0), 1, mask=missing)
+                tl.store(missing_ptr + (at[1] * 0 + at[2] * 0), 1, mask=missing)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -169,30 +172,26 @@ def fake_quantize_backward_kernel(
     LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
     ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     for RAGGED in tl.static_range(2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
-        if limit > 0:
-            grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+        at = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if at[4] > 0:
+            grads = load_planes(g_ptr, at, BLOCK, RAGGED)
             if AGAIN:
-                values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+                values = load_planes(values_ptr, at, BLOCK, RAGGED)
             if codes_ptr is not None:
-                place = codes_ptr + first // 8 * BIT_WIDTH
-                codes = load_bytes(place, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+                codes = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
             if mask_ptr is not None:
-                bits = load_bytes(mask_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
+                bits = load_bytes(mask_ptr, at, BLOCK, 1, RAGGED)
             if residual_ptr is not None:
-                place = residual_ptr + first // 8 * WIDTH
-                residuals = load_bytes(place, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
+                residuals = load_bytes(residual_ptr, at, BLOCK, WIDTH, RAGGED)
             if parts_ptr is not None:
-                sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
+                sums = tl.zeros((at[1].shape[0], at[2].shape[1]), tl.float32)
                 more_sums, zero_sums, more_zero_sums = sums, sums, sums
             for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
-                group = 0
-                if SCALES or ZEROS:
-                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
-                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
-                pointers = first + (row * BLOCK + i * stride + column)
+                valid = element_mask(i, at, RAGGED)
+                scale, zero = _numbers(
+                    i, at, scale_ptr, zero_ptr, inner, groups, valid, dtype,
+                    NUMBERS_ROUND, SCALES, ZEROS, ALIGNED and not RAGGED,
+                )  # fmt: skip
                 g = widen(grads[i])
                 through = settle(g * scale, dtype)
                 clipped = through
@@ -210,7 +209,7 @@ def fake_quantize_backward_kernel(
                 elif mask_ptr is not None:
                     clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
                 quotient = tl.div_rn(clipped, tl.zeros_like(clipped) + scale)
-                tl.store(target_ptr + pointers, cast(quotient, dtype), mask=valid)
+                tl.store(plane_of(target_ptr, i, at, BLOCK), cast(quotient, dtype), mask=valid)
                 if LEARNS:
                     if AGAIN:
                         q = settle(_clipped(r, lowest, highest) - zero, dtype)
@@ -222,8 +221,8 @@ def fake_quantize_backward_kernel(
                     slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
                     term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
                     if terms_ptr is not None:
-                        tl.store(terms_ptr + pointers, term, mask=valid)
-                        tl.store(more_terms_ptr + pointers, more, mask=valid)
+                        tl.store(plane_of(terms_ptr, i, at, BLOCK), term, mask=valid)
+                        tl.store(plane_of(more_terms_ptr, i, at, BLOCK), more, mask=valid)
                     if parts_ptr is not None:
                         sums += tl.where(valid, widen(term), 0.0)
                         more_sums += tl.where(valid, widen(more), 0.0)
@@ -231,12 +230,13 @@ def fake_quantize_backward_kernel(
                     if AGAIN and RECTIFIES:
                         clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
                     if zero_terms_ptr is not None:
-                        tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
-                        tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
+                        tl.store(plane_of(zero_terms_ptr, i, at, BLOCK), cast(through * -1.0, dtype), mask=valid)
+                        tl.store(plane_of(more_zero_terms_ptr, i, at, BLOCK), cast(clipped, dtype), mask=valid)
                     if zero_parts_ptr is not None:
                         zero_sums += tl.where(valid, through * -1.0, 0.0)
                         more_zero_sums += tl.where(valid, clipped, 0.0)
             if parts_ptr is not None:
+                first, row, column, _, limit = at
                 pointers = first // 8 + (row * _COLUMNS + column)
                 exists = row < (1 if RAGGED else limit)
                 tl.store(parts_ptr + pointers, sums, mask=exists)
@@ -254,20 +254,18 @@ def decode_integers_kernel(
 ):  # fmt: skip
     dtype: tl.constexpr = target_ptr.dtype.element_ty
     for RAGGED in tl.static_range(2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
-        if limit > 0:
-            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
-            codes = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+        at = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
+        if at[4] > 0:
+            codes = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
             for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
-                group = 0
-                if SCALES or ZEROS:
-                    group = _group(i, first, row, column, stride, inner, groups, ALIGNED and not RAGGED)
-                scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
-                zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
+                valid = element_mask(i, at, RAGGED)
+                scale, zero = _numbers(
+                    i, at, scale_ptr, zero_ptr, inner, groups, valid, dtype,
+                    NUMBERS_ROUND, SCALES, ZEROS, ALIGNED and not RAGGED,
+                )  # fmt: skip
                 q = _integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE)
                 y = cast(settle(q - zero, dtype) * scale, dtype)
-                tl.store(target_ptr + first + (row * BLOCK + i * stride + column), y, mask=valid)
+                tl.store(plane_of(target_ptr, i, at, BLOCK), y, mask=valid)
 
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
@@ -354,12 +352,10 @@ def _program(
         itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill
     values = {
         **plan._asdict(),
+        **{name.upper(): getattr(plan, name) for name in ("rectifies", "clips", "has_spare")},
         "lowest": float(plan.lowest),
         "highest": float(plan.highest),
         "WIDTH": width,
-        "RECTIFIES": plan.rectifies,
-        "CLIPS": plan.clips,
-        "HAS_SPARE": plan.has_spare,
         "SCALES": numbers[0],
         "ZEROS": numbers[1],
         "NUMBERS_ROUND": on_gpu and dtype is not torch.float32,

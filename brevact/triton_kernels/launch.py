@@ -137,6 +137,7 @@ def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
+@functools.lru_cache(maxsize=4096)
 def over_blocks(kernel: Any, geometry: Geometry, itemsize: int, in_rows: bool = True, **values: Any) -> Program:
     """The program of a kernel over `tile`s: rows of blocks if wanted and if a block is a power of two, else blocks."""
     block = geometry.block_size

@@ -1,4 +1,7 @@
-"""Normalization on the way: elements are normalized before they are quantized, and back."""
+"""Normalization on the way: elements are normalized before they are quantized, and back.
+
+`norm` is a tuple: pointers to means, which may be None, and to factors; outer, places, span and run of `values_of`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,9 @@ def values_of(place: Place | None, geometry: Geometry) -> dict[str, int]:
 
 
 @triton.jit
-def load_statistics(
-    mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE: tl.constexpr
-):  # fmt: skip
+def load_statistics(norm, first, offset, valid, PLACE: tl.constexpr):
     """Means (0 for none) and factors of elements first (int64) + offset (int32)."""
+    mean_ptr, factor_ptr, outer, places, span, run = norm
     group = offset * 0
     if PLACE % 2 == 1:
         start = first // outer * places
@@ -118,15 +120,17 @@ def _load_near(pointer, index, other_index, is_other, valid, PLACE: tl.constexpr
 
 @triton.jit
 def load_statistics_of_plane(
-    mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i: tl.constexpr, stride, valid,
+    norm, tile, i: tl.constexpr, valid,
     BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Means (0 for none) and factors of plane i of a tile; NEAR: consecutive elements of a plane in one thread."""
+    mean_ptr, factor_ptr, outer, places, span, run = norm
+    first, row, column, stride, _ = tile
     offset = row * BLOCK + i * stride
     if RAGGED or PLACE < 16:
         if RAGGED or PLACE < 8:
             offset += column
-        mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE)
+        mean, factor = load_statistics(norm, first, offset, valid, PLACE)
     else:
         if PLACE < 128:
             offset += tl.arange(0, column.shape[1] // NEAR)[None, :] * NEAR
@@ -155,34 +159,28 @@ def load_statistics_of_plane(
 
 
 @triton.jit
-def normalize_elements(x, mean_ptr, mean, factor):
+def normalize_elements(x, norm, mean, factor):
     """(x - mean) * factor, as `normalizing.normalize` defines it; x is float32."""
-    if mean_ptr is not None:
+    if norm[0] is not None:
         x = x - mean
     return x * factor
 
 
 @triton.jit
-def normalize_planes(
-    planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, stride, limit,
-    BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+def normalize_planes(planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr):
     normalized = ()
     for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
-        mean, factor = load_statistics_of_plane(
-            mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i, stride, valid, BLOCK, PLACE, RAGGED,
-            near_of(planes[i].dtype),
-        )  # fmt: skip
-        normalized += (normalize_elements(widen(planes[i]), mean_ptr, mean, factor),)
+        valid = element_mask(i, tile, RAGGED)
+        mean, factor = load_statistics_of_plane(norm, tile, i, valid, BLOCK, PLACE, RAGGED, near_of(planes[i].dtype))
+        normalized += (normalize_elements(widen(planes[i]), norm, mean, factor),)
     return normalized
 
 
 @triton.jit
-def denormalize_elements(z, mean_ptr, mean, factor, dtype: tl.constexpr):
+def denormalize_elements(z, norm, mean, factor, dtype: tl.constexpr):
     """z * factor + mean, as `normalizing.denormalize` defines it, in float32 and within the range of the type."""
     x = z * factor
-    if mean_ptr is not None:
+    if norm[0] is not None:
         x = x + mean
     if dtype == tl.float16:
         x = maximum(minimum(x, 65504.0), -65504.0)

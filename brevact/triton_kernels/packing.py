@@ -13,7 +13,7 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry
 from brevact.triton_kernels.floats import cast, widen
 from brevact.triton_kernels.launch import Program, over_blocks
-from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, store_codes, tile, unpack_code
+from brevact.triton_kernels.tiles import element_mask, load_bytes, load_planes, plane_of, store_codes, tile, unpack_code
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -22,19 +22,18 @@ def pack_codes_kernel(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
-        if limit > 0:
-            planes, codes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED), ()
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if at[4] > 0:
+            planes, codes = load_planes(x_ptr, at, BLOCK, RAGGED), ()
             for i in tl.static_range(8):
                 if planes[i].dtype.is_floating():
                     code = tl.where(widen(planes[i]) <= 0.0, 0, 1)
                 else:
                     code = planes[i].to(tl.uint32) & ((1 << BIT_WIDTH) - 1)
                 if RAGGED:
-                    code = tl.where(element_mask(i, row, column, stride, limit, RAGGED), code, 0)
+                    code = tl.where(element_mask(i, at, RAGGED), code, 0)
                 codes += (code,)
-            out_ptr = packed_ptr + first // 8 * BIT_WIDTH
-            store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            store_codes(packed_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -43,14 +42,12 @@ def unpack_codes_kernel(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
-        if limit > 0:
-            in_ptr = packed_ptr + first // 8 * BIT_WIDTH
-            packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if at[4] > 0:
+            packed = load_bytes(packed_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
             for i in tl.static_range(8):
                 code = unpack_code(packed, i, BIT_WIDTH).to(target_ptr.dtype.element_ty)
-                pointers = target_ptr + first + (row * BLOCK + i * stride + column)
-                tl.store(pointers, code, mask=element_mask(i, row, column, stride, limit, RAGGED))
+                tl.store(plane_of(target_ptr, i, at, BLOCK), code, mask=element_mask(i, at, RAGGED))
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -59,18 +56,16 @@ def mask_multiply_kernel(
     HAS_SLOPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
-        if limit > 0:
-            packed = load_bytes(packed_ptr + first // 8, row, column, stride, limit, BLOCK, 1, RAGGED)
-            planes = load_planes(grad_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED)
+        if at[4] > 0:
+            packed, planes = load_bytes(packed_ptr, at, BLOCK, 1, RAGGED), load_planes(grad_ptr, at, BLOCK, RAGGED)
             for i in tl.static_range(8):
                 if HAS_SLOPE:
                     other = cast(widen(planes[i]) * slope, planes[i].dtype)
                 else:
                     other = tl.zeros_like(planes[i])
-                pointers = target_ptr + first + (row * BLOCK + i * stride + column)
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
-                tl.store(pointers, tl.where(unpack_code(packed, i, 1) != 0, planes[i], other), mask=valid)
+                found = tl.where(unpack_code(packed, i, 1) != 0, planes[i], other)
+                tl.store(plane_of(target_ptr, i, at, BLOCK), found, mask=element_mask(i, at, RAGGED))
 
 
 _MASKED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.bool))

@@ -50,12 +50,13 @@ def element_bits(words, i: tl.constexpr):
 
 
 @triton.jit
-def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
+def seed_words(tile, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Random words of a tile's columns; column 0 of a block is its first element / 8. Unused for nearest.
 
     The seed is loaded as a tensor: words have the loads' layout then; from indices alone, they would go through shared
     memory. A thread loads the one address once.
     """
+    first, row, column, _, _ = tile
     if STOCHASTIC:
         seed = tl.load(seed_ptr + (row * 0 + column * 0))
         words = column_words(first // 8 + (row * (BLOCK // 8) + column), seed)

@@ -14,7 +14,7 @@ from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.floats import cast, maximum, minimum, widen
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of
 from brevact.triton_kernels.normalize import LARGEST_RUN
-from brevact.triton_kernels.tiles import element_mask, load_bytes, tile, unpack_code
+from brevact.triton_kernels.tiles import element_mask, load_bytes, plane_of, tile, unpack_code
 from brevact.triton_kernels.uniform import load_grid, value_of
 
 LEVELS_TILE = 1024
@@ -76,23 +76,21 @@ def look_up_kernel(
 ):  # fmt: skip
     """Look up, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
-        first, row, column, stride, limit = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
+        at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
+        first, row, column, stride, limit = at
         if limit > 0:
-            in_ptr = codes_ptr + first // 8 * BIT_WIDTH
-            packed = load_bytes(in_ptr, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+            packed = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
             for i in tl.static_range(8):
-                valid = element_mask(i, row, column, stride, limit, RAGGED)
+                valid = element_mask(i, at, RAGGED)
                 offset = row * BLOCK + i * stride
                 if RAGGED or not ALIGNED:
-                    segment = _segment_of(first, offset + column, inner, run, slots, SLOTS)
-                else:
-                    segment = _segment_of(first, offset, inner, run, slots, SLOTS)
+                    offset += column
+                segment = _segment_of(first, offset, inner, run, slots, SLOTS)
                 q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
                 y = tl.load(rows_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
-                pointers = first + (offset + column)
                 if other_ptr is not None:
-                    y = y * widen(tl.load(other_ptr + pointers, mask=valid))
-                tl.store(target_ptr + pointers, cast(y, target_ptr.dtype.element_ty), mask=valid)
+                    y = y * widen(tl.load(plane_of(other_ptr, i, at, BLOCK), mask=valid))
+                tl.store(plane_of(target_ptr, i, at, BLOCK), cast(y, target_ptr.dtype.element_ty), mask=valid)
 
 
 def map_levels(

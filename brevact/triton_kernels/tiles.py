@@ -3,9 +3,10 @@
 A plane of R blocks is one [R, W] tensor, so a thread has the same column in every plane: a column's eight codes, its
 bytes and its random bits meet in one thread, and packing moves nothing between threads.
 
-Five values describe a tile. `row` [R, 1] and `column` [1, W] are indices. Whole blocks: planes are `stride` = W columns
-apart and `limit` is the number of existing rows. One incomplete block (RAGGED, R = 1): planes are `stride` = ceil(limit
-/ 8) columns apart, `limit` is its number of elements, and W is a power of two of at least `stride`.
+A tile is a tuple of five values: first element (int64), row, column, stride and limit. `row` [R, 1] and `column` [1,
+W] are indices. Whole blocks: planes are `stride` = W columns apart and `limit` is the number of existing rows. One
+incomplete block (RAGGED, R = 1): planes are `stride` = ceil(limit / 8) columns apart, `limit` is its number of
+elements, and W is a power of two of at least `stride`.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def whole_blocks(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """A program's tile of whole blocks: first element (int64), row, column, stride and limit."""
+    """A program's tile of whole blocks."""
     block = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.minimum(numel // BLOCK - block, ROWS).to(tl.int32)
     return block * BLOCK, tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK // 8)[None, :], BLOCK // 8, rows
@@ -42,14 +43,15 @@ def tile(
 ):  # fmt: skip
     """A program's whole blocks, or, RAGGED, its incomplete one; kernels loop over both, ROWS = 0 over the latter."""
     if RAGGED:
-        first, row, column, stride, limit = single_block(numel, BLOCK, ROWS, COLUMNS, IN_INT64)
+        found = single_block(numel, BLOCK, ROWS, COLUMNS, IN_INT64)
     else:
-        first, row, column, stride, limit = whole_blocks(numel, BLOCK, ROWS)
-    return first, row, column, stride, limit
+        found = whole_blocks(numel, BLOCK, ROWS)
+    return found
 
 
 @triton.jit
-def element_mask(i: tl.constexpr, row, column, stride, limit, RAGGED: tl.constexpr):
+def element_mask(i: tl.constexpr, tile, RAGGED: tl.constexpr):
+    _, row, column, stride, limit = tile
     if RAGGED:
         mask = (column < stride) & (i * stride + column < limit)
     else:
@@ -58,45 +60,48 @@ def element_mask(i: tl.constexpr, row, column, stride, limit, RAGGED: tl.constex
 
 
 @triton.jit
-def byte_mask(row, column, stride, limit, RAGGED: tl.constexpr):
-    """Which packed bytes of a plane of bytes exist."""
+def plane_of(pointer, i: tl.constexpr, tile, BLOCK: tl.constexpr):
+    """Pointers to the elements of plane i."""
+    first, row, column, stride, _ = tile
+    return pointer + first + (row * BLOCK + i * stride + column)
+
+
+@triton.jit
+def _bytes_of(pointer, k: tl.constexpr, tile, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """Pointers to byte k of all columns, and which of them exist."""
+    first, row, column, stride, limit = tile
     if RAGGED:
         mask = column < stride
     else:
         mask = row < limit
-    return mask
+    return pointer + first // 8 * BIT_WIDTH + (row * (BLOCK // 8 * BIT_WIDTH) + k * stride + column), mask
 
 
 @triton.jit
-def load_planes(pointer, row, column, stride, limit, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+def load_planes(pointer, tile, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
     """The eight planes of a tile in their stored type; undefined beyond the elements that exist."""
     planes = ()
     for i in tl.static_range(8):
-        mask = element_mask(i, row, column, stride, limit, RAGGED)
-        planes += (tl.load(pointer + (row * BLOCK + i * stride + column), mask=mask),)
+        planes += (tl.load(plane_of(pointer, i, tile, BLOCK), mask=element_mask(i, tile, RAGGED)),)
     return planes
 
 
 @triton.jit
-def load_bytes(pointer, row, column, stride, limit, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+def load_bytes(pointer, tile, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr):
     """The packed bytes of a tile's columns, least significant first, as uint32."""
     packed = ()
-    mask = byte_mask(row, column, stride, limit, RAGGED)
     for k in tl.static_range(BIT_WIDTH):
-        offset = row * (BLOCK // 8 * BIT_WIDTH) + k * stride + column
-        packed += (tl.load(pointer + offset, mask=mask, other=0).to(tl.uint32),)
+        pointers, mask = _bytes_of(pointer, k, tile, BLOCK, BIT_WIDTH, RAGGED)
+        packed += (tl.load(pointers, mask=mask, other=0).to(tl.uint32),)
     return packed
 
 
 @triton.jit
-def store_codes(
-    pointer, codes, row, column, stride, limit, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr
-):
+def store_codes(pointer, codes, tile, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr):
     """Pack the eight codes of every column and store their bytes. Bits above BIT_WIDTH must be 0."""
-    mask = byte_mask(row, column, stride, limit, RAGGED)
     for k in tl.static_range(BIT_WIDTH):
-        offset = row * (BLOCK // 8 * BIT_WIDTH) + k * stride + column
-        tl.store(pointer + offset, _byte(codes, k, BIT_WIDTH), mask=mask)
+        pointers, mask = _bytes_of(pointer, k, tile, BLOCK, BIT_WIDTH, RAGGED)
+        tl.store(pointers, _byte(codes, k, BIT_WIDTH), mask=mask)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The uniform quantizer: one pass over x, as programs hold whole groups; and decoding.
 
-R blocks, W columns, Q or G groups.
+R blocks, W columns, Q or G groups. `stored` is a tuple of pointers to codes, scales and minima; `tiles` explains `at`,
+`normalize` explains `norm`.
 """
 
 from __future__ import annotations
@@ -88,35 +89,32 @@ def value_of(q, base, scale, flagged, largest, BIT_WIDTH: tl.constexpr, UNEVEN: 
 
 @triton.jit
 def dequantize_blocks(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, largest,
-    mean_ptr, factor_ptr, outer, places, span, run,
+    stored, other_ptr, target_ptr, at, largest, norm,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, undo a normalization and add `other`."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
-    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    dtype: tl.constexpr = target_ptr.dtype.element_ty
+    codes_ptr, scale_ptr, minimum_ptr = stored
+    first, row, column, stride, _ = at
+    packed = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
     for i in tl.static_range(8):
-        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        valid = element_mask(i, at, RAGGED)
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
-            group = first // INNER + (offset + column).to(tl.uint32) // INNER
-            base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
-        elif i % PLANES == 0:
+            offset += column
+        if RAGGED or not ALIGNED or i % PLANES == 0:
             group = first // INNER + offset.to(tl.uint32) // INNER
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
         if PLACE:
-            mean, factor = load_statistics_of_plane(
-                mean_ptr, factor_ptr, outer, places, span, run, first, row, column, i, stride, valid,
-                BLOCK, PLACE, RAGGED, near_of(target_ptr.dtype.element_ty),
-            )  # fmt: skip
-            y = denormalize_elements(y, mean_ptr, mean, factor, target_ptr.dtype.element_ty)
-        y = cast(y, target_ptr.dtype.element_ty)
-        pointers = first + (offset + column)
+            mean, factor = load_statistics_of_plane(norm, at, i, valid, BLOCK, PLACE, RAGGED, near_of(dtype))
+            y = denormalize_elements(y, norm, mean, factor, dtype)
+        y, pointers = cast(y, dtype), first + (row * BLOCK + i * stride + column)
         if other_ptr is not None:
             other = widen(tl.load(other_ptr + pointers, mask=valid))
-            y = cast(widen(y) + other if PLACE else widen(y) * other, target_ptr.dtype.element_ty)
+            y = cast(widen(y) + other if PLACE else widen(y) * other, dtype)
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
@@ -129,28 +127,26 @@ def _some_flagged(scale_ptr, count, MOST: tl.constexpr):
 
 @triton.jit
 def dequantize_whole_blocks(
-    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, largest,
-    mean_ptr, factor_ptr, outer, places, span, run,
+    stored, other_ptr, target_ptr, at, largest, norm,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     UNEVEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The same for ROWS whole blocks; if one has an uneven group, a few blocks at a time, which takes few registers."""
+    first, _, column, stride, limit = at
     some_uneven = False
     if UNEVEN:
-        some_uneven = _some_flagged(scale_ptr + first // INNER, limit * (BLOCK // INNER), ROWS * BLOCK // INNER)
+        some_uneven = _some_flagged(stored[1] + first // INNER, limit * (BLOCK // INNER), ROWS * BLOCK // INNER)
     if some_uneven:
         CHUNK: tl.constexpr = max(ROWS // 4, 1)
         for start in range(0, limit, CHUNK):
+            few = first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start
             dequantize_blocks(
-                codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr,
-                first + start * BLOCK, tl.arange(0, CHUNK)[:, None], column, stride, limit - start,
-                largest, mean_ptr, factor_ptr, outer, places, span, run,
+                stored, other_ptr, target_ptr, few, largest, norm,
                 BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=True,
             )  # fmt: skip
     else:
         dequantize_blocks(
-            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit,
-            largest, mean_ptr, factor_ptr, outer, places, span, run,
+            stored, other_ptr, target_ptr, at, largest, norm,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, False, UNEVEN, FLAGGED=not UNEVEN,
         )  # fmt: skip
 
@@ -165,18 +161,16 @@ def dequantize_kernel(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
     INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
+    stored, norm = (codes_ptr, scale_ptr, minimum_ptr), (mean_ptr, factor_ptr, outer, places, span, run)
     if ROWS > 0:
-        first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
         dequantize_whole_blocks(
-            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
-            largest, mean_ptr, factor_ptr, outer, places, span, run,
+            stored, other_ptr, target_ptr, whole_blocks(numel, BLOCK, ROWS), largest, norm,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, UNEVEN, ROWS,
         )  # fmt: skip
-    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
-    if count > 0:
+    at = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+    if at[4] > 0:
         dequantize_blocks(
-            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
-            largest, mean_ptr, factor_ptr, outer, places, span, run,
+            stored, other_ptr, target_ptr, at, largest, norm,
             BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, True, UNEVEN, FLAGGED=True,
         )  # fmt: skip
 
@@ -268,27 +262,24 @@ def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl
 
 @triton.jit
 def quantize_whole_blocks(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
+    x_ptr, stored, seed_ptr, norm, at,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
 
-    `first` (int64) is a multiple of BLOCK; `rows` blocks exist. Groups may be uneven; blocks that seem to have such
-    a one are written again.
+    Groups may be uneven; blocks that seem to have such a one are written again.
     """
     W: tl.constexpr = BLOCK // 8
     PLANES: tl.constexpr = max(INNER // W, 1)  # in which a group lies
     LANES: tl.constexpr = min(INNER, W)  # elements of one of these planes that are in one group
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
     NEAR: tl.constexpr = min(LANES, 8)
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
-    planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
+    codes_ptr, scale_ptr, minimum_ptr = stored
+    first, _, _, _, rows = at
+    planes = load_planes(x_ptr, at, BLOCK, RAGGED=False)
     if PLACE:
-        planes = normalize_planes(
-            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, W, rows,
-            BLOCK, PLACE, RAGGED=False,
-        )  # fmt: skip
+        planes = normalize_planes(planes, norm, at, BLOCK, PLACE, RAGGED=False)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
     for start in tl.static_range(0, 8, PLANES):
@@ -322,21 +313,20 @@ def quantize_whole_blocks(
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
         store_metadata(minimum_ptr + group, base_Q, q_row < rows)
         if start == 0:  # not before, to hold them in registers for a short time
-            words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+            words = seed_words(at, seed_ptr, BLOCK, STOCHASTIC)
         for i in tl.static_range(start, start + PLANES):
             t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC, MISSING=False)
             if DITHERED:
                 t = _closest_shifted(t, shift, magic, BIT_WIDTH, CLAMPED=BIT_WIDTH > 5)
             codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
-    store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
+    store_codes(codes_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED=False)
     if tl.max(uneven_Q, axis=0) > 0:
         CHUNK: tl.constexpr = min(max(_UNEVEN_TILE // BLOCK, 1), ROWS)  # rows
         for row_0 in range(0, rows, CHUNK):
             if tl.max(tl.where(q_row // CHUNK * CHUNK == row_0, uneven_Q, 0), axis=0) > 0:
                 tl.debug_barrier()  # behind the stores above
                 quantize_blocks(
-                    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span,
-                    run, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
+                    x_ptr, stored, seed_ptr, norm, first + row_0 * BLOCK, tl.minimum(rows - row_0, CHUNK) * BLOCK,
                     BIT_WIDTH, STOCHASTIC, DITHERED, True, INNER, BLOCK,
                     CHUNK * BLOCK // INNER, INNER, W, CHUNK, PLACE, RAGGED=False,
                 )  # fmt: skip
@@ -351,7 +341,7 @@ def gathered(values, index):
 
 @triton.jit
 def quantize_blocks(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
+    x_ptr, stored, seed_ptr, norm, first, count,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, UNEVEN: tl.constexpr,
     INNER: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr,
@@ -362,13 +352,14 @@ def quantize_blocks(
     Blocks are whole if there are several; INNER is any divisor of BLOCK. GROUPS_2, INNER_2 and COLUMNS_2 are powers of
     two of at least ROWS * BLOCK // INNER, INNER and BLOCK // 8.
     """
+    codes_ptr, scale_ptr, minimum_ptr = stored
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
     valid = (lane < INNER) & (element < count)
     x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
     if PLACE:
-        mean, factor = load_statistics(mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
-        x_GI = normalize_elements(x_GI, mean_ptr, mean, factor)
+        mean, factor = load_statistics(norm, first, element, valid, PLACE)
+        x_GI = normalize_elements(x_GI, norm, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_G = tl.max((valid & ~is_finite(x_GI)).to(tl.int32), axis=1) > 0
     zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
@@ -404,18 +395,16 @@ def quantize_blocks(
         columns, limit = (count + 7) // 8, count
     else:
         columns, limit = BLOCK // 8, count // BLOCK
-    planes = load_planes(x_ptr + first, row, column, columns, limit, BLOCK, RAGGED)
+    at = first, row, column, columns, limit
+    planes = load_planes(x_ptr, at, BLOCK, RAGGED)
     if PLACE:
-        planes = normalize_planes(
-            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, columns, limit,
-            BLOCK, PLACE, RAGGED,
-        )  # fmt: skip
-    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+        planes = normalize_planes(planes, norm, at, BLOCK, PLACE, RAGGED)
+    words = seed_words(at, seed_ptr, BLOCK, STOCHASTIC)
     codes = ()
     for i in tl.static_range(8):
         group = tl.minimum((row * BLOCK + i * columns + column) // INNER, GROUPS_2 - 1)
         base, inverse = gathered(base_G, group), gathered(inverse_G, group)
-        valid = element_mask(i, row, column, columns, limit, RAGGED)
+        valid = element_mask(i, at, RAGGED)
         t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
         if DITHERED:
             t = _closest_shifted(t, gathered(shift_G, group), gathered(magic_G, group), BIT_WIDTH, CLAMPED=True)
@@ -425,8 +414,7 @@ def quantize_blocks(
                 own = positions(widen(planes[i]), form, tl.abs(inverse), far, BIT_WIDTH)
                 t = tl.where(valid & is_flagged(inverse), own, t)
         codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
-    out_ptr = codes_ptr + first // 8 * BIT_WIDTH
-    store_codes(out_ptr, codes, row, column, columns, limit, BLOCK, BIT_WIDTH, RAGGED)
+    store_codes(codes_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED)
 
 
 @triton.jit(
@@ -440,18 +428,16 @@ def quantize_kernel(
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Quantize in one pass; with a PLACE, elements are normalized as they are loaded. With ROWS, groups are UNEVEN."""
+    stored, norm = (codes_ptr, scale_ptr, minimum_ptr), (mean_ptr, factor_ptr, outer, places, span, run)
     if ROWS > 0:
-        first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
         quantize_whole_blocks(
-            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
-            mean_ptr, factor_ptr, outer, places, span, run, first, rows,
+            x_ptr, stored, seed_ptr, norm, whole_blocks(numel, BLOCK, ROWS),
             BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, ROWS, PLACE,
         )  # fmt: skip
     first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
         quantize_blocks(
-            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
-            mean_ptr, factor_ptr, outer, places, span, run, first, count,
+            x_ptr, stored, seed_ptr, norm, first, count,
             BIT_WIDTH, STOCHASTIC, DITHERED, UNEVEN, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, 1, PLACE,
             RAGGED=True,
         )  # fmt: skip

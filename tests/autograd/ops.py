@@ -258,7 +258,6 @@ EXACT = [
     Op("leaky_relu", lambda: nn.LeakyReLU(0.2), stored="exact"),
     Op("abs", lambda: torch.abs, stored="exact"),
     Op("l1_loss", lambda: ToTarget(F.l1_loss, MAP), stored="exact"),
-    Op("threshold", lambda: nn.Threshold(0.3, -1.0), stored="exact"),
     Op("clamp", lambda: lambda x: x.clamp(-0.5, 0.7), stored="exact"),
     Op("clamp min", lambda: lambda x: torch.clamp(x, min=0.1), stored="exact"),
     Op("clamp_min", lambda: lambda x: x.clamp_min(0.1), stored="exact"),
@@ -267,8 +266,6 @@ EXACT = [
     Op("dropout1d", lambda: nn.Dropout1d(0.3), LINE, "exact"),
     Op("dropout2d", lambda: nn.Dropout2d(0.3), (6, 40, 5, 5), "exact"),
     Op("dropout3d", lambda: nn.Dropout3d(0.3), VOLUME, "exact"),
-    Op("softshrink", lambda: nn.Softshrink(0.3), stored="exact"),
-    Op("hardshrink", lambda: nn.Hardshrink(0.3), stored="exact"),
     Op("max_pool1d", lambda: nn.MaxPool1d(4, 2, 1, dilation=1), LINE, "exact"),
     Op("max_pool2d", lambda: nn.MaxPool2d(2), stored="exact"),
     Op(

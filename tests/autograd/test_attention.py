@@ -194,9 +194,12 @@ def test_backward_is_torchs_on_decoded_tensors(bit_width, options):
     leaves, weights = tensors(Q, K, K), torch.randn(Q)
     chosen = settings(bit_width, Rounding.NEAREST, bucket_size=512)
     of_scores, of_value = finer(bit_width, Rounding.NEAREST), chosen.quantizer
+    query, key, value = (x.detach() for x in leaves)
     decoded = [
-        of.quantize(x.detach()).dequantize().requires_grad_()
-        for x, of in zip(leaves, (of_scores, of_scores, of_value), strict=True)
+        of.quantize(x).dequantize().requires_grad_()
+        for x, of in zip(
+            (query, key - key.mean(-2, keepdim=True), value), (of_scores, of_scores, of_value), strict=True
+        )
     ]
     _, grads = run(leaves, chosen, weights, **options)
     _, expected = run(decoded, None, weights, **options)
@@ -224,6 +227,17 @@ def test_the_bias_of_two_bits_is_small(peak):
         # sums of 4096 squares: 5 of their standard errors, and a bias of 3 % of the norm
         spread = 5 * (2 / 4096) ** 0.5 * noise / reference.square().sum() * 8
         assert square <= 0.03**2 + spread, f"gradient {i}: bias {square.clamp_min(0).sqrt():.3f}"
+
+
+def test_what_keys_have_in_common_adds_no_noise():
+    """Offsets of trained key projections exceed differences between keys; a score's softmax does not depend on them."""
+    errors = []
+    for offset in (0.0, 30.0):
+        q, k, v = (x.detach() for x in tensors((1, 2, 64, 32), (1, 2, 64, 32), (1, 2, 64, 32)))
+        leaves = [x.requires_grad_() for x in (q, k + offset * torch.linspace(-1, 1, 32), v)]
+        expected, grads = (run(leaves, each)[1] for each in (None, settings(8, bucket_size=512)))
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True)))
+    assert errors[1] < 2 * errors[0]
 
 
 def test_queries_and_keys_take_eight_bits_and_nothing_else_is_stored():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,20 @@ def test_an_input_that_is_its_own_weight_is_kept_for_both():
     decoded = NEAREST.quantizer.quantize(x).dequantize()
     by_weight = aten.convolution_backward(grad_out, decoded, x, None, *geometry, [False, True, False])[1]
     assert torch.equal(torch.autograd.grad(out, x, grad_out)[0], by_input + by_weight)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2), (np.int64(2), 1)])
+def test_numbers_may_be_numpy_integers_and_tensors(number):
+    x, trained = torch.randn(2, 4, 9, 9, requires_grad=True), torch.randn(6, 4, 2, 2, requires_grad=True)
+    frozen = torch.randn(4, 6, 3, 3)  # for which a Function of ours runs
+    found = []
+    for chosen in (None, EXACT_VALUES):
+        with region(chosen):
+            y = x.sin()
+            out = F.conv2d(y, trained, None, number, number, number).sin().sum()
+            out = out + F.conv_transpose2d(y, frozen, None, number, number).cos().sum()
+        found.append(torch.autograd.grad(out, (x, trained)))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_small_view_of_a_parameter_as_input_is_kept_as_it_is():

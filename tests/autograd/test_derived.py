@@ -221,10 +221,8 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(dtype, memory_f
         F.relu6,
         F.hardtanh,
         F.hardsigmoid,
-        lambda x: F.hardshrink(x, 0.3),
         lambda x: F.prelu(x, torch.full((8,), 0.2)),
         torch.abs,
-        lambda x: F.threshold(x, 0.1, -2.0),
         lambda x: x.clamp(min=-0.5),
         lambda x: x.clamp(-0.5, 0.7),
         lambda x: x.clamp_max(0.7),
@@ -687,9 +685,8 @@ def test_in_place_functions_have_the_gradients_of_both_save_modes(act, bit_width
 @pytest.mark.parametrize(
     "function",
     [
-        *(F.elu, F.celu, F.softplus, F.softshrink, F.hardshrink),
+        *(F.elu, F.celu, F.softplus),
         lambda x, number: F.hardtanh(x, -number, number),
-        lambda x, number: F.threshold(x, number, -number),
     ],
 )
 def test_settings_in_tensors_are_numbers_of_the_forward_pass(function):

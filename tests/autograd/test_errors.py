@@ -164,3 +164,18 @@ def test_hooks_that_give_packed_bytes_back_in_another_form(function, unpack):
         out = function(x * 1.0).sum()
     with pytest.raises(ValueError, match="saved-tensor hooks around the region must give tensors back as they were"):
         out.backward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_no_floats_are_not_cast(dtype, autocast):
+    """Also under autocast, which casts only floats."""
+    x = torch.randn(2, 4, 3, 3)
+    for layer, sizes in ((F.linear, (5, 3)), (F.conv2d, (5, 4, 1, 1))):
+        weight = nn.Parameter(torch.randn(sizes).to(dtype), requires_grad=dtype.is_complex)
+        messages = []
+        for chosen in (None, settings()):
+            with region(chosen), torch.autocast("cpu", enabled=autocast), pytest.raises(RuntimeError) as caught:
+                layer(x.clone().requires_grad_(), weight)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]

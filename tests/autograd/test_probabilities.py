@@ -238,6 +238,26 @@ def test_logsumexp_of_infinities_and_numbers_is_torchs():
     assert_loss_as_torch(lambda x: x.logsumexp(0), torch.randn(()))
 
 
+def test_attention_written_out_is_packed_once_at_4_bits_or_more():
+    """At 2 bits its gradient was too small by a fifth."""
+    scores, value = 3 * torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+
+    def step(chosen: object, seed: int = 0) -> tuple[Tensor, int]:
+        torch.manual_seed(seed)
+        leaf = scores.clone().requires_grad_()
+        with watch_saved() as saved, region(chosen):
+            out = torch.softmax(leaf * 1, -1) @ value
+        return torch.autograd.grad(out.sin().sum(), leaf)[0], saved.nbytes - value.nbytes
+
+    expected, _ = step(None)
+    parts = (
+        torch.stack([(step(settings(bucket_size=512), seed)[0] * expected).sum() for seed in range(32)])
+        / expected.square().sum()
+    )
+    assert (parts.mean() - 1).abs() <= 5 * parts.std() / 32**0.5 + 0.03
+    assert step(settings(bucket_size=512))[1] <= scores.numel() // 2 + 6 * scores.numel() // 512 + value.numel()
+
+
 def test_softmax_shares_its_copy_with_the_next_op():
     x, linear = torch.randn(4, 8, 64, requires_grad=True), torch.nn.Linear(64, 3)
     with watch_saved() as saved, region(settings()):

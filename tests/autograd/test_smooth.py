@@ -90,6 +90,28 @@ def test_sums_over_saturated_sigmoids_are_unbiased():
     assert ((grads.mean(0) - expected).abs() <= 5 * grads.std(0) / len(draws) ** 0.5).all()
 
 
+@pytest.mark.parametrize("square", [lambda p: p * p, lambda p: p**2, torch.square])
+def test_a_squared_dice_loss_of_sure_sigmoids_has_little_noise_and_no_bias(square):
+    """Its gradient is of the size of 1 - p; a step of p was the noise, three times the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(256, 64, generator=generator) < 0.2).float()
+    x = (2 * mask - 1) * 6 + torch.randn(256, 64, generator=generator)
+
+    def gradient(seed: int, chosen: BackwardSettings | None) -> Tensor:
+        torch.manual_seed(seed)
+        leaf = x.clone().requires_grad_()
+        with region(chosen):
+            p = torch.sigmoid(leaf * 1)
+            loss = 1 - 2 * (p * mask).sum() / (square(p).sum() + mask.sum())
+        return torch.autograd.grad(loss, leaf)[0]
+
+    expected, chosen = gradient(0, None), BackwardSettings(brevact.quantizer(DitherBackward4bit))
+    errors = torch.stack([gradient(seed, chosen) for seed in range(32)]) - expected
+    assert errors.norm(dim=(1, 2)).mean() < 0.5 * expected.norm()
+    sums = errors.sum((1, 2)).double()
+    assert sums.mean().abs() <= 5 * sums.std() / 32**0.5
+
+
 def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
     chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
     x = torch.randn(5, 300)

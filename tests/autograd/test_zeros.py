@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import DitherBackward8bit, StochBackward2bit, StochBackward4bit
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES
 
 FAR = 1e10
 """Distance between the last sample of a ray and the next one, as NeRFs have it."""

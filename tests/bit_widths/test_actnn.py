@@ -26,7 +26,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def stored(model: nn.Module) -> brevact.MemoryReport:
-    return memory_of(model, lambda copied: loss_of(copied, BATCH), BATCH)
+    return memory_of(model, lambda copied: loss_of(copied, BATCH))
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])

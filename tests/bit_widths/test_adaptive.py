@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def stored(model: nn.Module, batch: Batch) -> int:
-    return memory_of(model, lambda copied: loss_of(copied, batch), batch).saved_bytes
+    return memory_of(model, lambda copied: loss_of(copied, batch)).saved_bytes
 
 
 def widths_of(model: nn.Module) -> dict[str, int]:
@@ -102,7 +102,7 @@ def test_measured_bytes_are_within_the_budget_at_every_step(activation, budget, 
 def test_the_budget_is_that_of_the_ratio_or_of_the_uniform_width():
     batch = images()
     adaptive = Adaptive(brevact.quantize_backward(net(), StochBackward4bit), batch, loss_of, ratio=9)
-    plain = memory_of(net(), lambda copied: loss_of(copied, batch), batch).plain_bytes
+    plain = memory_of(net(), lambda copied: loss_of(copied, batch)).plain_bytes
     assert adaptive.budget_bytes == int(plain / 9)
     sizes = [stored(brevact.quantize_backward(net(), StochBackward2bit, bit_width=b), batch) for b in (2, 3)]
     for width, expected in ((2, sizes[0]), (3, sizes[1]), (2.5, sum(sizes) / 2)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
@@ -68,7 +67,7 @@ def model() -> Net:
 
 
 def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
-    return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
+    return memory_of(model, lambda copied: loss(copied, batch)).saved_bytes
 
 
 def test_bytes_are_those_of_a_step_with_its_loss():
@@ -151,7 +150,7 @@ def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
 
 def test_bytes_of_groups_add_up_at_any_widths(model, batches):
     def report():
-        return memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+        return memory_of(model, lambda copied: loss(copied, batches[0]))
 
     reports = {}
     for width in BIT_WIDTHS:
@@ -218,10 +217,11 @@ def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
 
 @pytest.fixture
 def widening() -> tuple[nn.Module, list]:
-    """A perceptron whose hidden layers are recomputed from narrow inputs, and its batches."""
+    """A perceptron whose hidden layers are recomputed from narrow inputs at two levels, and its batches."""
     torch.manual_seed(0)
-    layers = (nn.LayerNorm(32), nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32))
-    model = nn.Sequential(*(copy.deepcopy(each) for _ in range(3) for each in layers), nn.Linear(32, 5))
+    sizes = ((32, 32), (32, 96), (96, 96))
+    layers = ((nn.LayerNorm(n), nn.Linear(n, 4 * n), nn.SiLU(), nn.Linear(4 * n, m)) for n, m in sizes)
+    model = nn.Sequential(*(each for block in layers for each in block), nn.Linear(96, 5))
     return model, [(torch.randn(256, 32), torch.randint(5, (256,))) for _ in range(3)]
 
 
@@ -234,7 +234,7 @@ def test_layers_are_recomputed_where_the_budget_asks_for_it(widening):
     quiet = brevact.fit(model, batches, loss, noise=0.01).report
     assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
     timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
-    assert timed.recompute == 4096 and timed.ratio > both.ratio  # the last level, though an earlier one would do
+    assert timed.recompute == 256 and timed.ratio >= both.ratio  # the last level that saves bytes
     assert f"{timed.time:.2f} times as long" in timed.summary
 
 

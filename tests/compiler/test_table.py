@@ -264,6 +264,61 @@ def test_probabilities_computed_again_from_wide_scores_sum_to_one(dropout_p):
     assert float(errors.flatten(1).norm(dim=1).max()) < 2 * norm
 
 
+def test_what_keys_have_in_common_adds_no_noise():
+    def attend(x: Tensor, offset: float = 0.0) -> Tensor:
+        q, k, v = x.view(3, 1, 2, 64, 32)
+        return F.scaled_dot_product_attention(q, activation(k + offset * torch.linspace(-1, 1, 32)), v)
+
+    x = torch.randn(3 * 2 * 64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    errors = []
+    for offset in (0.0, 30.0):
+        of_draws, norm, _ = _errors_of_attention(x, functools.partial(attend, offset=offset), StochBackward8bit)
+        errors.append(float(of_draws.flatten(1).norm(dim=1).mean()) / norm)
+    assert errors[1] < 2 * errors[0]
+
+
+def _squared_dice(x: Tensor) -> Tensor:
+    p, mask = x.sigmoid(), (x.detach() > 0).float()
+    return 1 - 2 * (p * mask).sum() / ((p * p).sum() + mask.sum())
+
+
+#: Losses whose gradients vanish where a sigmoid is sure.
+SURE = {
+    "cross-entropy of probabilities": lambda x: F.binary_cross_entropy(x.sigmoid(), (x.detach() > 0).float()),
+    "squared Dice": _squared_dice,
+}
+
+
+@pytest.mark.parametrize("name", some_of(SURE, quick=2))
+def test_losses_of_sure_sigmoids_have_little_noise(name):
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    errors, norm, _ = _errors_of_attention((x + 6 * x.sign()).requires_grad_(), SURE[name], DitherBackward4bit)
+    assert float(errors.flatten(1).norm(dim=1).mean()) < 0.5 * norm
+    assert float(errors.mean(0).norm()) <= 5 * float(errors.std(0).norm()) / DRAWS**0.5 + 0.05 * norm
+
+
+def _gated_steps(x: Tensor) -> Tensor:
+    """An LSTM's steps, written out."""
+    state = cell = x.new_zeros(len(x), 16)
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    for part in x.chunk(4, 1):
+        i, f, g, o = (part + activation(state @ weight)).chunk(4, 1)
+        cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+        state = o.sigmoid() * cell.tanh()
+    return state
+
+
+GATES = {"glu": F.glu, "an LSTM's steps": _gated_steps, "tanh of a part": lambda x: x[:, :64].tanh() * x[:, 64:]}
+
+
+@pytest.mark.parametrize("name", some_of(GATES, quick=3))
+def test_gates_of_parts_of_wide_tensors_are_biased_by_less_than_2_percent(name):
+    x = (30 * torch.randn(64, 256, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    variant, sample = Variant("", GATES[name]), Sample((x,), {})
+    plain = Call(variant, sample, None)()
+    assert bias_of(Call(variant, sample, DitherBackward4bit), plain, [None]) < 0.02
+
+
 def _of_classes(x: Tensor) -> Tensor:
     return F.cross_entropy(x, torch.arange(len(x)) % x.shape[1])
 

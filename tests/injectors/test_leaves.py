@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from brevact import BackwardSettings, UniformQuantizer
-from brevact.injectors.saved_form import LEAVES
+from brevact.policy.files import LEAVES
 from brevact.quantizers import Rounding
 
 SIZES = re.compile(

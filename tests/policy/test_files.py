@@ -17,8 +17,7 @@ import brevact
 from brevact import BackwardSettings, Policy, StochBackward2bit, StochBackward4bit
 from brevact.autograd.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
-from brevact.injectors.saved_form import LEAVES, from_plain, to_plain
-from brevact.policy.files import LAYER_TYPES, PREDICATES
+from brevact.policy.files import LAYER_TYPES, LEAVES, PREDICATES, from_plain, to_plain
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.crosses import some_of
 from tests.user_code import MyBackward

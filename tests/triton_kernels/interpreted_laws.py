@@ -54,11 +54,9 @@ def _places_kernel(
     PLACE: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK // 8)[None, :]
+    norm, at = (None, factor_ptr, outer, places, span, run), (tl.load(first_ptr), row, column, BLOCK // 8, ROWS)
     for i in tl.static_range(8):
-        _, factor = load_statistics_of_plane(
-            None, factor_ptr, outer, places, span, run, tl.load(first_ptr), row, column, i, BLOCK // 8, row < ROWS,
-            BLOCK, PLACE, False, NEAR,
-        )  # fmt: skip
+        _, factor = load_statistics_of_plane(norm, at, i, row < ROWS, BLOCK, PLACE, False, NEAR)
         tl.store(index_ptr + (row * BLOCK + i * (BLOCK // 8) + column), factor)
 
 
@@ -96,14 +94,14 @@ def _block_far_away_kernel(
     first = tl.load(first_ptr)
     codes_ptr, group = codes_ptr - first // 8 * BITS, first // 512
     scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
+    stored, norm = (codes_ptr, scale_ptr, minimum_ptr), (None, None, 1, 1, 1, 1)
+    at = first, tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :], 64, 1
     quantize_whole_blocks(
-        x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, None, None, 1, 1, 1, 1, first, 1, BITS, True,
-        DITHERED=False, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
-    )  # fmt: skip
-    row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
+        x_ptr - first, stored, seed_ptr, norm, at, BITS, True, DITHERED=False, INNER=512, BLOCK=512, ROWS=1, PLACE=0
+    )
     dequantize_whole_blocks(
-        codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 3e38,
-        None, None, 1, 1, 1, 1, BITS, BLOCK=512, INNER=512, ALIGNED=True, PLACE=0, UNEVEN=UNEVEN, ROWS=1,
+        stored, None, target_ptr - first, at, 3e38, norm,
+        BITS, BLOCK=512, INNER=512, ALIGNED=True, PLACE=0, UNEVEN=UNEVEN, ROWS=1,
     )  # fmt: skip
 
 

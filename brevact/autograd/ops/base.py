@@ -237,16 +237,12 @@ def _inplace_position(func: Callable) -> int | None:
 
 def run_inside(function: Callable) -> Callable:
     """Make the handler of a Python function of torch: its code runs under the mode, without its check for overrides."""
-    checks = dict.fromkeys(
-        (f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")), lambda *tensors: False
-    )
-    inside = FunctionType(
-        function.__code__, {**function.__globals__, **checks}, function.__name__, function.__defaults__
-    )
+    checks = dict.fromkeys((f"has_torch_function{end}" for end in ("", "_unary", "_variadic")), lambda *tensors: False)
+    body = FunctionType(function.__code__, {**function.__globals__, **checks}, function.__name__, function.__defaults__)
 
     def handle(region: Any, func: Callable, *args: Any, **kwargs: Any) -> Any:
         with region.mode:
-            return inside(*args, **kwargs)
+            return body(*args, **kwargs)
 
     return handle
 
@@ -281,9 +277,7 @@ def outside_regions(device: torch.device) -> Iterator[None]:
         yield
 
 
-def gradients_of(
-    compute: Callable[..., Tensor], tensors: list[Tensor], needs: Needs, grad: Tensor
-) -> list[Tensor | None]:
+def gradients_of(compute: Callable, tensors: list[Tensor], needs: Needs, grad: Tensor) -> list[Tensor | None]:
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
     with outside_regions(grad.device):
         found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))

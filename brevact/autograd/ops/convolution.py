@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
 from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import Formula, Needs, SavedValue, save
+from brevact.autograd.ops.base import Formula, Needs, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Weight
@@ -49,10 +50,8 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-def _apply(
-    region: Keeper, layer: Callable, gradients_of: Callable, input: Tensor, weight: Tensor, bias: Weight
-) -> Tensor:
-    """Run a layer; ``gradients_of`` reads the computed type, the output's gradient, and the saved input and weight.
+def _apply(region: Keeper, layer: Callable, gradients: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
+    """Run a layer; ``gradients`` reads the computed type, the output's gradient, and the saved input and weight.
 
     A linear layer's weight is read for the input's gradient alone.
     """
@@ -63,7 +62,7 @@ def _apply(
         kept = region.keep(input) if needs_weight else None
         reads_weight = needs_input or (needs_weight and weight.dim() > 2)
         save(ctx, kept, region.keep_weight(weight) if reads_weight else None)
-        ctx.gradients = functools.partial(gradients_of, w.dtype)
+        ctx.gradients = functools.partial(gradients, w.dtype)
         return layer(x, w, b)
 
     return region.apply(Formula, run, None, input, weight, bias)
@@ -91,13 +90,7 @@ def _apply_convolution(
 
 
 def _sample_by_sample(
-    shape: torch.Size,
-    bias_sizes: list[int] | None,
-    geometry: _Geometry,
-    grad: Tensor,
-    kept: SavedValue,
-    weight: Tensor,
-    mask: list[bool],
+    shape: torch.Size, bias_sizes: Any, geometry: _Geometry, grad: Tensor, kept: Any, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of weight and bias first: only they need the decoded input.
 
@@ -131,7 +124,7 @@ def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]
     """Return one number per spatial dimension for each option, as torch's layers accept them."""
     found = []
     for option in options:
-        values = (option,) if isinstance(option, int) else tuple(option)
+        values = tuple(map(operator.index, option if isinstance(option, tuple | list) else (option,)))  # NumPy's, too
         found.append(values * dims if len(values) == 1 else values)
     return found
 

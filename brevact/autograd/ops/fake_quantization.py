@@ -65,26 +65,17 @@ class Integers(NamedTuple):
 
 
 def fake_quantize(
-    region: Keeper,
-    integers: Integers,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    pre_scale: Tensor,
-    pre_zero_point: Tensor,
-    *,
-    rectifies: bool = False,
-    zero_is_lowest: bool = False,
+    region: Keeper, integers: Integers, x: Tensor, *given: Tensor, rectifies: bool = False, zero_is_lowest: bool = False
 ) -> Any:
     """Fake-quantize to integers: (clip(round(x / pre_scale + pre_zero_point)) - zero_point) * scale.
 
-    Scales and zero points broadcast to the activation or weight ``x``; those before rounding often equal those after
-    it. If it ``rectifies``, ``x`` is the input of a ReLU whose output is quantized: the gradient goes to ``x``, and one
-    mask covers both ops. Elements at zero then add to the zero point's gradient, so a zero point may be learned only
-    if the ReLU's output is saved. ``zero_is_lowest``: the zero point is known to be the lowest integer. Returns
-    ``NotImplemented`` where stock ops must run.
+    ``given``: scale and zero point, and those before rounding, which are often the same; they broadcast to the
+    activation or weight ``x``. If it ``rectifies``, ``x`` is the input of a ReLU whose output is quantized: the
+    gradient goes to ``x``, and one mask covers both ops. Elements at zero then add to the zero point's gradient, so a
+    zero point may be learned only if the ReLU's output is saved. ``zero_is_lowest``: the zero point is known to be
+    the lowest integer. Returns ``NotImplemented`` where stock ops must run.
     """
-    given, kind = (scale, zero_point, pre_scale, pre_zero_point), integers.kind
+    (scale, zero_point, pre_scale, pre_zero_point), kind = given, integers.kind
     shares = pre_scale is scale and pre_zero_point is zero_point
     with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
         if not is_quantizable(region, x, given[:2] if shares else given):
@@ -137,24 +128,14 @@ def fake_quantize(
 
 
 def _gradients(
-    one_pass: OnePass,
-    residual_of: ResidualQuantizer | None,
-    of_zero_point: torch.Size,
-    keeps_ends: bool,
-    needs: Needs,
-    grad: Tensor,
-    codes: Any,
-    residual: Any,
-    mask: Any,
-    values: Any,
-    scale: Tensor,
-    zero_point: Tensor | None,
+    one_pass: OnePass, residual_of: Any, sizes: torch.Size, keeps_ends: bool, needs: Needs, grad: Tensor, *kept: Any
 ) -> tuple[Tensor | None, ...]:
+    codes, residual, mask, values, scale, zero_point = kept
     if keeps_ends:
         token, *numbers = codes.tensors
         codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
     if zero_point is None:
-        zero_point = grad.new_zeros(of_zero_point) if codes is None else codes.tensors[1]
+        zero_point = grad.new_zeros(sizes) if codes is None else codes.tensors[1]
     found = one_pass.gradients(
         *(grad, scale, zero_point),
         codes=None if codes is None else codes.tensors[0],

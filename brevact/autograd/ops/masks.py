@@ -132,15 +132,13 @@ def _where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
     return (x.view(integers) ^ low).bitwise_and(mask.to(integers).neg_()).bitwise_xor_(low).view(x.dtype)
 
 
-def _passed_by(backward: Callable[..., Tensor], *bounds: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: backward(expanded_one(x), x, *map(as_number, bounds)).bool()
-
-
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
-    min_val, max_val = as_number(min_val), as_number(max_val)
+    bounds = as_number(min_val), as_number(max_val)
 
-    mask = _passed_by(aten.hardtanh_backward, min_val, max_val)
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), saved_first=False)
+    def mask(x: Tensor) -> Tensor:
+        return aten.hardtanh_backward(expanded_one(x), x, *bounds).bool()
+
+    return _Pieces(mask, inplace, value=_Bounded(*bounds), saved_first=False)
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -150,13 +148,6 @@ def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
     return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope), reads_signs=True)
-
-
-def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
-    threshold, value = as_number(threshold), as_number(value)
-
-    mask = _passed_by(aten.threshold_backward, threshold)
-    return _Pieces(mask, inplace, value=_Bounded(value, None))
 
 
 def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
@@ -203,15 +194,6 @@ _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     lambda input, inplace=False: _hardtanh(input, 0.0, 6.0, inplace): (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu, F.leaky_relu_),
-    _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),  # type: ignore[attr-defined]
-    lambda input, lambd=0.5: _Pieces(_passed_by(aten.softshrink_backward, lambd), value=None, saved_first=False): (
-        F.softshrink,
-    ),
-    lambda input, lambd=0.5: _Pieces(_passed_by(aten.hardshrink_backward, lambd), saved_first=False): (
-        F.hardshrink,
-        torch.hardshrink,
-        Tensor.hardshrink,
-    ),
     _clamp: everywhere("clamp", "clip"),
     lambda input, nan=0.0, posinf=None, neginf=None: _Pieces(
         torch.isfinite, value=None, reads="mask", saved_first=False
@@ -219,7 +201,7 @@ _RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     lambda input, min: _clamp(input, min=min): everywhere("clamp_min"),
     lambda input, max: _clamp(input, max=max): everywhere("clamp_max"),
 }
-_STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
+_STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, clamp", MASKS, EXACT)
 
 
 def _along_channels(weight: Tensor, x: Tensor) -> Tensor:

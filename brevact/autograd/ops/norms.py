@@ -101,17 +101,8 @@ def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Weight, b
     return out
 
 
-def _gradients(
-    norm: Any,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    needs: Needs,
-    grad: Tensor,
-    kept: SavedValue | None,
-    weight: Weight,
-    spread: Tensor | None,
-    mark: Tensor | None,
-) -> Gradients:
+def _gradients(norm: Any, dtype: torch.dtype, weight_dtype: Any, needs: Needs, grad: Tensor, *saved: Any) -> Gradients:
+    kept, weight, spread, mark = saved
     mask, packing = list(needs), norm.packing
     grad_input = grad_weight = None
     if packing is not None and kept is not None and isinstance(kept.decoder, Centred):

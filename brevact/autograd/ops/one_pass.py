@@ -187,22 +187,16 @@ def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) 
 
 @functools.lru_cache(maxsize=4096)
 def _one_pass(
-    kind: Kind,
-    rectifies: bool,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    of_scale: torch.Size,
-    of_zero_point: torch.Size,
+    kind: Kind, rectifies: bool, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, *numbers: torch.Size
 ) -> OnePass | None:
     with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in (of_scale, of_zero_point))
+        scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in numbers)
         quotient = like / scale + zero_point
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
         return None
-    places = groups_of(result, of_scale, of_zero_point)
+    places = groups_of(result, *numbers)
     if places is None:
         return None
     ends = kind.bit_width, kind.lowest, kind.highest

@@ -17,7 +17,7 @@ most probable class k, without its probability: g - g_k takes the place of g, si
 dL/dx_k is minus the sum of the others.
 
 Attention (the last of three or more dimensions, more than 32 keys) shares one packed copy of p with the product that
-reads p next. Its gradient is of p^ / sum(p^), and of the order of Var(p^) is its bias.
+reads p next, of ``derive_min_bits`` or more. Its gradient is of p^ / sum(p^), and of the order of Var(p^) is its bias.
 
 Without the shift or the division, an error e of a probability near 1 is one of e g in gradients that are near 0: of a
 router or an attention at a low temperature, errors were as large as the gradient (0.9 to 1.1; 0.15 to 0.3 with them).
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, run_inside, save, with_settings
+from brevact.autograd.ops.base import Formula, run_inside, save, with_bits, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Keeper, Saved
 from brevact.autograd.settings import BackwardSettings
@@ -59,7 +59,15 @@ def _of_whole(grad: Tensor, dim: int, kept: Any) -> Tensor:
     return softmax_backward(grad, p, dim, grad.dtype)
 
 
-_WHOLE = _Rule(lambda region, out, dim: (region.keep(out),), _of_whole)
+def _saves_whole(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
+    settings = region.settings
+    kept = with_bits(region, settings.derive_min_bits).keep(out)
+    if settings.derives and not settings.derives_curved:  # the product that reads it next has fewer bits
+        region.register(out, kept)
+    return (kept,)
+
+
+_WHOLE = _Rule(_saves_whole, _of_whole)
 
 #: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
@@ -198,7 +206,7 @@ def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim:
 _STORED = Stored(
     "softmax",
     "the most probable class and the others' probabilities, packed, and squares of their errors at 1 bit; in attention "
-    "over more than 32 keys the output, packed, shared with its readers",
+    "over more than 32 keys the output, packed at 4 bits or more, shared with its readers",
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored(

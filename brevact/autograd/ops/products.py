@@ -304,9 +304,7 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
 
 
 @one_object_each
-def _memory_order(
-    shape: torch.Size, strides: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _memory_order(shape: torch.Size, strides: Strides) -> tuple[Strides, Strides, Strides]:
     """Return the expanded dimensions, the order of dimensions in memory, and its inverse."""
     apart = [i for i, size in enumerate(shape) if size > 1 and strides[i]]
     order = list(range(len(shape)))

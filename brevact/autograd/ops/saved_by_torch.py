@@ -23,11 +23,6 @@ from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled, watch_collectives
 
 
-def _is_whole(region: Keeper, args: tuple) -> bool:
-    """Return whether a maximum is not along a dimension, which would save only places."""
-    return not any(type(arg) is int for arg in args[1:])
-
-
 def _copies_weights(region: Keeper, args: tuple) -> bool:
     weights = [x for x in tensors_of_call(args, {}) if is_parameter(x) and x.is_cuda]
     if not weights:
@@ -81,7 +76,7 @@ OPS = (
     ),
     Op(
         tuple(getattr(home, name) for home in (torch, Tensor) for name in ("max", "min", "median", "nanmedian")),
-        must_not_round=_is_whole,
+        must_not_round=lambda region, args: int not in map(type, args[1:]),  # along a dimension, it saves only places
         places=places_in_first,
     ),
     Op((torch.autograd.grad, torch.autograd.backward, Tensor.backward), is_backward=True),

@@ -64,9 +64,7 @@ class _Curve(NamedTuple):
     dim: int | None = None
 
 
-def _apply(
-    region: Keeper, call: Callable[[Tensor], Tensor], curve: _Curve, input: Tensor, inplace: bool = False
-) -> Tensor:
+def _apply(region: Keeper, call: Callable, curve: _Curve, input: Tensor, inplace: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
         source = None if curve.value is None else keep_source(region, input)
         save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
@@ -248,6 +246,25 @@ def _keep_output_of_slope(region: Keeper, out: Tensor) -> Saved:
 _SIGMOIDS = everywhere("sigmoid", "expit")
 
 
+def _is_probability(x: Tensor) -> bool:
+    return x.grad_fn is not None and x.grad_fn.name() == "SigmoidBackward0"
+
+
+def _keep_probability(region: Keeper, p: Tensor) -> Saved:
+    """Save a sigmoid's output above 1/2 by what is left to 1, and a mask: gradients of sure elements are of that size.
+
+    For squares, whose gradient, 2 p, cancels that of linear terms there, as in a Dice loss.
+    """
+    is_above = p.detach() > 0.5
+    kept = region.keep(_turned(p.detach(), is_above), share=False)
+    found = function_of(_turned, (kept, keep_mask(is_above)), p)
+    return kept if found is None else reported(found)
+
+
+def _turned(p: Tensor, is_above: Tensor) -> Tensor:
+    return torch.where(is_above, 1 - p, p)
+
+
 def _output_of_slope(slope: Tensor) -> Tensor:
     return 2 * slope / (1 + (1 - 4 * slope.clamp(max=0.25)).sqrt())
 
@@ -323,10 +340,10 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
-    is_product = _is_product(region, input)
-    if input.is_leaf or not (is_product or are_rows(input.shape, (-1,))):
+    is_product, turns = _is_product(region, input), _is_probability(input)
+    if input.is_leaf or not (turns or is_product or are_rows(input.shape, (-1,))):
         return NotImplemented
-    if not is_product and _may_be_held(region, input):
+    if not (turns or is_product) and _may_be_held(region, input):
         runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
         if runner is not None:
             kept = keep_by_rows(region, input, (-1,))
@@ -334,7 +351,10 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors.
-        save(ctx, region.keep(x, share=False) if is_product else keep_by_rows(region, x, (-1,)))
+        if turns:
+            save(ctx, _keep_probability(region, input))
+        else:
+            save(ctx, region.keep(x, share=False) if is_product else keep_by_rows(region, x, (-1,)))
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)

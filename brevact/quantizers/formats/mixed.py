@@ -18,10 +18,9 @@ from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.bits import pack_mask, unpack_mask
 from brevact.quantizers.checks import check_bit_width, check_input, check_number, is_on_host
 from brevact.quantizers.formats.uniform import BIT_WIDTHS, Granularity, UniformQuantizer
-from brevact.quantizers.kernel_ops import random_words
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
-from brevact.quantizers.reference import moved_seed, seed_value
+from brevact.quantizers.reference import moved_seed, seed_value, words_of
 from brevact.quantizers.rounding import Rounding
 
 Self = TypeVar("Self", bound="MixingQuantizer")
@@ -177,8 +176,8 @@ class DrawnMix(ApartQuantizer):
         full = self.numel // self.size
         is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
         if self.high_count:
-            words = torch.empty(full, dtype=torch.int64, device=device)
-            random_words(key, words)
+            index = torch.arange(-(-full // 4), device=device)
+            words = torch.stack(words_of(index, torch.as_tensor(key, device=device)), 1).view(-1)[:full]
             unequal = words << 31 | torch.arange(full, device=device)
             torch.ge(unequal, unequal.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
         is_high[full:] = self.high_tail

@@ -11,8 +11,7 @@ from torch import Tensor
 from brevact.geometry import SMALLEST_GAP, Geometry, Grid
 from brevact.private_names.of_torch import active_fake_mode
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import between_levels, check_bucket_size, check_int, check_number
+from brevact.quantizers.checks import between_levels, check_bool, check_bucket_size, check_int, check_number
 from brevact.quantizers.formats.mixed import MixingQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
@@ -35,8 +34,7 @@ class SignMagnitudeLevels(GridQuantizer):
     def __post_init__(self) -> None:
         check_int("levels", self.levels, 1, LARGEST_LEVELS)
         check_bucket_size("bucket", self.bucket)
-        if not isinstance(self.use_max, bool):
-            raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
+        check_bool("use_max", self.use_max)
         object.__setattr__(self, "rounding", between_levels(self.rounding))
 
     def geometry(self, layout: Layout) -> Geometry:

@@ -128,8 +128,7 @@ class UniformQuantizer(Quantizer):
         """Hash of the fields, computed once: it is part of the key of every cache."""
         known: int | None = self.__dict__.get("_hash")
         if known is None:
-            known = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-            object.__setattr__(self, "_hash", known)
+            known = self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
         return known
 
     def __getstate__(self) -> dict[str, object]:

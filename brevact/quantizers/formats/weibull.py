@@ -9,7 +9,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
+from brevact.quantizers.checks import between_levels, check_bit_width, check_bucket_size
 from brevact.quantizers.formats.weibull_levels import UNITS, SideFits
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
@@ -68,12 +68,7 @@ class WeibullQuantizer(GridQuantizer):
     bucket_size: int | None = 4096
 
     def __post_init__(self) -> None:
-        check_int("bit_width", self.bit_width)
-        if self.bit_width not in BIT_WIDTHS:
-            raise ValueError(
-                f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}; for others use "
-                "UniformQuantizer"
-            )
+        check_bit_width("bit_width", self.bit_width, BIT_WIDTHS)
         check_bucket_size("bucket_size", self.bucket_size)
         object.__setattr__(self, "rounding", between_levels(self.rounding))
 
