@@ -173,7 +173,8 @@ def fake_quantize_backward_kernel(
     ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     for RAGGED in tl.static_range(2):
         at = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
-        if at[4] > 0:
+        first, row, column, stride, limit = at
+        if limit > 0:
             grads = load_planes(g_ptr, at, BLOCK, RAGGED)
             if AGAIN:
                 values = load_planes(values_ptr, at, BLOCK, RAGGED)
@@ -184,10 +185,10 @@ def fake_quantize_backward_kernel(
             if residual_ptr is not None:
                 residuals = load_bytes(residual_ptr, at, BLOCK, WIDTH, RAGGED)
             if parts_ptr is not None:
-                sums = tl.zeros((at[1].shape[0], at[2].shape[1]), tl.float32)
+                sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
                 more_sums, zero_sums, more_zero_sums = sums, sums, sums
             for i in tl.static_range(8):
-                valid = element_mask(i, at, RAGGED)
+                valid, pointers = element_mask(i, at, RAGGED), first + (row * BLOCK + i * stride + column)
                 scale, zero = _numbers(
                     i, at, scale_ptr, zero_ptr, inner, groups, valid, dtype,
                     NUMBERS_ROUND, SCALES, ZEROS, ALIGNED and not RAGGED,
@@ -209,7 +210,7 @@ def fake_quantize_backward_kernel(
                 elif mask_ptr is not None:
                     clipped = tl.where(unpack_code(bits, i, 1) != 0, clipped, 0.0)
                 quotient = tl.div_rn(clipped, tl.zeros_like(clipped) + scale)
-                tl.store(plane_of(target_ptr, i, at, BLOCK), cast(quotient, dtype), mask=valid)
+                tl.store(target_ptr + pointers, cast(quotient, dtype), mask=valid)
                 if LEARNS:
                     if AGAIN:
                         q = settle(_clipped(r, lowest, highest) - zero, dtype)
@@ -221,8 +222,8 @@ def fake_quantize_backward_kernel(
                     slope = settle(tl.div_rn(steps, tl.zeros_like(steps) + scale), dtype)
                     term, more = cast(g * q, dtype), cast(clipped * -1.0 * slope, dtype)
                     if terms_ptr is not None:
-                        tl.store(plane_of(terms_ptr, i, at, BLOCK), term, mask=valid)
-                        tl.store(plane_of(more_terms_ptr, i, at, BLOCK), more, mask=valid)
+                        tl.store(terms_ptr + pointers, term, mask=valid)
+                        tl.store(more_terms_ptr + pointers, more, mask=valid)
                     if parts_ptr is not None:
                         sums += tl.where(valid, widen(term), 0.0)
                         more_sums += tl.where(valid, widen(more), 0.0)
@@ -230,13 +231,12 @@ def fake_quantize_backward_kernel(
                     if AGAIN and RECTIFIES:
                         clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
                     if zero_terms_ptr is not None:
-                        tl.store(plane_of(zero_terms_ptr, i, at, BLOCK), cast(through * -1.0, dtype), mask=valid)
-                        tl.store(plane_of(more_zero_terms_ptr, i, at, BLOCK), cast(clipped, dtype), mask=valid)
+                        tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
+                        tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
                     if zero_parts_ptr is not None:
                         zero_sums += tl.where(valid, through * -1.0, 0.0)
                         more_zero_sums += tl.where(valid, clipped, 0.0)
             if parts_ptr is not None:
-                first, row, column, _, limit = at
                 pointers = first // 8 + (row * _COLUMNS + column)
                 exists = row < (1 if RAGGED else limit)
                 tl.store(parts_ptr + pointers, sums, mask=exists)
