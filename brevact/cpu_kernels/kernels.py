@@ -162,10 +162,15 @@ _START = """
 import sys
 _, module, workers, folder, *sys.path[:] = sys.argv  # first: the current folder may have a file of a module's name
 import types
-from unittest.mock import MagicMock
+class Names(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, Names(name))
+        return vars(self)[name]
 sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
 sys.modules["brevact"].__path__ = [folder]
-sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = MagicMock()  # kernels do not use it
+sys.modules["torch"] = sys.modules["brevact.private_names.of_torch"] = Names("torch")  # kernels do not use it
 from brevact.cpu_kernels.compiler import main
 main(module, int(workers))
 """
