@@ -306,8 +306,8 @@ def is_steep(node: Any) -> bool:
     """
     if packet_of(node) in (aten.div, aten.reciprocal):
         below = node.args[-1]
-        sizes = [getattr(each, "meta", {}).get("val") for each in (node, below)]
-        is_same = all(isinstance(x, torch.Tensor) for x in sizes) and sizes[0].shape == sizes[1].shape
+        shapes = [getattr(getattr(each, "meta", {}).get("val"), "shape", None) for each in (node, below)]
+        is_same = shapes[0] is not None and shapes[0] == shapes[1]
         return is_same and packet_of(below) is not aten.expand and not is_at_least_one(below)
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
