@@ -102,7 +102,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = [
     (HOOK, {}, {"quantizer": "quantizer"}),
     (HOOK, {"quantizer": Q}, {"min_numel": "zero large", "seed": "zero large negative"}),
     (MixSchedule, {"model": mixing()}, {"model": "module", "kind": "", "start": "None zero", "end": "zero"}),
-    (MixSchedule, {"model": mixing()}, {"steps": "large"}),
+    (MixSchedule, {"model": mixing()}, {"steps": "large", "stairs": "large"}),
     (MixSchedule(mixing()).load_state_dict, {}, {"state": ""}),
     (brevact.actnn_level, {}, {"name": ""}),
     (brevact.Adaptive, {"batch": X, "loss": print, "ratio": 2}, {"model": "module"}),

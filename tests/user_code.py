@@ -110,7 +110,7 @@ def tensors(x: Tensor) -> Tensor:
 
 
 def schedule(model: nn.Module, steps: int) -> float:
-    mixture = brevact.MixSchedule(model, "linear", start=0.9, end=0.1, steps=steps)
+    mixture = brevact.MixSchedule(model, "cosine", start=0.9, end=0.1, steps=steps)
     for _ in range(steps):
         mixture.step()
     mixture.load_state_dict(mixture.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from brevact.quantizers import MixingQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
 
-_KINDS = ("constant", "linear")
+_KINDS = ("constant", "linear", "cosine", "step")
 #: Decimals of probabilities between start and end: a run then has few settings, equal from step to step.
 _DECIMALS = 3
 
@@ -26,8 +27,9 @@ class MixSchedule:
     This share is ``mix_prob`` of ``StochBackward2bit4bitMix`` and the like, ``mix_levels_prob`` of
     ``SignMagnitudeBackward``.
 
-    With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t. Source: J. Li, master's
-    thesis, Heidelberg University, 2025, section 5.7, for constant probabilities.
+    With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine p = end + (start -
+    end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal stairs. Source: J. Li,
+    master's thesis, Heidelberg University, 2025, section 5.7, for constant probabilities.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward2bit4bitMix)
@@ -38,14 +40,15 @@ class MixSchedule:
     0.75
 
     Layers that get a mixing quantizer later follow from their next step on. Under ``torch.compile`` a new probability
-    means a new graph: use "constant".
+    means a new graph: use "constant", or "step" with few stairs.
 
     Args:
         model: module whose backward quantizers mix two widths: from ``quantize_backward`` or ``act_quant=``.
-        kind: "constant" or "linear".
+        kind: "constant", "linear", "cosine" or "step".
         start: probability at the beginning, from 0 to 1; None takes it from the first quantizer.
         end: probability after ``steps`` steps; unused for "constant".
         steps: number of steps from start to end.
+        stairs: number of equal changes of "step".
 
     Raises:
         ValueError: an argument is out of range, or the model has no mixing quantizer.
@@ -60,11 +63,12 @@ class MixSchedule:
         start: float | None = None,
         end: float = 0.0,
         steps: int = 1,
+        stairs: int = 4,
     ) -> None:
         check_model(model, "MixSchedule(model, kind)", kind)
         self._model = model
         start = _mixtures(self._holders()[0][1])[0].probability if start is None else start
-        self._plan = checked_plan({"kind": kind, "start": start, "end": end, "steps": steps})
+        self._plan = checked_plan({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
         self._done = 0
         self._apply()
 
@@ -77,6 +81,10 @@ class MixSchedule:
             return start
         if t == 1:
             return end
+        if kind == "cosine":
+            return round(end + (start - end) * (1 + math.cos(math.pi * t)) / 2, _DECIMALS)
+        if kind == "step":
+            t = math.floor(t * self._plan["stairs"]) / self._plan["stairs"]
         return round(start + (end - start) * t, _DECIMALS)
 
     def step(self) -> None:
@@ -144,7 +152,8 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
-    check_int("steps", plan["steps"], 1)
+    for name in ("steps", "stairs"):
+        check_int(name, plan[name], 1)
     for name in ("start", "end"):
         check_number(name, plan[name], 0, 1)
     return {**plan, "start": float(plan["start"]), "end": float(plan["end"])}

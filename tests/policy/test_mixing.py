@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -33,10 +34,12 @@ def kept(net: nn.Module) -> int:
     [
         ("constant", [0.8] * 5),
         ("linear", [0.8, 0.65, 0.5, 0.35, 0.2]),
+        ("cosine", [round(0.2 + 0.6 * (1 + math.cos(math.pi * t / 4)) / 2, 3) for t in range(5)]),
+        ("step", [0.8, 0.8, 0.5, 0.5, 0.2]),
     ],
 )
 def test_schedules_follow_their_formulas(kind, expected):
-    schedule = MixSchedule(model(), kind, start=0.8, end=0.2, steps=4)
+    schedule = MixSchedule(model(), kind, start=0.8, end=0.2, steps=4, stairs=2)
     found = []
     for _ in range(5):
         found.append(schedule.mix_prob)
@@ -54,10 +57,10 @@ def test_schedules_reach_the_quantizers_of_rules_for_ops():
     assert 512 * 256 * 2 // 8 <= sizes[0] - kept(net) < 512 * 256 * 2.1 // 8  # 4 bits an element, then 2
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "step"])
 def test_a_schedule_starts_and_ends_where_it_is_told(kind):
     net = model(StochBackward2bit4bitMix.let(mix_prob=1 / 3))
-    schedule = MixSchedule(net, kind, end=0.0004, steps=2)  # of more decimals than those between
+    schedule = MixSchedule(net, kind, end=0.0004, steps=2, stairs=2)  # of more decimals than those between
     assert probabilities(net) == {1 / 3}
     for _ in range(3):
         schedule.step()
@@ -78,7 +81,7 @@ def test_layers_with_slots_follow_and_others_stay():
 
 def test_a_schedule_resumes_from_a_checkpoint():
     net = model()
-    schedule = MixSchedule(net, "linear", start=0.9, end=0.1, steps=10)
+    schedule = MixSchedule(net, "cosine", start=0.9, end=0.1, steps=10)
     for _ in range(4):
         schedule.step()
     state = pickle.loads(pickle.dumps(schedule.state_dict()))
@@ -217,7 +220,7 @@ def test_checkpoints_recompute_tensors_of_the_same_sizes(source, mode):
         ({"start": 1.5}, "start: got 1.5"),
         ({"end": -1}, "end: got -1"),
         ({"steps": 0}, "steps: got 0"),
-        ({"steps": True}, "steps: got True"),
+        ({"stairs": True}, "stairs: got True"),
     ],
 )
 def test_arguments_out_of_range_raise(arguments, error):
