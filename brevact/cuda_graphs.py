@@ -514,21 +514,27 @@ def _set_gradients(parameters: list[nn.Parameter], grads: list[Tensor | None]) -
 
 @contextmanager
 def _syncs(wanted: bool) -> Iterator[list[str]]:
-    """Collect the lines of a block that synchronize; other warnings are shown behind it."""
+    """Collect the lines of a block that synchronize; other warnings are shown as ever."""
     places: list[str] = []
     if not wanted:
         yield places
         return
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode(mode or "warn")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", f".*{_SYNCHRONIZES}")
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any) -> None:
+            if _SYNCHRONIZES in str(message):
+                places.append(f"{filename}:{lineno}")
+            else:
+                show(message, category, filename, lineno, *others)
+
+        warnings.showwarning = note  # type: ignore[assignment]
+        if mode == 0:
+            torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    for each in caught:
-        if _SYNCHRONIZES in str(each.message):
-            places.append(f"{each.filename}:{each.lineno}")
-        elif "Synchronization debug mode is a prototype" not in str(each.message):
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
