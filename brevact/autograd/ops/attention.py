@@ -5,7 +5,8 @@ normalization and output match one another; the log-sum-exp of the exact scores 
 generator. Masks are saved unpacked: the caller holds them for all layers. A mask that a layer made, with a gradient, is
 packed like scores, as differences from the maxima of its rows.
 
-Keys are packed less their mean: it moves all scores of a query alike, and gradients of scores sum to 0 for a query.
+Keys are packed less their mean, where it exceeds their deviation: it moves all scores of a query alike, and gradients
+of scores sum to 0 for a query.
 
 For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: if the region's quantizer has
 fewer bits, queries and keys use ``score_bit_width``, 8 by default. The remaining bias, of the order of the variance of
@@ -128,7 +129,10 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
 
 
 def _keep_key(region: Keeper, query: Tensor, key: Tensor) -> Saved:
-    """Pack keys less their mean, which moves all scores of a query alike: what keys have in common takes no levels."""
+    """Pack keys less their mean, which moves all scores of a query alike: what keys have in common takes no levels.
+
+    Only where it exceeds their deviation: a few far keys, such as masked ones, would move all others by their size.
+    """
     is_query = storage_address(key) == storage_address(query) and key.storage_offset() == query.storage_offset()
     is_held = (key.is_leaf and key.requires_grad) or region.is_weight(key) or region.settings.is_lossless
     if is_query or is_held or 0 in key.stride() or key.numel() < region.settings.min_numel:
@@ -136,7 +140,8 @@ def _keep_key(region: Keeper, query: Tensor, key: Tensor) -> Saved:
 
     def from_mean() -> Saved:
         x = key.detach()
-        return region.keep(x - x.mean(-2, keepdim=True).nan_to_num_(0, 0, 0), share=False)
+        deviation, mean = torch.std_mean(x, -2, correction=0, keepdim=True)
+        return region.keep(x - torch.where(mean.abs() > deviation, mean, 0), share=False)
 
     return _keep_once(region, key, "key", from_mean)
 
@@ -270,7 +275,7 @@ def _can_replay(x: Tensor) -> bool:
 
 STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
-    "query, key less the mean of all keys, and masks that layers make at 8 bits (`score_bit_width`; 5 in `DEFAULT`), "
+    "query, key less a large mean of all keys, and masks that layers make at 8 bits (`score_bit_width`; 5 in `DEFAULT`), "
     "value packed; backward recomputes attention",
     "bias of about 2 % of its norm, growing with the variance of scores",
 )
