@@ -818,9 +818,12 @@ class Packing:
         )
 
     def less_mean(self, node: fx.Node) -> fx.Node:
+        """Keys less their mean, where it exceeds their mean deviation: not of a few far keys, such as masked ones."""
         mean = self.call(aten.mean.dim, node, [-2], True)
-        is_finite = self.call(aten.eq.Scalar, self.call(aten.sub.Tensor, mean, mean), 0)
-        return self.call(aten.sub.Tensor, node, self.call(aten.where.ScalarOther, is_finite, mean, 0))
+        rest = self.call(aten.sub.Tensor, node, mean)
+        deviation = self.call(aten.mean.dim, self.call(aten.abs.default, rest), [-2], True)
+        is_common = self.call(aten.gt.Tensor, self.call(aten.abs.default, mean), deviation)
+        return self.call(aten.where.self, is_common, rest, node)
 
     def pack_integers(self, node: fx.Node, width: int, decoded: dict[fx.Node, fx.Node]) -> tuple[fx.Node, ...]:
         x = node.meta["val"]

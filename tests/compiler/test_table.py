@@ -277,6 +277,22 @@ def test_what_keys_have_in_common_adds_no_noise():
     assert errors[1] < 2 * errors[0]
 
 
+def test_far_keys_that_are_masked_out_add_no_noise():
+    """Each key is a bucket of its own: others decode as if the far ones were not there."""
+
+    def attend(x: Tensor, size: float = 1.0) -> Tensor:
+        q, k, v = x.view(3, 1, 2, 64, 32)
+        far = (torch.arange(64) >= 58)[:, None]
+        return F.scaled_dot_product_attention(q, activation(torch.where(far, k * size, k)), v, ~far.mT.expand(64, 64))
+
+    x = torch.randn(3 * 2 * 64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    policy, errors = StochBackward8bit.let(bucket_size=32), []
+    for size in (1.0, 1e10):
+        of_draws, norm, _ = _errors_of_attention(x, functools.partial(attend, size=size), policy)
+        errors.append(float(of_draws.flatten(1).norm(dim=1).mean()) / norm)
+    assert errors[1] < 1.1 * errors[0]
+
+
 def _squared_dice(x: Tensor) -> Tensor:
     p, mask = x.sigmoid(), (x.detach() > 0).float()
     return 1 - 2 * (p * mask).sum() / ((p * p).sum() + mask.sum())
