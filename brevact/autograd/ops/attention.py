@@ -275,8 +275,8 @@ def _can_replay(x: Tensor) -> bool:
 
 STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
-    "query, key less a large mean of all keys, and masks that layers make at 8 bits (`score_bit_width`; 5 in `DEFAULT`), "
-    "value packed; backward recomputes attention",
+    "query, key less a large mean of all keys, and masks that layers make at 8 bits (`score_bit_width`; 5 in "
+    "`DEFAULT`), value packed; backward recomputes attention",
     "bias of about 2 % of its norm, growing with the variance of scores",
 )
 #: Projections, products, softmax and dropout save their tensors as they do outside of it.
