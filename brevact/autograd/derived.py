@@ -307,8 +307,33 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
         return known if known[1].quality.serves(settings, bends=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
-    kept = region.keep(x)
-    return None if kept[1] is AS_IT_IS else kept
+    if not settings.spreads or region.find_kept(x) is not None:
+        kept = region.keep(x)
+        return None if kept[1] is AS_IT_IS else kept
+    packed = region.keep(_spread(x.detach()), share=False)
+    found = function_of(_gathered, (packed,), x, is_curved=True)
+    if found is not None:
+        region.register(x, found)
+    return found
+
+
+#: Magnitude at which derivatives of activation functions bend, and how far levels there are spread, up to 21 times.
+BEND, SPREAD = 2.0, 40.0
+
+
+def _spread(x: Tensor) -> Tensor:
+    """x + 40 x / (2 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
+    found = torch.addcdiv(x, x, x.abs().add_(BEND), value=SPREAD)
+    return torch.where(found.isfinite(), found, x)  # infinities, and the largest numbers of half precision
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """The inverse of :func:`_spread`, a root of a square equation, without overflow and cancellation."""
+    size = x.abs().to(torch.promote_types(x.dtype, torch.float32))
+    excess = size - (BEND + SPREAD)
+    root = torch.hypot(excess, size.sqrt().mul_(2 * BEND**0.5))
+    size = torch.where(excess < 0, 2 * BEND * size / (root - excess), excess / 2 + root / 2)
+    return size.to(x.dtype).copysign_(x)
 
 
 class Kind(Enum):

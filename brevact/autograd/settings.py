@@ -143,6 +143,9 @@ class BackwardSettings:
     derives_curved: bool = field(init=False, repr=False, compare=False)
     """Whether smooth functions of packed tensors are derived, too."""
 
+    spreads: bool = field(init=False, repr=False, compare=False)
+    """Whether inputs of smooth functions are packed with levels that are dense around zero (``derived``)."""
+
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether decoding returns the packed tensor bit for bit, so that norms pack their input, not normalized values."""
 
@@ -183,6 +186,8 @@ class BackwardSettings:
         draws_size = callable(getattr(quantizer, "with_drawn_size", None))
         derives = self.derive_min_bits > 0 and not (has["is_exact"] or has["is_lossless"])
         is_plain = save_mode is SaveMode.SAVE_QUANTIZED and has["has_uniform_codes"]
+        derives_curved = derives and bits_of(quantizer) >= self.derive_min_bits
+        is_even = has["has_uniform_codes"] and bits_of(quantizer) <= 8
         self.__dict__.update(
             save_mode=save_mode,
             quantizer=quantizer,
@@ -190,7 +195,8 @@ class BackwardSettings:
             is_lossless=has["is_lossless"],
             keeps_elements=has["keeps_elements"],
             derives=derives,
-            derives_curved=derives and bits_of(quantizer) >= self.derive_min_bits,
+            derives_curved=derives_curved,
+            spreads=derives_curved and is_even and not self.double_backward,
             draws_size=draws_size,
             quantizes_forward=has["quantize_forward"] and getattr(quantizer, "for_normalized", None) is not None,
             leaves_ops_to_torch=has["is_exact"] or self.double_backward,

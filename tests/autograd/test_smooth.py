@@ -58,7 +58,13 @@ def test_bounded_functions_of_small_parts_of_what_is_packed_store_nothing(functi
     "spread, rows, casts",
     [*((each, 64, False) for each in (1.0, 3.5, 11.7, 30.0)), (11.7, 64, True), (11.7, 2304, False)],
 )
-@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, Tensor.sigmoid_, nn.functional.glu])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.sigmoid, torch.tanh, Tensor.sigmoid_, nn.functional.glu),
+        *(nn.functional.gelu, nn.functional.silu, nn.functional.mish, nn.functional.softplus, nn.functional.elu),
+    ],
+)
 def test_saturated_functions_are_biased_by_less_than_2_percent(function, spread, rows, casts):
     x = torch.randn(rows, 128) * spread
     chosen = BackwardSettings(brevact.quantizer(DitherBackward4bit))

@@ -314,8 +314,8 @@ DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
 _STEEP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.sin, torch.cos))
 STORED = Stored(
     "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, erf, SELU, softsign and the like",
-    "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive "
-    "(Hardswish: and a mask)",
+    "below 4 bits the derivative, packed; from 4 bits on the input, packed with levels that are dense around 0, from "
+    "which derivative and output derive (Hardswish: and a mask)",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
