@@ -318,11 +318,11 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
 
 
 #: Magnitude at which derivatives of activation functions bend, and how far levels there are spread, up to 21 times.
-BEND, SPREAD = 2.0, 40.0
+BEND, SPREAD = 4.0, 80.0
 
 
 def _spread(x: Tensor) -> Tensor:
-    """x + 40 x / (2 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
+    """x + 80 x / (4 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
     found = torch.addcdiv(x, x, x.abs().add_(BEND), value=SPREAD)
     return torch.where(found.isfinite(), found, x)  # infinities, and the largest numbers of half precision
 

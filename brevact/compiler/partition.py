@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
+from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
 from brevact.autograd.seeds import seed_of_graph, seed_of_size
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
@@ -773,7 +774,8 @@ class Packing:
                 if hasattr(quantizer, "with_drawn_size"):
                     self.count += 1
                     quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + self.count)
-                stored, bits = self.pack_activation(node, settings, quantizer, decoded), bits_of(quantizer)
+                is_smooth = use.use is Use.SMOOTH
+                stored, bits = self.pack_activation(node, settings, quantizer, decoded, is_smooth), bits_of(quantizer)
             kept.update(dict.fromkeys(stored))
             if isinstance(value, Tensor) and (node.op != "placeholder" or bits):
                 rows.append(_row(node, "" if use is None else use.text, bits, stored))
@@ -850,22 +852,31 @@ class Packing:
         return packed, *_symbols(size, stride)
 
     def pack_activation(
-        self, node: fx.Node, settings: BackwardSettings, quantizer: Any, decoded: dict[fx.Node, fx.Node]
+        self,
+        node: fx.Node,
+        settings: BackwardSettings,
+        quantizer: Any,
+        decoded: dict[fx.Node, fx.Node],
+        is_smooth: bool,
     ) -> tuple[fx.Node, ...]:
         dtype = node.meta["val"].dtype
         viewed, *statistics = self.statistics(node, settings) or (node,)
         if statistics and settings.for_normalized is not None:
             quantizer = settings.for_normalized.quantizer
+        is_even = getattr(quantizer, "has_uniform_codes", False) and bits_of(quantizer) <= 8
+        spreads = is_smooth and is_even and not statistics and dtype is not torch.float16
         text = to_text(quantizer)
         with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
             x = self.less_mean(node) if self.is_key(node) else node
             x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
+            x = self.spread(x) if spreads else x
             x, size, stride = self.placed(x, x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
                 made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
+                made = self.gathered(made) if spreads else made
             else:
                 packed = self.call(ops.quantize_normalized.default, x, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
@@ -876,6 +887,32 @@ class Packing:
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
+
+    def spread(self, x: fx.Node) -> fx.Node:
+        """As eager regions pack inputs of smooth functions (``derived``), whose levels are dense around 0."""
+        size = self.call(aten.add.Tensor, self.call(aten.abs.default, x), derived.BEND)
+        factor = self.call(aten.mul.Tensor, self.call(aten.reciprocal.default, size), derived.SPREAD)
+        return self.call(aten.mul.Tensor, x, self.call(aten.add.Tensor, factor, 1))
+
+    def gathered(self, x: fx.Node) -> fx.Node:
+        """The inverse: (e + r) / 2, or 2 b |x| / (r - e), with e = |x| - b - s and r = sqrt(e^2 + 4 b |x|)."""
+        cast = functools.partial(self.call, prims.convert_element_type.default)
+        dtype = x.meta["val"].dtype
+        x = cast(x, torch.float32) if dtype is torch.bfloat16 else x
+        size = self.call(aten.abs.default, x)
+        most = self.call(aten.clamp_max.default, size, 1e6)  # others differ by nothing from |x| - s
+        excess = self.call(aten.sub.Tensor, most, derived.BEND + derived.SPREAD)
+        below = self.call(aten.mul.Tensor, most, 4 * derived.BEND)
+        root = self.call(aten.mul.Tensor, excess, excess)
+        root = self.call(aten.sqrt.default, self.call(aten.add.Tensor, root, below))
+        twice = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, root, excess), 2)
+        near = self.call(aten.div.Tensor, below, twice)
+        far = self.call(aten.sub.Tensor, size, derived.SPREAD)
+        middle = self.call(aten.mul.Tensor, self.call(aten.add.Tensor, excess, root), 0.5)
+        far = self.call(aten.where.self, self.call(aten.lt.Scalar, size, 1e6), middle, far)
+        size = self.call(aten.where.self, self.call(aten.lt.Scalar, excess, 0), near, far)
+        found = self.call(aten.mul.Tensor, size, self.call(aten.sign.default, x))
+        return cast(found, dtype) if dtype is torch.bfloat16 else found
 
     def is_key(self, node: fx.Node) -> bool:
         """Whether attention alone reads a tensor, as its keys, of which it does not read the mean."""
