@@ -66,6 +66,14 @@ def test_readme_has_figures():
     assert len(figures.names_on((figures.ROOT / "README.md").read_text("utf-8"))) >= 8
 
 
+@pytest.mark.parametrize(
+    "name, least",
+    [("EfficientNetV2-S.DEFAULT", 20), ("EfficientNetV2-S.RECOMPUTE", 56), ("conv-BN-ReLU W4A4.StochBackward2bit", 19)],
+)
+def test_the_last_rows_keep_as_few_bytes_as_promised(name: str, least: int):
+    assert float(FOUND[f"bench.{name}.less"]) >= least
+
+
 def test_with_figures_refuses_names_without_a_row():
     with pytest.raises(KeyError, match=r"figure 'nosie' has no row; near are noise"):
         figures.with_figures("<!--figure:nosie-->1<!--end-->", {"noise": "1"})

@@ -304,7 +304,7 @@ def keep_source(region: Region, x: Tensor) -> Saved | None:
     """Save a smooth function's input to derive the function and its derivative; None if the derivative is saved."""
     known, settings = region.find_known(x), region.settings
     if known is not None:
-        return known if known[1].quality.serves(settings, bends=True) else None
+        return known if known[1].quality.is_enough_for(settings, is_nonlinear=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
     kept = region.keep(x)

@@ -141,7 +141,7 @@ def rows_of(decoder: Decoder, tensors: Tensors) -> Callable[[int, int], Tensor] 
     return whole.rows(tensors)
 
 
-def serves_norms(decoder: Decoder) -> bool:
+def is_enough_for_norms(decoder: Decoder) -> bool:
     """Return whether norms may read a decoder's tensor: lossless, or with the relative error of a layer's input."""
     return decoder.quality.is_exact or is_output(decoder)
 

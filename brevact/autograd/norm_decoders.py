@@ -34,7 +34,7 @@ from brevact.quantizers import (
     normalize,
     quantize_normalized,
 )
-from brevact.quantizers.normalizing import NormalizedPlan, plan_of_decoding, reciprocal_of
+from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_decoding, reciprocal_of
 from brevact.quantizers.point_functions import decode_through_plan
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class NormInput(NamedTuple):
 
         A channel of massive activations makes the others' scale differ by rows, and has two outliers in two rows.
         """
-        if not (self.norm.alignment.of_last_dims and getattr(quantizer, "has_uniform_codes", False)):
+        if not (self.norm.alignment.of_last_dims and has_uniform_codes(quantizer)):
             return quantizer
         size = quantizer.bucket_size or 0
         is_of_two = size >= 2 * _LEAST_ROW and 2 * x.numel() == size * self.spread.numel()

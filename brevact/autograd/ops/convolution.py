@@ -160,7 +160,7 @@ def _convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Any:
-    if not region.packs_layer(input, weight, bias, dims):
+    if not region.can_pack_layer(input, weight, bias, dims):
         return NotImplemented
     if isinstance(padding, str):
         steps, gaps = as_tuples(dims, stride, dilation)
@@ -188,7 +188,7 @@ def _transposed(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Any:
-    if not region.packs_layer(input, weight, bias, dims):
+    if not region.can_pack_layer(input, weight, bias, dims):
         return NotImplemented
     steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
     geometry = steps, pads, dilation, True, more, groups
@@ -226,7 +226,7 @@ def _apply_linear(region: Region, linear: Callable, input: Tensor, weight: Tenso
 
 
 def _linear(region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Weight = None) -> Any:
-    if not region.packs_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
+    if not region.can_pack_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None
     if region.recompute and is_large_and_recomputed(region, input):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.ops.base import Formula, Needs, compute_from_weight, gradients_of, save
-from brevact.autograd.ops.one_pass import Kind, OnePass, one_pass_for
+from brevact.autograd.ops.one_pass import OnePass, Range, one_pass_for
 from brevact.autograd.saved import Region, Saved
 from brevact.autograd.store import keep_as_it_is, reported
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
@@ -44,7 +44,7 @@ class Integers(NamedTuple):
 
     round: Callable[[Tensor], Tensor]
     clamp: Callable[[Tensor], Tensor]
-    kind: Kind | None
+    kind: Range | None
     lowest: int
 
     def quantized(self, x: Tensor, *given: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _gradients(
 
 
 def _ends_of(
-    codes: tuple[tuple[Tensor, ...], known_values.IntegerCodes], kind: Kind, rectifies: bool, zero_is_lowest: bool
+    codes: tuple[tuple[Tensor, ...], known_values.IntegerCodes], kind: Range, rectifies: bool, zero_is_lowest: bool
 ) -> Saved:
     """Return codes of one bit each, which are right until another op saves the whole ones."""
     (packed, *numbers), decoder = codes

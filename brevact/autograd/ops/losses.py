@@ -234,7 +234,7 @@ def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor)
 
 def _known_logits(region: Region, input: Tensor) -> Saved | None:
     known = region.find_known(input) if region.settings.recompute else None
-    if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
+    if known is not None and known[1].depth and known[1].quality.is_enough_for(region.settings, is_nonlinear=True):
         return known
     return None
 
@@ -312,7 +312,7 @@ def _handler(apply: Callable[..., Tensor]) -> Callable:
         if given is None:
             return NotImplemented
         input, target, weight, size_average, ignore_index, reduce, reduction, *smoothing = given.values()
-        if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
+        if not (region.can_pack_input(input) and input.requires_grad and isinstance(target, Tensor)):
             return NotImplemented
         if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
             return NotImplemented  # there is nothing to pack

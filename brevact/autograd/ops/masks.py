@@ -170,7 +170,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
         except TypeError:
             return NotImplemented  # torch raises the error
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
-        if not region.packs_input(input) or not input.requires_grad:
+        if not region.can_pack_input(input) or not input.requires_grad:
             return NotImplemented
         if func.__name__.endswith("_"):
             pieces = pieces._replace(inplace=True)
@@ -222,7 +222,7 @@ def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
 
 
 def _prelu(region: Region, func: Callable, input: Tensor, weight: Tensor) -> Any:
-    if not region.packs_layer(input, weight):
+    if not region.can_pack_layer(input, weight):
         return NotImplemented
     if weight.requires_grad and region.settings.is_exact:
         return NotImplemented  # torch saves the input alone: a mask would come on top
@@ -291,7 +291,7 @@ def _absolute(region: Region, func: Callable, input: Tensor) -> Any:
     if is_complex(input) and input.requires_grad and not inplace:
         small = input.numel() < region.settings.min_numel
         return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
-    if not region.packs_input(input) or not input.requires_grad:
+    if not region.can_pack_input(input) or not input.requires_grad:
         return NotImplemented
     return region.apply(Formula, run, _times_sign, input)
 
@@ -360,7 +360,7 @@ def _drop_by_torch(region: Region, func: Callable, input: Tensor, p: float, inpl
 
 def _drops(region: Region, input: Tensor, p: float, training: Any) -> bool:
     """Whether some elements are dropped and others kept, of an input whose gradient is needed."""
-    return bool(region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel())
+    return bool(region.can_pack_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel())
 
 
 def _dropout(

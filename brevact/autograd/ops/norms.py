@@ -51,14 +51,14 @@ from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState, is_parameter
 from brevact.quantizers import Layout, kernel_ops
-from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
+from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_channels
 
 
 def _run(region: Region, norm: Norm, input: Tensor, weight: Weight, bias: Weight) -> Any:
     settings, trains = region.settings, requires_grad(input, weight, bias)
     rounds = norm.has_mean and settings.quantizes_forward
-    reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
-    if not (reacts and input.numel()):
+    is_handled = region.is_activation(input) if rounds else region.can_pack_layer_input(input) and trains
+    if not (is_handled and input.numel()):
         return NotImplemented
     if settings.double_backward:  # torch's own norm, whose input is packed, and not its normalized values
         runner = None if isinstance(norm, Frozen) or rounds else region.torch_runner(input, *norm.running)
@@ -253,7 +253,7 @@ def _norm(name: str, region: Region, func: Callable, *args: Any, **kwargs: Any) 
 def _plan_of_call(
     settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Weight, bias: Weight
 ) -> NormalizedPlan | None:
-    if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
+    if not has_uniform_codes(settings.quantizer) or input.numel() < settings.min_numel:
         return None
     if type(norm.eps) is not float or norm.eps <= 0.0 or type(input) is not Tensor:
         return None

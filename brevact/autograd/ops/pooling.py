@@ -108,7 +108,7 @@ def _max_pool(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     input, kernel_size, stride, padding, dilation, ceil_mode, return_indices = given.values()
     dims, returns_index = _MAX_POOLS[func]
-    if not (region.packs_layer_input(input) and input.requires_grad and input.numel()):
+    if not (region.can_pack_layer_input(input) and input.requires_grad and input.numel()):
         return NotImplemented
     is_map = input.dim() in (dims + 1, dims + 2)
     sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if is_map else None

@@ -161,7 +161,7 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Ru
 
 def _handler(given: _Rule | None = None) -> Callable:
     def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
+        if not (region.can_pack_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
@@ -182,7 +182,7 @@ def _handler(given: _Rule | None = None) -> Callable:
 
 def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
     """Save the probabilities p = exp(x - out) for this op alone: the gradient is p g."""
-    if not (region.packs_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
+    if not (region.can_pack_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
         return NotImplemented
     if input.numel() < max(1, region.settings.min_numel):
         return NotImplemented

@@ -238,7 +238,7 @@ def _grouped(region: Region, func: Callable, input: Any, mat2: Any, offs: Any = 
 
     Torch leaves these uninitialized: an arbitrary number in the bucket of the last rows would set their scale.
     """
-    if not (region.packs_layer(input, mat2) and input.dim() == 2 and isinstance(offs, Tensor) and offs.numel()):
+    if not (region.can_pack_layer(input, mat2) and input.dim() == 2 and isinstance(offs, Tensor) and offs.numel()):
         return NotImplemented
     out = region.hooks.run_torch(functools.partial(func, offs=offs, **kwargs), input, mat2)
     with torch.no_grad():
@@ -420,7 +420,7 @@ def _multiply_elements(region: Region, func: Callable, input: Tensor, other: Any
 
 def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
     """Handle division by one number per row, a deviation or one of few; torch, too, saves the numerator for it."""
-    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
+    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.can_pack_input(input)):
         return NotImplemented
     if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
         return NotImplemented

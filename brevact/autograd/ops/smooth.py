@@ -127,7 +127,7 @@ class _GLUSlope(NamedTuple):
 
 
 def _glu(region: Region, func: Callable, input: Tensor, dim: int = -1) -> Any:
-    if not region.packs_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
+    if not region.can_pack_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
         return NotImplemented
     value = value_of(func, (dim,), {})
     if input.numel() >= 2 * region.settings.min_numel and _packs_output(region, input):
@@ -167,7 +167,7 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
             return NotImplemented  # torch raises the error
         inplace = is_inplace(func, args, kwargs)
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
-        if not region.packs_input(input) or not input.requires_grad:
+        if not region.can_pack_input(input) or not input.requires_grad:
             return NotImplemented
         if region.settings.double_backward:
             run = _TWICE.get(func)
@@ -338,7 +338,7 @@ def _power_slope(exponent: float) -> Derivative:
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
-    if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+    if not (region.can_pack_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
     is_product, turns = _is_product(region, input), _is_probability(input)
     if input.is_leaf or not (turns or is_product or are_rows(input.shape, (-1,))):

@@ -63,7 +63,7 @@ def _quantized(names: tuple[str, ...], region: Region, func: Callable, *args: An
     }
     input: Any = given.get("input")
     low, high, zero_point = (given.get(name) for name in ("quant_min", "quant_max", "zero_point"))
-    if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
+    if not (region.can_pack_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
     if input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
         return NotImplemented

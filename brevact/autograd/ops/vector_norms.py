@@ -68,7 +68,7 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
 
 
 def _packs(region: Region, x: Any) -> bool:
-    return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
+    return region.can_pack_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
 
 
 #: The order of each norm: its name, and its default.
