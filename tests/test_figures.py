@@ -18,23 +18,23 @@ _MEASURED = re.compile(r"\b(MiB|ms|seconds|times less|step|speed|noise|error|acc
 
 #: Numbers that are defined, not measured: settings, sizes, bounds that other tests hold.
 DEFINED = {"95 %", "96 MiB", "2 MiB", "24 times", "80 GiB", "0.01", "0.1", "-0.0"}
-_UNITS = r"times|%|[KMG]iB|GB|ms|ns|[µu]s|(?:nano|micro|milli)?seconds|minutes|hours|points|pairs"
+_UNITS = r"times|-fold|[KMG]iB|GB|ms|ns|[µu]s|(?:nano|micro|milli)?seconds|minutes|hours|points|pairs"
 _TYPED = re.compile(
-    rf"(?<![\w.,^/\[{{-])[-+]?\d[\d,]*(?:\.\d+)?(?:\s?(?:{_UNITS})\b| %)|(?<![\w.:/-])[-+]?\d+\.\d+(?![\w.-])"
+    rf"(?<![\w.,^/\[{{-])[-+]?\d[\d,]*(?:\.\d+)?(?:\s?(?:{_UNITS})\b|\s?%|x\b)|(?<![\w.:/-])[-+]?\d+\.\d+(?![\w-]|\.\d)"
 )
 
 
 def _prose(text: str) -> str:
-    """A page without code, links, marked figures and tables."""
+    """A page without code, links, marked figures and tables, but for rows with a percentage."""
     for left_out in (
         r"^```.*?^```",
         r"<!--figure:.*?<!--end-->",
         r"`[^`]*`",
         r"\]\([^)]*\)",
-        r"(Python|PyTorch|Triton) [\d.]+",
-        r"^\|.*",
+        r"(Python|PyTorch|Triton|NumPy below) [\d.]+",
+        r"^\|(?![^\n]*\d\s?%)[^\n]*",
     ):
-        text = re.sub(left_out, "", text, flags=re.S | re.M if left_out != r"^\|.*" else re.M)
+        text = re.sub(left_out, "", text, flags=re.S | re.M)
     return text
 
 

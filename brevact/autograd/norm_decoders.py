@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, Weight, one_object_each
+from brevact.autograd.saved import Decoder, PassesOn, Quality, Region, Saved, Weight, one_object_each
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import Tensors
 from brevact.quantizers import (
@@ -306,7 +306,7 @@ class NormInput(NamedTuple):
         return _halved(quantizer) if is_of_two else quantizer
 
 
-def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
+def output_of(region: Region, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None
@@ -320,7 +320,7 @@ def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weigh
     return (*sources, *affine), make(norm.alignment, decoder, len(sources), has, out.shape, out.dtype, plan)
 
 
-def as_now(region: Keeper, x: Tensor, is_weight: bool) -> Tensor:
+def as_now(region: Region, x: Tensor, is_weight: bool) -> Tensor:
     """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
     if is_weight and not region.is_distributed:
         return x.detach()

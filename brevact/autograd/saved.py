@@ -36,9 +36,9 @@ from brevact.quantizers import (
 from brevact.quantizers.normalizing import has_uniform_codes
 
 if TYPE_CHECKING:
-    from brevact.autograd.regions import Region as Keeper  # which imports the handlers that it calls
+    from brevact.autograd.regions import Region  # which imports the handlers that it calls
 else:
-    Keeper = Any
+    Region = Any
 
 
 class Quality(NamedTuple):

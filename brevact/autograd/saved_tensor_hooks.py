@@ -34,7 +34,7 @@ from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
-from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
+from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Region, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
@@ -124,7 +124,7 @@ _Packed = SavedByHook | tuple[Tensor, int]
 class SavedTensorHooks:
     """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
 
-    def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
+    def __init__(self, region: Region, around: SavedTensorHooks | None) -> None:
         has_rules = CHECKPOINT in region.by_op or region.has_rules_for_other_code
         self.is_empty = region.settings is None and not has_rules
         is_twice = region.settings is not None and region.settings.double_backward
@@ -403,7 +403,7 @@ class SavedTensorHooks:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
-    def _keep(self, x: Tensor, region: Keeper, saver: FrameType, unknown: str = "") -> Saved:
+    def _keep(self, x: Tensor, region: Region, saver: FrameType, unknown: str = "") -> Saved:
         """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
         if settings is None or not region.packs:
@@ -433,7 +433,7 @@ class SavedTensorHooks:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Region, str, Any]:
         """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
         region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:

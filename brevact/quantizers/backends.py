@@ -73,8 +73,9 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
         with torch.no_grad():
             return cast(Any, reference)(*args)
 
-    run.reference = reference  # type: ignore[attr-defined]
-    return cast("KernelOp[P, R]", run)
+    op: Any = run
+    op.reference = reference
+    return op  # type: ignore[no-any-return]
 
 
 def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:

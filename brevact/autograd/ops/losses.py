@@ -52,7 +52,7 @@ from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Keeper, Quality, Saved, Weight
+from brevact.autograd.saved import Decoder, Quality, Region, Saved, Weight
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made, is_tracked
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_places, reported
@@ -69,7 +69,7 @@ class _Options(NamedTuple):
 
 
 def _cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -97,7 +97,7 @@ def _cross_entropy(
 
 
 def _soft_cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -116,7 +116,7 @@ def _soft_cross_entropy(
 
 
 def _cross_entropy_of_rows(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
@@ -205,7 +205,7 @@ class _Probabilities(Decoder):
         return found
 
 
-def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:
+def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Options) -> Saved:
     """Save class-index targets, or the ignored index; the batch's own stay unpacked: the caller holds them anyway."""
     if not is_made(target):
         return keep_as_it_is(target)
@@ -232,7 +232,7 @@ def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor)
         grad.scatter_(dim, y, torch.where(sure, -of_target, of_target - hit))
 
 
-def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
+def _known_logits(region: Region, input: Tensor) -> Saved | None:
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
         return known
@@ -240,7 +240,7 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _negative_log_likelihood(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype = input.shape, input.dtype
 
@@ -307,7 +307,7 @@ _parameters = functools.cache(Parameters)
 
 
 def _handler(apply: Callable[..., Tensor]) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         given = _parameters(func).read(args, kwargs)
         if given is None:
             return NotImplemented
@@ -388,7 +388,7 @@ def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
 
 
 def _pair_handler(loss: _PairLoss) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         options = _parameters(func).read(args, kwargs)
         if options is None or any(options.pop(name, None) is not None for name in _RARE):
             return NotImplemented
@@ -410,10 +410,15 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             return NotImplemented
 
         input_shape, input_dtype, target_shape, target_dtype = input.shape, input.dtype, target.shape, target.dtype
+        # Log-softmax's gradient of p is 0: p sum(t) - t, which is small near the target, takes the place of -t.
+        is_of_sum = func is F.kl_div and reduction != "none" and not input.retains_grad
+        classes = getattr(input.grad_fn, "classes", None) if is_of_sum else None
 
         def run(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
             out: Tensor = func(x, t, reduction=reduction, **options)
             slope = loss.slope(x.to(out.dtype), t.to(out.dtype), **options)
+            if classes is not None:
+                slope = torch.addcmul(slope, x.exp().to(out.dtype), slope.sum(classes, keepdim=True), value=-1)
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
             else:
@@ -462,7 +467,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed; with weights as in PyTorch",
+    "the derivative, packed, of `kl_div` of a log-softmax that by its input; with weights as in PyTorch",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {

@@ -28,7 +28,7 @@ from brevact.autograd.call_arguments import is_plain
 from brevact.autograd.ops.base import compute_from_weight
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
 from brevact.autograd.running import packing_region, when_imported
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Region
 from brevact.private_names.of_torchao import FAKE_QUANTIZATION
 from brevact.quantizers import Layout
 
@@ -56,7 +56,7 @@ _FUSED = (
 _NAMES = {"self": "input", "x": "input", "ch_axis": "axis"}
 
 
-def _quantized(names: tuple[str, ...], region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _quantized(names: tuple[str, ...], region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run torch's op, whose mask the hooks save in bits, and register its integers."""
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | {
         _NAMES.get(name, name): x for name, x in kwargs.items()
