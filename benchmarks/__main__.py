@@ -54,7 +54,7 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
     (_LARGE, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
     (_COMPARED, (COMPILED, "LosslessBackward:recompute=1024", "fit:30x"), "bytes,time,noise"),
-    ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,compile,noise"),
+    ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "fit:24x", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),

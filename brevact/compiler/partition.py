@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
-from brevact.autograd.seeds import seed_of_graph, seed_of_size
+from brevact.autograd.seeds import seed_of_size, seeds_of_graph
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
@@ -32,11 +32,12 @@ from brevact.quantizers.normalizing import FUSED
 ops = torch.ops.brevact
 _library = torch.library.Library("brevact", "FRAGMENT")
 _library.define(
-    "draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+    "draw_seeds(Device device, int count) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
 )
-_library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
+_library.impl("draw_seeds", seeds_of_graph, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
+    "brevact::draw_seeds", lambda device, count: torch.empty(count, dtype=torch.int64, device=device), lib=_library
 )
 _COMPARISONS = frozenset((aten.gt, aten.ge, aten.lt, aten.le))
 _MOST_ROUNDS = 8
@@ -165,6 +166,8 @@ class Packing:
         self.drop_computable()
         self.save_masks()
         self.save_statistics()
+        for node in inputs[len(primals) :]:
+            self.save_gradients_of_loss(node)
         self.save_what_lacks_to_one()
         self.save_distances_to_one()
 
@@ -526,6 +529,73 @@ class Packing:
             self.saved.update(found)
             self.analyse()
 
+    def save_gradients_of_loss(self, tangent: fx.Node) -> None:
+        """Save the gradients of a scalar's own ops, computed in forward for a tangent of 1, if that takes no more bits.
+
+        They are linear in the tangent. Rounded, their errors are of their own size; where the tensors that they are
+        computed from are near each other, as student and teacher, errors of these are larger than their difference.
+        """
+        value = tangent.meta.get("val")
+        if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+            return
+        inside: dict[fx.Node, bool] = {}  # whether a gradient depends on activations
+        for node in self.nodes:
+            above = [each for each in node.all_input_nodes if each in self.gradients]
+            if above and all(each is tangent or each in inside for each in above) and self._is_of_loss(node):
+                own = any(each in self.activations for each in node.all_input_nodes)
+                inside[node] = own or any(inside.get(each, False) for each in above)
+        ends: list[fx.Node] = []
+        for node in reversed(inside):  # users come before the nodes that they read
+            if not inside[node] or all(inside.get(user, False) for user in node.users):
+                continue
+            inputs = node.all_input_nodes
+            if all(each in inside for each in inputs) and sum(map(numel_of, inputs)) <= numel_of(node):
+                inside[node] = False  # a move, or a broadcast sum: backward does it
+            else:
+                ends.append(node)
+        loss = {node for node in inside if inside[node]}
+        freed = set(self.saved) - self._saved_for(loss)
+        uses = {each.node: each for each in self.dependence.saved}
+        floats = [node for node in freed if isinstance(node.meta.get("val"), Tensor) and node.op == "call_function"]
+        before = sum(numel_of(each) * self.bits(uses[each]) if each in uses else self.bits_of(each) for each in floats)
+        after = sum(numel_of(each) * bits_of(self.settings_of([each]).quantizer) for each in ends)
+        if not ends or after > before or any(map(table.is_steep, ends)):
+            return
+        with self.insert_after(self.last_input):
+            unit = self.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+        copies = {tangent: unit}
+        for node in inside:
+            with self.graph.inserting_before(node):
+                copies[node] = self.graph.node_copy(node, lambda each: copies.get(each, each))
+        for node in ends:
+            with self.insert_after(node):
+                product = self._like(node, self.call(aten.mul.Tensor, copies[node], tangent))
+            stay = loss | {product}
+            node.replace_all_uses_with(product, delete_user_cb=lambda user, stay=stay: user not in stay)
+            self.gradients.add(product)
+            self.saved[copies[node]] = None
+        for nodes in (self.live, self.activations):
+            nodes |= {copies[node] for node in loss}
+        self.changes += 1
+        self.analyse()
+
+    def _is_of_loss(self, node: fx.Node) -> bool:
+        value, settings = node.meta.get("val"), self.settings_of([node])
+        if settings is None or settings.is_exact or settings.is_lossless or not isinstance(value, Tensor):
+            return False
+        is_linear = packet_of(node) in table.ADDITIVE or packet_of(node) in (aten.mul, aten.div)
+        return is_linear and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
+
+    def _saved_for(self, without: Container[fx.Node]) -> set[fx.Node]:
+        """The saved tensors that backward reads without some of its nodes."""
+        found, waiting = set[fx.Node](), self.of_backward()
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in without:
+                found.add(node)
+                waiting += [] if node in self.saved or node.op == "placeholder" else node.all_input_nodes
+        return found & set(self.saved)
+
     def save_what_lacks_to_one(self) -> None:
         """Save 1 - p for a row's probability p above 1/2, and its place: sure networks' gradients are of that size.
 
@@ -739,12 +809,13 @@ class Packing:
         return node
 
     def seed(self, x: fx.Node) -> fx.Node:
+        """A seed as a view, for which the compiler makes no kernel."""
         device = x.meta["val"].device
         if device not in self.seeds:
             with self.graph.inserting_before(self.last_input.next):
-                self.seeds[device] = self.last_input = self.call(ops.draw_seed.default, device)
+                self.seeds[device] = self.last_input = self.call(ops.draw_seeds.default, device, 2 * len(self.saved))
         self.count += 1
-        return self.call(aten.add.Tensor, self.seeds[device], self.count)
+        return self.call(aten.select.int, self.seeds[device], 0, self.count - 1)
 
     def sizes(self, node: fx.Node) -> tuple[list[Any], list[Any]]:
         """Sizes and strides as arguments: symbols are nodes, which backward needs as well."""

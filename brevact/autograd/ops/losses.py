@@ -410,10 +410,15 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             return NotImplemented
 
         input_shape, input_dtype, target_shape, target_dtype = input.shape, input.dtype, target.shape, target.dtype
+        # Log-softmax's gradient of p is 0: p sum(t) - t, which is small near the target, takes the place of -t.
+        is_of_sum = func is F.kl_div and reduction != "none" and not input.retains_grad
+        classes = getattr(input.grad_fn, "classes", None) if is_of_sum else None
 
         def run(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
             out: Tensor = func(x, t, reduction=reduction, **options)
             slope = loss.slope(x.to(out.dtype), t.to(out.dtype), **options)
+            if classes is not None:
+                slope = torch.addcmul(slope, x.exp().to(out.dtype), slope.sum(classes, keepdim=True), value=-1)
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
             else:
@@ -462,7 +467,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed; with weights as in PyTorch",
+    "the derivative, packed, of `kl_div` of a log-softmax that by its input; with weights as in PyTorch",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {

@@ -170,6 +170,8 @@ def _handler(given: _Rule | None = None) -> Callable:
         def run(ctx: Any, x: Tensor) -> Tensor:
             out: Tensor = func(x, dim, *args, **kwargs)
             save(ctx, *rule.saves(region, out, dim))
+            if rule is _LOGARITHMS:
+                ctx.classes = dim
             return out
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
