@@ -1,10 +1,11 @@
 """Cost of a torch function and of small models in a region: microseconds, and Python calls of brevact.
 
     python -m benchmarks.dispatch                    # functions, then steps of models
-    python -m benchmarks.dispatch --models --rounds 40
+    python -m benchmarks.dispatch --only models --rounds 40
 
 Functions: microseconds of a forward and a backward, plain, in a region that packs nothing, and under DEFAULT, with
-brevact's Python functions entered (exact) in brackets. Models: a step as a multiple of the plain one, with the
+brevact's Python functions entered (exact) in brackets, and their files, by a call that is not the first of its region,
+which would draw the base of its seeds, too. Models: a step as a multiple of the plain one, with the
 microseconds that each torch function of a step takes longer. Processor time of one thread, medians of turns.
 """
 
@@ -33,6 +34,7 @@ from benchmarks.step import Model
 _PACKAGE = str(Path(brevact.__file__).parent)
 _ROUNDS = 15
 _CALLS = 20
+_PARTS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 #: Policies of regions; None: no region.
 REGIONS: dict[str, Any] = {
     "plain": None,
@@ -67,6 +69,7 @@ def functions() -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     weight, bias = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.randn(256))
     return {
         "linear": (F.linear, [x, weight, bias]),
+        "conv2d": (F.conv2d, [x.view(2, 16, 16, 16), nn.Parameter(torch.randn(16, 16, 3, 3))]),
         "relu": (F.relu, [x]),
         "gelu": (F.gelu, [x]),
         "layer_norm": (lambda x, w, b: F.layer_norm(x, (256,), w, b), [x, bias, nn.Parameter(torch.randn(256))]),
@@ -82,24 +85,25 @@ def entered(policy: Any) -> AbstractContextManager[Any]:
     return nullcontext() if policy is None else brevact.backward_quant(policy)
 
 
-def calls_of(run: Callable[[], Any]) -> int:
-    """Return how many Python functions of brevact a call enters."""
-    count = 0
+def calls_of(run: Callable[[], Any]) -> tuple[int, int]:
+    """Return how many Python functions of brevact a call enters, and of how many files; comprehensions are none."""
+    files: list[str] = []
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(_PACKAGE)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_PACKAGE) and code.co_name not in _PARTS:
+            files.append(code.co_filename)
 
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return count
+    return len(files), len(set(files))
 
 
-def costs_of(function: Callable[..., Tensor], given: list[Tensor], policy: Any, rounds: int) -> list[float]:
-    """Return microseconds of a forward and a backward, and brevact's calls in each."""
+def costs_of(function: Callable[..., Tensor], given: list[Tensor], policy: Any, rounds: int) -> str:
+    """Return microseconds of a forward and a backward, and brevact's calls in each, of so many files."""
     wanted = [x for x in given if x.requires_grad]
     times: tuple[list[float], ...] = [], []
     for _ in range(rounds):
@@ -113,10 +117,13 @@ def costs_of(function: Callable[..., Tensor], given: list[Tensor], policy: Any, 
             torch.autograd.grad(out, wanted, grad)
         times[1].append((time.process_time() - start) / _CALLS)
     found: list[Tensor] = []
+    unpacked = [x if x.is_leaf else x * 1.0 for x in given]
     with entered(policy):
-        forward = calls_of(lambda: found.append(function(*given)))
-    backward = calls_of(lambda: torch.autograd.grad(found[0], wanted, grad))
-    return [*(1e6 * statistics.median(each) for each in times), forward, backward]
+        function(*(x if x.is_leaf else x * 1.0 for x in given))
+        forward = calls_of(lambda: found.append(function(*unpacked)))
+    calls, files = zip(forward, calls_of(lambda: torch.autograd.grad(found[0], unpacked, grad)), strict=True)
+    shown = *(1e6 * statistics.median(each) for each in times), *calls, *files
+    return "{:6.1f} + {:6.1f} ({:3} + {:2} of {:2} + {:2})".format(*shown)
 
 
 class _Counting(TorchFunctionMode):
@@ -151,7 +158,7 @@ def steps_of(model: Model, rounds: int) -> list[tuple[str, float, float, int]]:
             f"{name}, {counting.count} functions",
             statistics.median(own / other for own, other in zip(of_region, plain, strict=True)),
             1e6 * statistics.median(a - b for a, b in zip(of_region, plain, strict=True)) / counting.count,
-            calls_of(partial(run, REGIONS[name])),
+            calls_of(partial(run, REGIONS[name]))[0],
         )
         for name, of_region in times.items()
     ]
@@ -168,11 +175,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.only != "models":
-        print(f"{'function':12}" + "".join(f"{name:>28}" for name in REGIONS))
+        print(f"{'function':12}" + "".join(f"{name:>38}" for name in REGIONS))
         for name, given in functions().items():
-            found = [costs_of(*given, policy, options.rounds) for policy in REGIONS.values()]
-            cells = (f"{a:6.1f} + {b:6.1f} ({f:3} + {g:2})" for a, b, f, g in found)
-            print(f"{name:12}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+            cells = [costs_of(*given, policy, options.rounds) for policy in REGIONS.values()]
+            print(f"{name:12}" + "".join(f"{cell:>38}" for cell in cells), flush=True)
     if options.only != "functions":
         for name, model in MODELS.items():
             for region, ratio, more, calls in [] if model.missing() else steps_of(model, options.rounds):

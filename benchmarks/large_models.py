@@ -151,26 +151,27 @@ def _trained(task: Any, loss: Any) -> Step:
     return Step(task.model, later[0], loss, lambda number: later[number])
 
 
-def _of_images(make: Callable[[Any], nn.Module] | None = None, **changes: Any) -> Step:
+def _of_images(make: Callable[[], nn.Module] | None = None, **changes: Any) -> Step:
     """A classifier that has learned images, by default the EfficientNetV2 nano, without dropout."""
     from recipes.efficientnetv2 import EfficientNetV2Settings, ImageTask
 
+    data = {"dataset": "cifar10", "train_size": 10_000, "test_size": 1_000}
     options = {"schedule": "onecycle", "dropout": 0.0, "label_smoothing": 0.0, "epochs": 4, **changes}
-    settings, device = EfficientNetV2Settings(**options), torch.device("cpu")
-    model = make and make({"digits": 1, "cifar10": 3}[settings.dataset])
+    settings, device = EfficientNetV2Settings(**data, **options), torch.device("cpu")
+    model = make and make()
     return _trained(ImageTask(settings, 0, device, model), classified)
 
 
-def _resnet20(channels: int) -> nn.Module:
+def _resnet20() -> nn.Module:
     from recipes.models import ResNet20
 
-    return ResNet20(classes=10, channels_in=channels)
+    return ResNet20(classes=10, channels_in=3)
 
 
-def _vit_nano(channels: int) -> nn.Module:
+def _vit_nano() -> nn.Module:
     import timm
 
-    size = {"embed_dim": 96, "depth": 6, "num_heads": 3, "img_size": 32, "patch_size": 4, "in_chans": channels}
+    size = {"embed_dim": 96, "depth": 6, "num_heads": 3, "img_size": 32, "patch_size": 4}
     return timm.create_model("vit_tiny_patch16_224", num_classes=10, **size)
 
 
@@ -188,14 +189,9 @@ _IMAGES: dict[str, tuple[tuple[str, ...], Callable[..., Step]]] = {
     "ResNet-20": ((), partial(_of_images, _resnet20, batch_size=64)),
     "ViT nano": (("timm",), partial(_of_images, _vit_nano, batch_size=32, lr=1e-3, clip_grad_norm=1.0)),
 }
-#: On scikit-learn's digits, GPT nano on text of Python's reference.
-TRAINED: dict[str, Model] = {
-    **{f"{name}, trained": Model(("sklearn", *needs), make) for name, (needs, make) in _IMAGES.items()},
-    "GPT nano, trained": Model(("transformers",), _gpt_nano),
-}
-_CIFAR10 = {"dataset": "cifar10", "train_size": 10_000, "test_size": 1_000}
 #: On 10,000 images of CIFAR-10, which lie in the folder `data`.
 CIFAR10: dict[str, Model] = {
-    f"{name}, CIFAR-10": Model(("torchvision", *needs), partial(make, **_CIFAR10))
-    for name, (needs, make) in _IMAGES.items()
+    f"{name}, CIFAR-10": Model(("torchvision", *needs), make) for name, (needs, make) in _IMAGES.items()
 }
+#: And on text of Python's reference.
+TRAINED: dict[str, Model] = {**CIFAR10, "GPT nano, trained": Model(("transformers",), _gpt_nano)}

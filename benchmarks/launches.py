@@ -96,7 +96,7 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(Program, "run", run),
-        mock.patch.object(triton_kernels, "takes", lambda arrays: True),
+        mock.patch.object(triton_kernels, "can_run", lambda arrays: True),
         mock.patch.object(triton_kernels.uniform, "seed_on", lambda device, given: None if given is None else seed),
         mock.patch.object(backends, "_launchers", lambda on_gpu: triton_kernels),
         launches,

@@ -30,47 +30,15 @@ else:
 
 
 if not TYPE_CHECKING:  # without a list, type checkers treat names imported by `*` as exported
-    __all__ = [
-        "CONV_NET",
-        "DEFAULT",
-        "RECOMPUTE",
-        "TRANSFORMER",
-        "Adaptive",
-        "BackwardPolicy",
-        "BackwardSettings",
-        "DualPrecisionBackward2bit",
-        "L4Backward",
-        "LosslessBackward",
-        "MixSchedule",
-        "NearestBackward4bit",
-        "Policy",
-        "SaveMode",
-        "StochBackward2bit",
-        "StochBackward2bit4bitMix",
-        "WeibullBackward3bit",
-        "actnn_level",
-        "backward_policy",
-        "backward_quant",
-        "captured",
-        "fit",
-        "gradient_report",
-        "memory_report",
-        "noise_count",
-        "parse_policy",
-        "quantize_backward",
-        "quantizer",
-        "restore_backward",
-        "set_heap_tuning",
-        "step_report",
-    ]
+    __all__ = """
+        CONV_NET DEFAULT RECOMPUTE TRANSFORMER Adaptive BackwardPolicy BackwardSettings DualPrecisionBackward2bit
+        L4Backward LosslessBackward MixSchedule NearestBackward4bit Policy SaveMode StochBackward2bit
+        StochBackward2bit4bitMix WeibullBackward3bit actnn_level backward_policy backward_quant captured fit
+        gradient_report memory_report noise_count parse_policy quantize_backward quantizer restore_backward
+        set_heap_tuning step_report
+    """.split()
 
     def __dir__() -> list[str]:
         """Names offered by completion; others can still be imported."""
-        others = (
-            "compile",
-            "distributed",
-            "nn",
-            "quant",
-            "quantizers",
-        )  # hidden: names of Python and torch
+        others = "compile distributed nn quant quantizers".split()  # hidden: names of Python and torch
         return sorted({*__all__, *others, *(name for name in globals() if name.startswith("__"))})

@@ -18,7 +18,6 @@ from recipes.study import FULL_PRECISION, comparisons
 from scripts import figures
 
 FOLDER = figures.DOCS / "pictures"
-Lines = list[list[str]]
 
 
 def _figure(panels: int, height: float, width: float = 10) -> tuple[Figure, list[Axes]]:

@@ -27,7 +27,7 @@ from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restr
 from brevact.autograd.known_values import View
 from brevact.autograd.layer_recompute import recomputed_output
 from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Keeper, Saved, Weight
+from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Region, Saved, Weight
 from brevact.autograd.storages import Tensors, storage_address
 from brevact.autograd.store import reported
 from brevact.autograd.weights import is_parameter_or_view
@@ -230,7 +230,7 @@ def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tenso
 
 
 def derive_output(
-    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Weight, bias: Weight
+    region: Region, input: NormInput, kept: Saved | None, out: Tensor, weight: Weight, bias: Weight
 ) -> None:
     if kept is None or not region.settings.derives:
         return
@@ -242,7 +242,7 @@ def derive_output(
 
 
 def derive(
-    region: Keeper,
+    region: Region,
     out: Tensor,
     function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
@@ -278,7 +278,7 @@ def derive(
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 
-def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:
+def _kept_operand(region: Region, x: Tensor, own: Saved | None, out: Tensor, is_unknown: bool) -> Saved | None:
     """Return an operand's saved form; a small one is saved unpacked, a weight as a copy, since both may change."""
     kept = own
     if not is_unknown and (own is None or own[1] is AS_IT_IS):
@@ -300,11 +300,11 @@ def keep_smooth(
     return kept and reported(kept)
 
 
-def keep_source(region: Keeper, x: Tensor) -> Saved | None:
+def keep_source(region: Region, x: Tensor) -> Saved | None:
     """Save a smooth function's input to derive the function and its derivative; None if the derivative is saved."""
     known, settings = region.find_known(x), region.settings
     if known is not None:
-        return known if known[1].quality.serves(settings, bends=True) else None
+        return known if known[1].quality.is_enough_for(settings, is_nonlinear=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
     if not settings.spreads or region.find_kept(x) is not None:
@@ -345,7 +345,7 @@ class Kind(Enum):
     MOVE = "elements of the arguments, in another order"
 
 
-def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
+def operands_of(region: Region, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
     """Return a call's arguments with their saved forms, before it overwrites them; None if a large one has none."""
     if not tensors or not region.settings.derives:
         return None
@@ -390,7 +390,7 @@ _OF_WEIGHTS = frozenset(
 
 
 def track_weight(
-    region: Keeper, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    region: Region, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     """Record that a weight is a function of parameters, and of small tensors, which are saved as copies."""
     least = region.settings.min_numel
@@ -414,7 +414,7 @@ def track_weight(
 
 
 def track_derived(
-    region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor, operands: list, kind: Kind
+    region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor, operands: list, kind: Kind
 ) -> None:
     """Record that an out-of-place torch function's result is that function of ``operands`` (:func:`operands_of`)."""
     if not out.is_floating_point():

@@ -240,14 +240,14 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
         if bits is None:
             return None
     if not others:
-        return cast("Tensor | None", decoder.decode_in_one_pass(tensors, None, bits, overwrites=False))
+        return decoder.decode_in_one_pass(tensors, None, bits, overwrites=False)
     if decoder.dtype is not torch.float32:
         return None
     addend = decoded[others[0]] = parts[others[0]][1].decode(parts[others[0]][0])
     if addend.shape != decoder.shape:
         return None
     is_new = _is_new(addend, parts[others[0]])
-    return cast("Tensor | None", decoder.decode_in_one_pass(tensors, addend, bits, overwrites=is_new))
+    return decoder.decode_in_one_pass(tensors, addend, bits, overwrites=is_new)
 
 
 def _is_output(source: Saved) -> bool:

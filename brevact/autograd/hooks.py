@@ -267,8 +267,6 @@ class region(ContextDecorator):
     def __init__(self, settings: BackwardSettings | None, attachment: Attachment | None = None) -> None:
         self.settings = settings
         self.attachment = attachment
-        if attachment is not None and settings is not None:
-            attachment.recompute = max(attachment.recompute, settings.most_recompute)
         self._entered: list[Region | None] = []
 
     @marks.skipped_by_dynamo

@@ -230,7 +230,7 @@ def found_in(entry: _Entry, x: Tensor, settings: BackwardSettings | None = None,
     if quality.cost and not x.requires_grad:
         return None  # the weights of the layer that computes it may change before a detached reader runs
     if quality.quantizer is not None or quality.cost:
-        if settings is None or own_scope is not scope or not quality.serves(settings):
+        if settings is None or own_scope is not scope or not quality.is_enough_for(settings):
             return None
     if shape == x.shape and stride == x.stride() and not x.storage_offset():
         return tensors, decoder
@@ -305,7 +305,7 @@ def _shifts(bit_width: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Codes(Decoder):
+class _EndCodes(Decoder):
     """Decoder of packed codes from one bit each: only clipped elements' codes are right."""
 
     bit_width: int
@@ -327,7 +327,7 @@ def keep_ends(
 
     ``nbytes``: of the quantizer's output. ``floor``: lowest code, 0-d, of elements that a ReLU zeroed; None for 0.
     """
-    stored, decoder = SavedByHook(), _Codes(bit_width, nbytes, floor)
+    stored, decoder = SavedByHook(), _EndCodes(bit_width, nbytes, floor)
     kept = ((first_bits if floor is None else bits_of_last)(codes, bit_width),), decoder
     if storage_report.recorders:
         storage_report.report_saved(kept, "")

@@ -35,7 +35,7 @@ from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_hel
 from brevact.autograd.known_values import View
 from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
 from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import AS_IT_IS, Decoder, Keeper, PassesOn, Saved, Weight, one_object_each, with_strides
+from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Region, Saved, Weight, one_object_each, with_strides
 from brevact.autograd.storages import LONE, Tensors, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
@@ -141,13 +141,13 @@ def rows_of(decoder: Decoder, tensors: Tensors) -> Callable[[int, int], Tensor] 
     return whole.rows(tensors)
 
 
-def serves_norms(decoder: Decoder) -> bool:
+def is_enough_for_norms(decoder: Decoder) -> bool:
     """Return whether norms may read a decoder's tensor: lossless, or with the relative error of a layer's input."""
     return decoder.quality.is_exact or is_output(decoder)
 
 
 def remember_output(
-    region: Keeper, layer: Layer, input: Tensor, weight: Tensor, bias: Weight, out: Tensor, cost: float
+    region: Region, layer: Layer, input: Tensor, weight: Tensor, bias: Weight, out: Tensor, cost: float
 ) -> None:
     if not 0 < cost <= region.recompute or not can_recompute(region, out):
         return
@@ -178,13 +178,13 @@ def _most_nested(input: Tensor, out: Tensor) -> int:
     return MOST_NESTED - 1 if out.numel() == input.numel() else 1
 
 
-def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
+def is_large_and_recomputed(region: Region, input: Tensor) -> bool:
     """Return whether a layer's input is large and recomputed: the weight's gradient comes first, to free the input."""
     known = region.find_known(input) if input.numel() > MOST_HELD and is_tracked(input) else None
     return known is not None and known[1].depth > 0
 
 
-def can_recompute(region: Keeper, out: Tensor) -> bool:
+def can_recompute(region: Region, out: Tensor) -> bool:
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:
         return False
@@ -303,7 +303,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def recomputed_output(
-    region: Keeper, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
+    region: Region, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
 ) -> Saved | None:
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.held_outputs import decoded, may_be_held
-from brevact.autograd.saved import Decoder, Keeper, PassesOn, Quality, Saved, Weight, one_object_each
+from brevact.autograd.saved import Decoder, PassesOn, Quality, Region, Saved, Weight, one_object_each
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.storages import Tensors
 from brevact.quantizers import (
@@ -34,7 +34,7 @@ from brevact.quantizers import (
     normalize,
     quantize_normalized,
 )
-from brevact.quantizers.normalizing import NormalizedPlan, plan_of_decoding, reciprocal_of
+from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_decoding, reciprocal_of
 from brevact.quantizers.point_functions import decode_through_plan
 
 if TYPE_CHECKING:
@@ -299,14 +299,14 @@ class NormInput(NamedTuple):
 
         A channel of massive activations makes the others' scale differ by rows, and has two outliers in two rows.
         """
-        if not (self.norm.alignment.of_last_dims and getattr(quantizer, "has_uniform_codes", False)):
+        if not (self.norm.alignment.of_last_dims and has_uniform_codes(quantizer)):
             return quantizer
         size = quantizer.bucket_size or 0
         is_of_two = size >= 2 * _LEAST_ROW and 2 * x.numel() == size * self.spread.numel()
         return _halved(quantizer) if is_of_two else quantizer
 
 
-def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
+def output_of(region: Region, norm: Any, kept: Saved, out: Tensor, weight: Weight, bias: Weight) -> Saved | None:
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None
@@ -320,7 +320,7 @@ def output_of(region: Keeper, norm: Any, kept: Saved, out: Tensor, weight: Weigh
     return (*sources, *affine), make(norm.alignment, decoder, len(sources), has, out.shape, out.dtype, plan)
 
 
-def as_now(region: Keeper, x: Tensor, is_weight: bool) -> Tensor:
+def as_now(region: Region, x: Tensor, is_weight: bool) -> Tensor:
     """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
     if is_weight and not region.is_distributed:
         return x.detach()

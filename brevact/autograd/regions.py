@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from brevact.autograd import known_values, running, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
 from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import serves_norms
+from brevact.autograd.layer_recompute import is_enough_for_norms
 from brevact.autograd.mode import EagerMode
 from brevact.autograd.norm_decoders import NormInput
 from brevact.autograd.ops.op import Op
@@ -178,7 +178,7 @@ class Region:
             known = record.known and known_values.found_in(record.known, x, of_reader, self.hooks.scope)
             if is_held(x, record) and not (known is not None and known[1].quality.is_exact):
                 return beside(keep_as_it_is(x), norm)
-            if known is not None and (not normalizes or serves_norms(known[1])):
+            if known is not None and (not normalizes or is_enough_for_norms(known[1])):
                 share_codes(known[0])
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
@@ -272,7 +272,7 @@ class Region:
         if known is None and record.packs and self.settings.derives and self.hooks.scope is None:
             if x.layout is torch.strided and not x.is_nested:  # without a checkpoint it lives until backward
                 key, settings = (self.settings.key, False), self.settings
-                known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.serves(settings))
+                known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.is_enough_for(settings))
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -340,10 +340,10 @@ class Region:
 
     is_activation = staticmethod(is_activation)
 
-    def packs_layer_input(self, x: Any) -> bool:
+    def can_pack_layer_input(self, x: Any) -> bool:
         return type(x) is Tensor and is_activation(x)
 
-    def packs_layer(self, input: Any, weight: Any, bias: Tensor | None = None, dims: int | None = None) -> bool:
+    def can_pack_layer(self, input: Any, weight: Any, bias: Tensor | None = None, dims: int | None = None) -> bool:
         """Return whether a layer's input can be packed, and the input, weight or bias needs a gradient.
 
         ``dims``: spatial dimensions of a convolution.
@@ -359,7 +359,7 @@ class Region:
             and (dims is None or weight.dim() == dims + 2 == input.dim() + (input.dim() == dims + 1))
         )
 
-    def packs_input(self, x: Any) -> bool:
+    def can_pack_input(self, x: Any) -> bool:
         return type(x) is Tensor and is_activation(x) and (node_of(x) is None or not is_weight(x, self.state))
 
     def apply(self, function: type[Any], *args: Any) -> Any:

@@ -36,9 +36,9 @@ from brevact.quantizers import (
 from brevact.quantizers.normalizing import has_uniform_codes
 
 if TYPE_CHECKING:
-    from brevact.autograd.regions import Region as Keeper  # which imports the handlers that it calls
+    from brevact.autograd.regions import Region  # which imports the handlers that it calls
 else:
-    Keeper = Any
+    Region = Any
 
 
 class Quality(NamedTuple):
@@ -57,13 +57,13 @@ class Quality(NamedTuple):
     def is_exact(self) -> bool:
         return self.quantizer is None
 
-    def serves(self, settings: BackwardSettings, *, bends: bool = False) -> bool:
-        """Return whether a reader, which may be nonlinear (``bends``), can use the tensor in place of a packed one."""
+    def is_enough_for(self, settings: BackwardSettings, *, is_nonlinear: bool = False) -> bool:
+        """Return whether a reader can use the tensor in place of a packed one."""
         if self.cost > settings.recompute:
             return False
         if self.quantizer is None:
             return True
-        reader, is_curved = settings.quantizer, bends or self.is_curved
+        reader, is_curved = settings.quantizer, is_nonlinear or self.is_curved
         if self.quantizer is reader:  # of most chains
             return settings.derives and (not is_curved or settings.derives_curved)
         if not settings.derives or (is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
@@ -214,7 +214,7 @@ class _Packed(Decoder):
         """Decode float32 to bfloat16 in one pass; a number beyond its range is the largest, and not infinite."""
         spec, layout = self._spec, self._spec.layout
         is_narrower = dtype is torch.bfloat16 and layout.dtype is torch.float32
-        if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec)):
+        if not (is_narrower and layout.is_result_dense and has_uniform_codes(spec.quantizer)):
             found = self.decode(tensors)
             return found if found.dtype is dtype else found.to(dtype)
         target = Layout.of_sizes(layout.shape, layout.stride, dtype).empty(tensors[0].device)

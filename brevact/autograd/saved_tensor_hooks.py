@@ -34,7 +34,7 @@ from brevact.autograd.ops.base import with_bits
 from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.running import NO_TRANSFORMS
-from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Keeper, Saved, SavedByHook, mapped, own, unpack
+from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Region, Saved, SavedByHook, mapped, own, unpack
 from brevact.autograd.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
@@ -118,13 +118,13 @@ def unpack_attached(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
 
 
 #: The object that autograd holds for a saved tensor: its saved form, or the unpacked tensor and its version.
-_Packed = SavedByHook | tuple[Tensor, int]
+_Handle = SavedByHook | tuple[Tensor, int]
 
 
 class SavedTensorHooks:
     """A region's hooks, in place of those of the region ``around``; without any use for them, it ``is_empty``."""
 
-    def __init__(self, region: Keeper, around: SavedTensorHooks | None) -> None:
+    def __init__(self, region: Region, around: SavedTensorHooks | None) -> None:
         has_rules = CHECKPOINT in region.by_op or region.has_rules_for_other_code
         self.is_empty = region.settings is None and not has_rules
         is_twice = region.settings is not None and region.settings.double_backward
@@ -148,7 +148,7 @@ class SavedTensorHooks:
         # Whether a backward pass runs whose gradients will be differentiated again.
         self.is_in_backward = False
         # Packs the saved tensors of a torch function that replaces a Function of ours, or makes a weight.
-        self._packer: Callable[[Tensor], _Packed] | None = None
+        self._packer: Callable[[Tensor], _Handle] | None = None
 
     def __enter__(self) -> None:
         around = self._around
@@ -205,7 +205,7 @@ class SavedTensorHooks:
         finally:
             push_hooks(*self.pair)
 
-    def _run(self, packer: Callable[[Tensor], _Packed], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, packer: Callable[[Tensor], _Handle], function: Callable, /, *args: Any, **kwargs: Any) -> Any:
         try:
             self._packer = packer
             return function(*args, **kwargs)
@@ -227,7 +227,7 @@ class SavedTensorHooks:
             ModelState.mark_activation(out)
             return out
 
-        def pack(x: Tensor) -> _Packed:
+        def pack(x: Tensor) -> _Handle:
             if x is input:
                 return self._hand_on(self._region.keep(x))
             if x is weight or (flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
@@ -257,7 +257,7 @@ class SavedTensorHooks:
         packs the tensor, or ``mask_of`` makes its mask, which another op that saves the tensor unpacked replaces.
         """
 
-        def pack(x: Tensor) -> _Packed:
+        def pack(x: Tensor) -> _Handle:
             if kept is None and mask_of is None:
                 if x is input:
                     return self._hand_on(self._region.keep(x))
@@ -276,7 +276,7 @@ class SavedTensorHooks:
 
         return self._run_marked(pack, function, input)
 
-    def _run_marked(self, packer: Callable[[Tensor], _Packed], function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def _run_marked(self, packer: Callable[[Tensor], _Handle], function: Callable[..., Tensor], *args: Any) -> Tensor:
         try:
             self._packer = packer
             out: Tensor = function(*args)
@@ -313,7 +313,7 @@ class SavedTensorHooks:
         track_weight(self._region, func, args, kwargs, result)
         return result
 
-    def _pack(self, x: Tensor) -> _Packed:
+    def _pack(self, x: Tensor) -> _Handle:
         if self._packer is not None:
             return self._packer(x)
         if self.cast_shapes is None:
@@ -333,24 +333,24 @@ class SavedTensorHooks:
             offer(x, stored)  # type: ignore[arg-type]  # the packed form stands in for x
         return stored
 
-    def _pack_exactly(self, x: Tensor) -> _Packed:
+    def _pack_exactly(self, x: Tensor) -> _Handle:
         if storage_report.recorders:
             keep_as_it_is(x, storage_report.NOT_NOISE)
         return hold(x, self._outer)
 
-    def _pack_weight(self, x: Tensor) -> _Packed:
+    def _pack_weight(self, x: Tensor) -> _Handle:
         is_untouched = self._outer is None and not storage_report.recorders
         if is_untouched and (type(x) is nn.Parameter or is_parameter_or_view(x) or not is_tracked(x)):
             return x if x.grad_fn is None else x.detach(), x._version
         return self._hand_on(self._region.keep_weight(x))
 
-    def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Packed:
+    def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Handle:
         """Pack the input in another memory order if its frame may (:meth:`_keep`); statistics stay unpacked."""
         if x.shape != input.shape:
             return self._hand_on(keep_as_it_is(x))
         return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
 
-    def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Packed:
+    def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Handle:
         """Pack a tensor of other code, whose backward kernels may overwrite the decoded tensor."""
         with DisableTorchFunction():
             region, unknown, call = self._keeper_for(x, saver)
@@ -359,7 +359,7 @@ class SavedTensorHooks:
                 derive(region, *made, is_curved=made[1].is_curved, is_pointwise=False)
             return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
 
-    def _hand_on(self, kept: Saved) -> _Packed:
+    def _hand_on(self, kept: Saved) -> _Handle:
         """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
@@ -403,7 +403,7 @@ class SavedTensorHooks:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
-    def _keep(self, x: Tensor, region: Keeper, saver: FrameType, unknown: str = "") -> Saved:
+    def _keep(self, x: Tensor, region: Region, saver: FrameType, unknown: str = "") -> Saved:
         """Save a tensor of frame ``saver``; if ``unknown`` gives a reason, an activation stays unpacked."""
         settings = region.settings
         if settings is None or not region.packs:
@@ -433,7 +433,7 @@ class SavedTensorHooks:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Keeper, str, Any]:
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Region, str, Any]:
         """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
         region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:

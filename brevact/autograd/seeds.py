@@ -200,11 +200,11 @@ def _drawn_in_capture(device: torch.device) -> Tensor:
     return seed ^ rank if rank else seed
 
 
-def seed_of_graph(device: torch.device) -> Tensor:
-    """Return the seed of one run of a compiled graph, which counts as a root region."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _drawn_in_capture(device)
-    return torch.tensor(_split_mix(_next_base()), device=device)
+def seeds_of_graph(device: torch.device, count: int) -> Tensor:
+    """Return the seeds of one run of a compiled graph, which counts as a root region."""
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    seed = _drawn_in_capture(device) if is_captured else torch.tensor(_split_mix(_next_base()), device=device)
+    return seed + torch.arange(1, count + 1, device=device)
 
 
 def seed_of_size() -> int:

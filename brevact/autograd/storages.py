@@ -16,7 +16,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -215,7 +215,7 @@ class _WeakTensor:
             storage = referent(self._storage)
             if storage is not None:
                 tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
-        return cast("Tensor | None", tensor)
+        return tensor
 
 
 class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):

@@ -19,7 +19,7 @@ from torch import SymInt, Tensor, fx
 
 from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
-from brevact.autograd.seeds import seed_of_graph, seed_of_size
+from brevact.autograd.seeds import seed_of_size, seeds_of_graph
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
@@ -33,11 +33,12 @@ from brevact.quantizers.normalizing import FUSED
 ops = torch.ops.brevact
 _library = torch.library.Library("brevact", "FRAGMENT")
 _library.define(
-    "draw_seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+    "draw_seeds(Device device, int count) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
 )
-_library.impl("draw_seed", seed_of_graph, "CompositeExplicitAutograd")
+_library.impl("draw_seeds", seeds_of_graph, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "brevact::draw_seed", lambda device: torch.empty((), dtype=torch.int64, device=device), lib=_library
+    "brevact::draw_seeds", lambda device, count: torch.empty(count, dtype=torch.int64, device=device), lib=_library
 )
 _COMPARISONS = frozenset((aten.gt, aten.ge, aten.lt, aten.le))
 _MOST_ROUNDS = 8
@@ -810,12 +811,13 @@ class Packing:
         return node
 
     def seed(self, x: fx.Node) -> fx.Node:
+        """A seed as a view, for which the compiler makes no kernel."""
         device = x.meta["val"].device
         if device not in self.seeds:
             with self.graph.inserting_before(self.last_input.next):
-                self.seeds[device] = self.last_input = self.call(ops.draw_seed.default, device)
+                self.seeds[device] = self.last_input = self.call(ops.draw_seeds.default, device, 2 * len(self.saved))
         self.count += 1
-        return self.call(aten.add.Tensor, self.seeds[device], self.count)
+        return self.call(aten.select.int, self.seeds[device], 0, self.count - 1)
 
     def sizes(self, node: fx.Node) -> tuple[list[Any], list[Any]]:
         """Sizes and strides as arguments: symbols are nodes, which backward needs as well."""

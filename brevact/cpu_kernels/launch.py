@@ -1,7 +1,7 @@
 # ruff: noqa: F401
 """The ops of `quantizers.kernel_ops`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
-They have the names, the parameters and the bytes of the references, take tensors that `takes` accepts, and
+They have the names, the parameters and the bytes of the references, take tensors that `can_run` accepts, and
 return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays."""
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ from brevact.cpu_kernels.packing import mask_multiply, pack_codes, pack_mask, un
 from brevact.cpu_kernels.uniform import dequantize_uniform, quantize_uniform
 from brevact.geometry import are_plain
 
-takes = functools.partial(are_plain, on_gpu=False)
+can_run = functools.partial(are_plain, on_gpu=False)
 load(__name__)

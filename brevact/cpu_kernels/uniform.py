@@ -299,7 +299,7 @@ def quantize_uniform(
     if not plan.has_kernels:
         return NotImplemented
     table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
-    norm_at, _words = words_of(mean, factor, place)
+    norm_at, _words = (0, None) if place is None else words_of(mean, factor, place)
     metadata, key = (codes + plan.scale_at, codes + plan.minimum_at), 0 if seed is None else int(seed)
     arguments = (x.data_ptr(), codes, *metadata, key, table.address, norm_at)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size)
@@ -382,7 +382,7 @@ def dequantize_uniform(
     if not plan.has_kernels:
         return NotImplemented
     table, codes, geometry = uniform_table(plan, target.dtype), buffer.data_ptr(), plan.geometry
-    norm_at, _words = words_of(mean, factor, place)
+    norm_at, _words = (0, None) if place is None else words_of(mean, factor, place)
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
     metadata, factors = (codes + plan.scale_at, codes + plan.minimum_at), 0 if other is None else other.data_ptr()
     arguments = (codes, *metadata, factors, target.data_ptr(), table.address, norm_at, bits)

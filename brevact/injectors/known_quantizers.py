@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 import brevact.private_names.of_brevitas as bv
 from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
 from brevact.autograd.ops.forward_statistics import learned_scale, scale_of_magnitudes, weight_statistics
-from brevact.autograd.ops.one_pass import Kind
+from brevact.autograd.ops.one_pass import Range
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     global_backward_hooks,
@@ -52,7 +52,7 @@ def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
     ends = {"min_val": quant.min_int(bit_width), "max_val": quant.max_int(bit_width)}
     lowest = (-(2 ** (int(width) - 1)) + is_narrow) if quant.signed else 0
     highest = lowest + 2 ** int(width) - 1 - is_narrow
-    kind = Kind(int(width), lowest, highest, clamp is bv.TensorClamp, is_narrow)
+    kind = Range(int(width), lowest, highest, clamp is bv.TensorClamp, is_narrow)
     clip = functools.partial(quant.tensor_clamp_impl, **ends)
     return Integers(quant.float_to_int_impl, clip, kind if rounding is bv.RoundSte else None, lowest)
 

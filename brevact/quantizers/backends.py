@@ -59,7 +59,7 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
         arrays = arrays_of(args)
         first, last = arrays[0], arrays[-1]
         kernels = None if _disabled else _launchers(first.is_cuda)
-        if kernels is not None and kernels.takes(arrays):
+        if kernels is not None and kernels.can_run(arrays):
             launch = getattr(kernels, name, None)
             if launch is not None and (result := launch(*args)) is not NotImplemented:
                 if first.is_cpu:
@@ -73,8 +73,9 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
         with torch.no_grad():
             return cast(Any, reference)(*args)
 
-    run.reference = reference  # type: ignore[attr-defined]
-    return cast("KernelOp[P, R]", run)
+    op: Any = run
+    op.reference = reference
+    return op
 
 
 def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
@@ -83,7 +84,7 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     Results count as arrays: under torch.func and FakeTensorMode, memory allocated for a plain tensor may be none.
     """
     kernels = None if _disabled else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
-    return kernels if kernels is not None and kernels.takes(arrays) else None
+    return kernels if kernels is not None and kernels.can_run(arrays) else None
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def quantize_normalized(
     The uniform quantizer's kernels normalize while they load, where its groups are buckets that lie in blocks; other
     formats read a copy that is normalized beforehand.
     """
-    if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg() and type(x) is Tensor:
+    if has_uniform_codes(quantizer) and not x.is_neg() and type(x) is Tensor:
         found = plan_of_statistics(quantizer, Layout.of(x), invstd.shape)
         if found is not None and invstd.dtype is not torch.float64:
             buffer = found.spec.empty(x)
@@ -118,14 +118,14 @@ def decode_in_one_pass(
 def plan_of_decoding(spec: PackedSpec[Any], shape: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
     """Plan that decodes to a data type with factors of a shape that broadcasts; None where no kernel does."""
     layout = spec.layout
-    if not has_uniform_codes(spec) or layout.dtype is not torch.float32:  # rounded to a type of 16 bits
+    if not has_uniform_codes(spec.quantizer) or layout.dtype is not torch.float32:  # rounded to a type of 16 bits
         return None
     return plan_of_statistics(spec.quantizer, Layout.of_sizes(layout.shape, layout.stride, dtype), shape)
 
 
-def has_uniform_codes(spec: PackedSpec[Any]) -> bool:
-    """Whether kernels of the uniform format decode the tensor."""
-    return getattr(spec.quantizer, "has_uniform_codes", False)
+def has_uniform_codes(quantizer: Any) -> bool:
+    """Whether kernels of the uniform format decode its tensors; quantizers of one's own may lack the attribute."""
+    return getattr(quantizer, "has_uniform_codes", False)
 
 
 def _distinct(part: Tensor, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple
 @functools.lru_cache(maxsize=4096)
 def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
     """Plan of tensors whose second dimension is that of channels, and of (C,) statistics; None as above."""
-    if not getattr(quantizer, "has_uniform_codes", False) or len(layout.shape) < 2:
+    if not has_uniform_codes(quantizer) or len(layout.shape) < 2:
         return None
     found = plan_of_statistics(quantizer, layout, (1, layout.shape[1], *[1] * (len(layout.shape) - 2)))
     return None if found is None or found.order is not None else found

@@ -61,7 +61,7 @@ def decode_through(
     if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
         return _multiplied(function(decode()), grad)
     groups: Groups | None = (None, None, None)
-    if not (has_uniform_codes(packed.spec) and layout.dtype in FUSED and dtype in FUSED):
+    if not (has_uniform_codes(packed.spec.quantizer) and layout.dtype in FUSED and dtype in FUSED):
         groups = None
     elif scale is not None or shift is not None:
         groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]

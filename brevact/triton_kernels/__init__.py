@@ -7,7 +7,7 @@ for nothing.
 
 from brevact.triton_kernels.grids import dequantize_grid, quantize_grid
 from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake_quantize_backward
-from brevact.triton_kernels.launch import takes
+from brevact.triton_kernels.launch import can_run
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.segments import look_up, map_levels
 from brevact.triton_kernels.uniform import dequantize_uniform, quantize_uniform

@@ -18,7 +18,7 @@ WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """Some elements of a buffer, as an argument of a kernel: a tensor is made of them only where one is needed."""
 
     start: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
         return buffer[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
-TENSOR = Part(0, torch.uint8, -1)
+TENSOR = Span(0, torch.uint8, -1)
 """An argument that is a tensor, of any type, from its first element on."""
 
 
@@ -37,9 +37,9 @@ def parts_of(plan: UniformPlan) -> dict[str, Any]:
     """Codes, minima and scales of a buffer, by the names that kernels have for them."""
     geometry = plan.geometry
     return {
-        "codes_ptr": Part(0, torch.uint8, geometry.code_bytes),
-        "minimum_ptr": Part(plan.minimum_at, plan.minimum_dtype, geometry.groups),
-        "scale_ptr": Part(plan.scale_at, plan.scale_dtype, geometry.groups),
+        "codes_ptr": Span(0, torch.uint8, geometry.code_bytes),
+        "minimum_ptr": Span(plan.minimum_at, plan.minimum_dtype, geometry.groups),
+        "scale_ptr": Span(plan.scale_at, plan.scale_dtype, geometry.groups),
     }
 
 
@@ -62,8 +62,8 @@ class Program:
         self.kernel, self.grid, self.threads, self.registers = kernel, grid, threads, registers
         self.arguments = [values.get(name, TENSOR) if name.endswith("_ptr") else values[name] for name in names]
         self.constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
-        self._tensors = [(place, x.start) for place, x in enumerate(self.arguments) if type(x) is Part]
-        self._numbers = [None if type(x) is Part else x for x in self.arguments]
+        self._tensors = [(place, x.start) for place, x in enumerate(self.arguments) if type(x) is Span]
+        self._numbers = [None if type(x) is Span else x for x in self.arguments]
         self._tail = tuple(self.constants.values())
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -95,9 +95,9 @@ class Program:
         if 0 in self.grid:
             return
         given = iter(tensors)
-        arguments: list[Any] = [next(given) if type(x) is Part else x for x in self.arguments]
+        arguments: list[Any] = [next(given) if type(x) is Span else x for x in self.arguments]
         for place, part in enumerate(self.arguments):
-            if type(part) is Part and part is not TENSOR:
+            if type(part) is Span and part is not TENSOR:
                 arguments[place] = part.of(arguments[place])
         compiled = self.run_by_triton(arguments)
         if key[0] >= 0 and isinstance(compiled, CompiledKernel):  # not interpreted, and no hook of somebody's
@@ -125,7 +125,7 @@ def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
-takes = functools.partial(are_plain, on_gpu=True)
+can_run = functools.partial(are_plain, on_gpu=True)
 
 
 def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:

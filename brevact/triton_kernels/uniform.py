@@ -443,8 +443,8 @@ def quantize_kernel(
         )  # fmt: skip
 
 
-FEW_REGISTERS, NORMALIZING_REGISTERS, MOST_REGISTERS = 128, 168, 255
-"""Registers of a thread that leave room for four programs on a processor of a GPU, for three, or two, and spill none.
+FEW_REGISTERS, MOST_REGISTERS = 128, 255
+"""Registers of a thread that leave room for four programs on a processor of a GPU, or two, and spill none.
 
 Without a number, CUDA's assembler may spill some to make room for one more.
 """
@@ -482,7 +482,7 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
     constants |= parts_of(plan) | values_of(place, geometry)
     registers, is_default = None, geometry.block_size == DEFAULT_BLOCK
     if is_default and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
-        registers = FEW_REGISTERS if place is None else NORMALIZING_REGISTERS
+        registers = FEW_REGISTERS
     elif is_default:
         registers = MOST_REGISTERS
     return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)

@@ -8,4 +8,4 @@ def test_plain_functions_call_nothing_of_brevact(capsys, monkeypatch):
     dispatch.main()
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == list(dispatch.functions())
-    assert all("(  0 +  0)" in row and row.count("(") == len(dispatch.REGIONS) for row in rows)
+    assert all("(  0 +  0 of  0 +  0)" in row and row.count("(") == len(dispatch.REGIONS) for row in rows)

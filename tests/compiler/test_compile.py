@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 import brevact
 from brevact.compiler import graphs
 from brevact.injectors import backward_settings_from
-from brevact.quantizers import ops as packing_ops
 from tests.autograd.measuring import watch_saved
 from tests.crosses import some_of
 
@@ -118,22 +116,6 @@ def test_inductor_packs_masks_by_bytes():
 
 def loss(x: Tensor, weight: Tensor) -> Tensor:
     return F.hardtanh(x @ weight).sum()
-
-
-@pytest.mark.exhaustive
-def test_inductor_keeps_images_with_channels_last(monkeypatch):
-    found, as_traced = [], packing_ops._as_traced
-
-    def record(x: Tensor, stride: Any) -> Tensor:
-        found.append(x.is_contiguous(memory_format=torch.channels_last) and x.stride() == tuple(stride))
-        return as_traced(x, stride)
-
-    monkeypatch.setattr(packing_ops, "_as_traced", record)
-    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.Tanh()]
-    step = brevact.compile(nn.Sequential(*layers), brevact.StochBackward4bit)
-    step(torch.randn(8, 3, 16, 16)).sum().backward()
-    assert len(found) > 2
-    assert all(found)
 
 
 def test_a_part_saves_less_and_computes_again():

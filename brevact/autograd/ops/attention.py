@@ -33,7 +33,7 @@ from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Formula, Needs, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saved import AS_IT_IS, Keeper, PassesOn, Saved, distinct_elements, one_object_each, with_strides
+from brevact.autograd.saved import AS_IT_IS, PassesOn, Region, Saved, distinct_elements, one_object_each, with_strides
 from brevact.autograd.storages import find_shared, share_packed, storage_address
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -49,7 +49,7 @@ class _Options(NamedTuple):
 
 
 def _apply(
-    region: Keeper, attend: Callable[..., Tensor], options: _Options, backend: int | None, *tensors: Tensor | None
+    region: Region, attend: Callable[..., Tensor], options: _Options, backend: int | None, *tensors: Tensor | None
 ) -> Tensor:
     dtypes = tuple(None if x is None else x.dtype for x in tensors)
 
@@ -110,7 +110,7 @@ _from_largest = one_object_each(_FromLargest)
 _LOWEST = -60.0
 
 
-def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
+def _keep_mask(region: Region, mask: Tensor) -> Saved | None:
     """Pack a layer's mask once for all readers, with -inf where a softmax gives 0; None if it is small."""
     if mask.numel() < region.settings.min_numel:
         return None
@@ -128,7 +128,7 @@ def _keep_mask(region: Keeper, mask: Tensor) -> Saved | None:
     return _keep_once(region, mask, "mask", from_largest)
 
 
-def _keep_key(region: Keeper, query: Tensor, key: Tensor) -> Saved:
+def _keep_key(region: Region, query: Tensor, key: Tensor) -> Saved:
     """Pack keys less their mean, which moves all scores of a query alike: what keys have in common takes no levels.
 
     Only where it exceeds their deviation: a few far keys, such as masked ones, would move all others by their size.
@@ -146,7 +146,7 @@ def _keep_key(region: Keeper, query: Tensor, key: Tensor) -> Saved:
     return _keep_once(region, key, "key", from_mean)
 
 
-def _keep_once(region: Keeper, x: Tensor, name: str, keep: Callable[[], Saved]) -> Saved:
+def _keep_once(region: Region, x: Tensor, name: str, keep: Callable[[], Saved]) -> Saved:
     """Save a tensor in a form of its own, once for all readers, or as it is known."""
     known = region.find_known(x)
     if known is not None:
@@ -193,7 +193,7 @@ _attention_output = one_object_each(_AttentionOutput)
 
 
 def _remember(
-    region: Keeper, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Options, needs: Needs
+    region: Region, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Options, needs: Needs
 ) -> Saved | None:
     """Register the output for recomputation; return a token's saved form, by which backward finds its graph."""
     sources = [source for source in kept if source is not None]
@@ -243,7 +243,7 @@ def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
 _PARAMETERS = Parameters("query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False")
 
 
-def _scaled_dot_product_attention(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _scaled_dot_product_attention(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     given = _PARAMETERS.read(args, kwargs)
     if given is None:
         return NotImplemented
@@ -277,7 +277,7 @@ STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
     "query, key less a large mean of all keys, and masks that layers make at 8 bits (`score_bit_width`; 5 in "
     "`DEFAULT`), value packed; backward recomputes attention",
-    "bias of about 2 % of its norm, growing with the variance of scores",
+    "bias that grows with the variance of scores",
 )
 #: Projections, products, softmax and dropout save their tensors as they do outside of it.
 _multi_head = run_inside(F.multi_head_attention_forward)

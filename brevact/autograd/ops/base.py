@@ -17,7 +17,7 @@ from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call
 from brevact.autograd.known_values import share_codes
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Keeper, Saved, Strides, lay_out
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Region, Saved, Strides, lay_out
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import (
@@ -147,13 +147,13 @@ def times_mask(factor: float, stride: Strides | None, *, saved_first: bool = Fal
     return gradients
 
 
-def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
+def with_settings(region: Region, settings: BackwardSettings) -> Region:
     other = copy.copy(region)
     other.settings = settings
     return other
 
 
-def with_bits(region: Keeper, bit_width: int) -> Keeper:
+def with_bits(region: Region, bit_width: int) -> Region:
     """Return the region, or one whose quantizer has that many bits if its own has fewer, or packs in another way."""
     settings, quantizer = region.settings, region.settings.quantizer
     is_finer = settings.is_exact or settings.is_lossless or settings.keeps_elements
@@ -294,7 +294,7 @@ OfWeight.record = super(torch.autograd.Function, OfWeight).apply
 
 
 def compute_from_weight(
-    region: Keeper, compute: Callable[..., Tensor], *tensors: Tensor, gradients: Callable | None = None
+    region: Region, compute: Callable[..., Tensor], *tensors: Tensor, gradients: Callable | None = None
 ) -> Tensor:
     """Compute a function of a weight, the first tensor; backward reruns ``compute``: no random numbers, no state.
 

@@ -24,7 +24,7 @@ from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_o
 from brevact.autograd.ops.base import Formula, Needs, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper, Weight
+from brevact.autograd.saved import Region, Weight
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
 
 #: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.
@@ -50,7 +50,7 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-def _apply(region: Keeper, layer: Callable, gradients: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
+def _apply(region: Region, layer: Callable, gradients: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
     """Run a layer; ``gradients`` reads the computed type, the output's gradient, and the saved input and weight.
 
     A linear layer's weight is read for the input's gradient alone.
@@ -69,7 +69,7 @@ def _apply(region: Keeper, layer: Callable, gradients: Callable, input: Tensor, 
 
 
 def _apply_convolution(
-    region: Keeper, convolve: Callable, geometry: _Geometry, input: Tensor, weight: Tensor, bias: Weight
+    region: Region, convolve: Callable, geometry: _Geometry, input: Tensor, weight: Tensor, bias: Weight
 ) -> Tensor:
     shape, stride, bias_sizes = input.shape, input.stride(), None if bias is None else list(bias.shape)
     recomputes = bool(region.recompute)
@@ -130,7 +130,7 @@ def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]
 
 
 def _convolve(
-    region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Weight, options: tuple, geometry: _Geometry
+    region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Weight, options: tuple, geometry: _Geometry
 ) -> Tensor:
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
@@ -150,7 +150,7 @@ def _convolve(
 
 def _convolution(
     dims: int,
-    region: Keeper,
+    region: Region,
     func: Callable,
     input: Tensor,
     weight: Tensor,
@@ -160,7 +160,7 @@ def _convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Any:
-    if not region.packs_layer(input, weight, bias, dims):
+    if not region.can_pack_layer(input, weight, bias, dims):
         return NotImplemented
     if isinstance(padding, str):
         steps, gaps = as_tuples(dims, stride, dilation)
@@ -177,7 +177,7 @@ def _convolution(
 
 def _transposed(
     dims: int,
-    region: Keeper,
+    region: Region,
     func: Callable,
     input: Tensor,
     weight: Tensor,
@@ -188,7 +188,7 @@ def _transposed(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Any:
-    if not region.packs_layer(input, weight, bias, dims):
+    if not region.can_pack_layer(input, weight, bias, dims):
         return NotImplemented
     steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
     geometry = steps, pads, dilation, True, more, groups
@@ -200,7 +200,7 @@ STORED = Stored(
 )
 
 
-def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
+def _apply_linear(region: Region, linear: Callable, input: Tensor, weight: Tensor, bias: Weight) -> Tensor:
     is_flattened = input.dim() <= 2 or input.is_contiguous()
     is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
     has_rows = weight.stride() == (weight.shape[1], 1)
@@ -225,8 +225,8 @@ def _apply_linear(region: Keeper, linear: Callable, input: Tensor, weight: Tenso
     return _apply(region, linear, gradients, input, weight, bias)
 
 
-def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Weight = None) -> Any:
-    if not region.packs_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
+def _linear(region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Weight = None) -> Any:
+    if not region.can_pack_layer(input, weight, bias) or weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None
     if region.recompute and is_large_and_recomputed(region, input):

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.ops.base import Formula, Needs, compute_from_weight, gradients_of, save
-from brevact.autograd.ops.one_pass import Kind, OnePass, one_pass_for
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.ops.one_pass import OnePass, Range, one_pass_for
+from brevact.autograd.saved import Region, Saved
 from brevact.autograd.store import keep_as_it_is, reported
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.quantizers import ResidualQuantizer
@@ -44,7 +44,7 @@ class Integers(NamedTuple):
 
     round: Callable[[Tensor], Tensor]
     clamp: Callable[[Tensor], Tensor]
-    kind: Kind | None
+    kind: Range | None
     lowest: int
 
     def quantized(self, x: Tensor, *given: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Integers(NamedTuple):
 
 
 def fake_quantize(
-    region: Keeper, integers: Integers, x: Tensor, *given: Tensor, rectifies: bool = False, zero_is_lowest: bool = False
+    region: Region, integers: Integers, x: Tensor, *given: Tensor, rectifies: bool = False, zero_is_lowest: bool = False
 ) -> Any:
     """Fake-quantize to integers: (clip(round(x / pre_scale + pre_zero_point)) - zero_point) * scale.
 
@@ -149,7 +149,7 @@ def _gradients(
 
 
 def _ends_of(
-    codes: tuple[tuple[Tensor, ...], known_values.IntegerCodes], kind: Kind, rectifies: bool, zero_is_lowest: bool
+    codes: tuple[tuple[Tensor, ...], known_values.IntegerCodes], kind: Range, rectifies: bool, zero_is_lowest: bool
 ) -> Saved:
     """Return codes of one bit each, which are right until another op saves the whole ones."""
     (packed, *numbers), decoder = codes
@@ -172,7 +172,7 @@ def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
     )
 
 
-def is_quantizable(region: Keeper, x: Any, given: tuple[Any, ...]) -> bool:
+def is_quantizable(region: Region, x: Any, given: tuple[Any, ...]) -> bool:
     if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
     device = x.device

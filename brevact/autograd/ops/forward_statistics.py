@@ -11,7 +11,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.ops.base import Needs, OfWeight, compute_from_weight, save
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Region
 from brevact.private_names.of_torch import DisableTorchFunction
 
 _BLOCK = 512
@@ -53,13 +53,13 @@ def _among_the_largest(x: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     return value, index[equal.view(1)]
 
 
-def weight_statistics(region: Keeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+def weight_statistics(region: Region, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
     """Statistics of one or several weights; backward reruns ``compute``, which has no random numbers and no state."""
     storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, *weights)
 
 
-def absolute_percentile(region: Keeper, x: Tensor, q: float, dim: int | None, keepdim: bool) -> Tensor:
+def absolute_percentile(region: Region, x: Tensor, q: float, dim: int | None, keepdim: bool) -> Tensor:
     """Percentile of magnitudes, as ``AbsPercentile``; one element has the gradient."""
     storage_report.report_op(absolute_percentile)
     with DisableTorchFunction(), region.hooks.suspended:

@@ -52,7 +52,7 @@ from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.layer_recompute import rows_of
 from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Keeper, Quality, Saved, Weight
+from brevact.autograd.saved import Decoder, Quality, Region, Saved, Weight
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import is_made, is_tracked
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_places, reported
@@ -69,7 +69,7 @@ class _Options(NamedTuple):
 
 
 def _cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -97,7 +97,7 @@ def _cross_entropy(
 
 
 def _soft_cross_entropy(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -116,7 +116,7 @@ def _soft_cross_entropy(
 
 
 def _cross_entropy_of_rows(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
@@ -205,7 +205,7 @@ class _Probabilities(Decoder):
         return found
 
 
-def _kept_index(region: Keeper, input: Tensor, target: Tensor, options: _Options) -> Saved:
+def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Options) -> Saved:
     """Save class-index targets, or the ignored index; the batch's own stay unpacked: the caller holds them anyway."""
     if not is_made(target):
         return keep_as_it_is(target)
@@ -232,15 +232,15 @@ def _subtract_targets(grad: Tensor, y: Tensor, sure: Tensor | None, hit: Tensor)
         grad.scatter_(dim, y, torch.where(sure, -of_target, of_target - hit))
 
 
-def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
+def _known_logits(region: Region, input: Tensor) -> Saved | None:
     known = region.find_known(input) if region.settings.recompute else None
-    if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
+    if known is not None and known[1].depth and known[1].quality.is_enough_for(region.settings, is_nonlinear=True):
         return known
     return None
 
 
 def _negative_log_likelihood(
-    region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype = input.shape, input.dtype
 
@@ -307,12 +307,12 @@ _parameters = functools.cache(Parameters)
 
 
 def _handler(apply: Callable[..., Tensor]) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         given = _parameters(func).read(args, kwargs)
         if given is None:
             return NotImplemented
         input, target, weight, size_average, ignore_index, reduce, reduction, *smoothing = given.values()
-        if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
+        if not (region.can_pack_input(input) and input.requires_grad and isinstance(target, Tensor)):
             return NotImplemented
         if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
             return NotImplemented  # there is nothing to pack
@@ -388,7 +388,7 @@ def _divisor(func: Callable, reduction: Any, x: Tensor) -> int | None:
 
 
 def _pair_handler(loss: _PairLoss) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         options = _parameters(func).read(args, kwargs)
         if options is None or any(options.pop(name, None) is not None for name in _RARE):
             return NotImplemented

@@ -40,7 +40,7 @@ from brevact.autograd.ops.base import (
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Keeper, Saved, lay_out
+from brevact.autograd.saved import Region, Saved, lay_out
 from brevact.autograd.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key, no_dispatch_modes
 
@@ -64,7 +64,7 @@ class _Pieces(NamedTuple):
     saved_first: bool = True
 
 
-def _apply(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
+def _apply(region: Region, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
     def run(ctx: Any, x: Tensor) -> Tensor:
         mask = pieces.mask(x)
         kept = keep_mask(mask, pieces.outside / pieces.inside)
@@ -87,7 +87,7 @@ def _apply(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, in
     return region.apply(Formula, run, None, input)
 
 
-def _by_torch(region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Any:
+def _by_torch(region: Region, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Any:
     """Run torch's own function; a mask replaces the tensor that it saves.
 
     In place, torch saves the overwritten tensor, or the output, except for functions that read the output.
@@ -164,13 +164,13 @@ def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             pieces = rule(*args, **kwargs)
         except TypeError:
             return NotImplemented  # torch raises the error
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
-        if not region.packs_input(input) or not input.requires_grad:
+        if not region.can_pack_input(input) or not input.requires_grad:
             return NotImplemented
         if func.__name__.endswith("_"):
             pieces = pieces._replace(inplace=True)
@@ -221,8 +221,8 @@ def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
     return x * (above.to(x.dtype) - below.to(x.dtype))
 
 
-def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
-    if not region.packs_layer(input, weight):
+def _prelu(region: Region, func: Callable, input: Tensor, weight: Tensor) -> Any:
+    if not region.can_pack_layer(input, weight):
         return NotImplemented
     if weight.requires_grad and region.settings.is_exact:
         return NotImplemented  # torch saves the input alone: a mask would come on top
@@ -270,7 +270,7 @@ def _times_sign(needs: Needs, grad: Tensor, above: Any, below: Any) -> tuple[Any
     return (lay_out(sign.mul_(grad), grad, sign.stride()),)
 
 
-def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
+def _absolute(region: Region, func: Callable, input: Tensor) -> Any:
     """For complex numbers dL/dx = g x / |x|, and 0 where x is 0; linear in the saved x / |x|."""
     inplace = is_inplace(func, (input,), {})
 
@@ -291,7 +291,7 @@ def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
     if is_complex(input) and input.requires_grad and not inplace:
         small = input.numel() < region.settings.min_numel
         return NotImplemented if small or region.is_weight(input) else region.apply(Formula, magnitude, _times, input)
-    if not region.packs_input(input) or not input.requires_grad:
+    if not region.can_pack_input(input) or not input.requires_grad:
         return NotImplemented
     return region.apply(Formula, run, _times_sign, input)
 
@@ -314,7 +314,7 @@ def _noise_of_kept(p: float, dtype: torch.dtype) -> float:
         return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
-def _drop(region: Keeper, input: Tensor, p: float, inplace: bool, of_channels: bool = False) -> Tensor:
+def _drop(region: Region, input: Tensor, p: float, inplace: bool, of_channels: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
         source = region.find_kept(input)
         if input.device.type != "cpu" and not of_channels:
@@ -339,7 +339,7 @@ def _drop(region: Keeper, input: Tensor, p: float, inplace: bool, of_channels: b
     return region.apply(Formula, run, None, input)
 
 
-def _drop_by_torch(region: Keeper, func: Callable, input: Tensor, p: float, inplace: bool) -> Any:
+def _drop_by_torch(region: Region, func: Callable, input: Tensor, p: float, inplace: bool) -> Any:
     """Run torch's own dropout; a mask replaces the noise that it saves."""
     runner = region.torch_runner(input)
     if runner is None or input.numel() < region.settings.min_numel:
@@ -358,13 +358,13 @@ def _drop_by_torch(region: Keeper, func: Callable, input: Tensor, p: float, inpl
     return out
 
 
-def _drops(region: Keeper, input: Tensor, p: float, training: Any) -> bool:
+def _drops(region: Region, input: Tensor, p: float, training: Any) -> bool:
     """Whether some elements are dropped and others kept, of an input whose gradient is needed."""
-    return bool(region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel())
+    return bool(region.can_pack_input(input) and input.requires_grad and training and 0.0 < p < 1.0 and input.numel())
 
 
 def _dropout(
-    region: Keeper,
+    region: Region,
     func: Callable,
     input: Tensor,
     p: float = 0.5,
@@ -383,7 +383,7 @@ def _dropout(
 
 
 def _channel_dropout(
-    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: Any = True, inplace: bool = False
+    region: Region, func: Callable, input: Tensor, p: float = 0.5, training: Any = True, inplace: bool = False
 ) -> Any:
     if not _drops(region, input, p, training) or region.settings.double_backward:
         return NotImplemented

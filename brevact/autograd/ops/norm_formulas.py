@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment, NormInput
-from brevact.autograd.saved import Keeper, Saved, Weight, one_object_each
+from brevact.autograd.saved import Region, Saved, Weight, one_object_each
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -352,7 +352,7 @@ class RowScale(NamedTuple):
         return "rows", self.dims
 
 
-def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
+def keep_by_rows(region: Region, x: Tensor, dims: tuple[int, ...]) -> Saved:
     """Save an activation by rows along ``dims``, counted from the last: if packed, with a bfloat16 scale per row."""
     length = math.prod(map(x.shape.__getitem__, dims))
     inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)

@@ -46,19 +46,19 @@ from brevact.autograd.ops.norm_formulas import (
     sum_of_channels,
 )
 from brevact.autograd.ops.op import Op, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved, Weight
+from brevact.autograd.saved import Region, Saved, Weight
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import ModelState, is_parameter
 from brevact.quantizers import Layout, kernel_ops
-from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
+from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_channels
 
 
-def _run(region: Keeper, norm: Norm, input: Tensor, weight: Weight, bias: Weight) -> Any:
+def _run(region: Region, norm: Norm, input: Tensor, weight: Weight, bias: Weight) -> Any:
     settings, trains = region.settings, requires_grad(input, weight, bias)
     rounds = norm.has_mean and settings.quantizes_forward
-    reacts = region.is_activation(input) if rounds else region.packs_layer_input(input) and trains
-    if not (reacts and input.numel()):
+    is_handled = region.is_activation(input) if rounds else region.can_pack_layer_input(input) and trains
+    if not (is_handled and input.numel()):
         return NotImplemented
     if settings.double_backward:  # torch's own norm, whose input is packed, and not its normalized values
         runner = None if isinstance(norm, Frozen) or rounds else region.torch_runner(input, *norm.running)
@@ -74,7 +74,7 @@ def _run(region: Keeper, norm: Norm, input: Tensor, weight: Weight, bias: Weight
     return out
 
 
-def _save(region: Keeper, norm: Norm, ctx: Any, input: Tensor, weight: Weight, bias: Weight) -> Tensor:
+def _save(region: Region, norm: Norm, ctx: Any, input: Tensor, weight: Weight, bias: Weight) -> Tensor:
     is_frozen = isinstance(norm, Frozen)  # only its weight's gradient reads the input
     reads_x = ctx.needs_input_grad[4] or (ctx.needs_input_grad[3] and not is_frozen)
     x, w, b = _to_autocast(norm, input, weight, bias)
@@ -156,7 +156,7 @@ def _backward_of_recomputed(norm: Any, kept: SavedValue, grad: Tensor, weight: W
 
 
 def _run_levels(
-    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Weight, bias: Weight
+    region: Region, norm: Norm, input: Tensor, x: Tensor, weight: Weight, bias: Weight
 ) -> tuple[Tensor, Saved, NormInput, Tensor | None]:
     """Output, saved form of the normalized input, statistics, and, if these are constant, a zero per channel.
 
@@ -242,7 +242,7 @@ def _made(name: str, func: Callable, given: dict[str, Any]) -> Norm | None:
     return (BatchNorm if name == "batch_norm" else InstanceNorm)(*running, *rest)
 
 
-def _norm(name: str, region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _norm(name: str, region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     given = _PARAMETERS[func].read(args, kwargs)
     norm = None if given is None else _made(name, func, given)
     if given is None or norm is None:
@@ -253,7 +253,7 @@ def _norm(name: str, region: Keeper, func: Callable, *args: Any, **kwargs: Any) 
 def _plan_of_call(
     settings: BackwardSettings, norm: BatchNorm, input: Tensor, weight: Weight, bias: Weight
 ) -> NormalizedPlan | None:
-    if not getattr(settings.quantizer, "has_uniform_codes", False) or input.numel() < settings.min_numel:
+    if not has_uniform_codes(settings.quantizer) or input.numel() < settings.min_numel:
         return None
     if type(norm.eps) is not float or norm.eps <= 0.0 or type(input) is not Tensor:
         return None

@@ -29,7 +29,7 @@ from brevact.quantizers.integer_ops import fake_quantize, fake_quantize_backward
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Kind(NamedTuple):
+class Range(NamedTuple):
     """Integers that kernels round to the nearest; a narrow range reserves the last, spare code for NaN."""
 
     bit_width: int
@@ -159,7 +159,7 @@ class Quantized(NamedTuple):
     residual: Saved | None
 
 
-def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) -> OnePass | None:
+def one_pass_for(kind: Range | None, rectifies: bool, x: Tensor, *given: Tensor) -> OnePass | None:
     scale, zero_point, pre_scale, pre_zero_point = given
     if kind is None or not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
@@ -187,7 +187,7 @@ def one_pass_for(kind: Kind | None, rectifies: bool, x: Tensor, *given: Tensor) 
 
 @functools.lru_cache(maxsize=4096)
 def _one_pass(
-    kind: Kind, rectifies: bool, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, *numbers: torch.Size
+    kind: Range, rectifies: bool, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, *numbers: torch.Size
 ) -> OnePass | None:
     with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it recomputes
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")

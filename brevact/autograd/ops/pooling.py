@@ -23,7 +23,7 @@ from brevact.autograd.derived import Kind, derive
 from brevact.autograd.known_values import track_pooled_codes
 from brevact.autograd.ops.base import Formula, Needs, blank, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Decoder, Keeper
+from brevact.autograd.saved import Decoder, Region
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten
@@ -102,13 +102,13 @@ class _Pick(NamedTuple):
 _OF_POOL = Parameters("input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False")
 
 
-def _max_pool(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _max_pool(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     given = _OF_POOL.read(args, kwargs)
     if given is None:
         return NotImplemented
     input, kernel_size, stride, padding, dilation, ceil_mode, return_indices = given.values()
     dims, returns_index = _MAX_POOLS[func]
-    if not (region.packs_layer_input(input) and input.requires_grad and input.numel()):
+    if not (region.can_pack_layer_input(input) and input.requires_grad and input.numel()):
         return NotImplemented
     is_map = input.dim() in (dims + 1, dims + 2)
     sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if is_map else None

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.ops.base import Formula, run_inside, save, with_bits, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Region, Saved
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_places
 from brevact.private_names.of_torch import softmax_backward
@@ -46,7 +46,7 @@ from brevact.quantizers import Rounding, UniformQuantizer
 class _Rule(NamedTuple):
     """An op's saved values, from region, output and dimension; its gradient, from the output's, dimension and them."""
 
-    saves: Callable[[Keeper, Tensor, int], tuple[Saved, ...]]
+    saves: Callable[[Region, Tensor, int], tuple[Saved, ...]]
     gradient: Callable[..., Tensor]
 
 
@@ -59,7 +59,7 @@ def _of_whole(grad: Tensor, dim: int, kept: Any) -> Tensor:
     return softmax_backward(grad, p, dim, grad.dtype)
 
 
-def _saves_whole(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
+def _saves_whole(region: Region, out: Tensor, dim: int) -> tuple[Saved, ...]:
     settings = region.settings
     kept = with_bits(region, settings.derive_min_bits).keep(out)
     if settings.derives and not settings.derives_curved:  # the product that reads it next has fewer bits
@@ -73,7 +73,7 @@ _WHOLE = _Rule(_saves_whole, _of_whole)
 _MOST_CLASSES_OF_SCORES = 32
 
 
-def _saves_errors(region: Keeper, out: Tensor, dim: int) -> tuple[Saved, ...]:
+def _saves_errors(region: Region, out: Tensor, dim: int) -> tuple[Saved, ...]:
     """Save the most probable classes, the others' probabilities and squares of their errors, for this op alone."""
     places = out.detach().max(dim, keepdim=True).indices
     p = out.detach().scatter(dim, places, 0)
@@ -95,7 +95,7 @@ def _of_classes(grad: Tensor, dim: int, kept: Any, squares: Any, most_probable: 
 _OF_CLASSES = _Rule(_saves_errors, _of_classes)
 
 
-def _keep_probabilities(region: Keeper, p: Tensor, dim: int) -> tuple[Saved, ...]:
+def _keep_probabilities(region: Region, p: Tensor, dim: int) -> tuple[Saved, ...]:
     """Save probabilities, which are overwritten: one above 1/2 by what is left to 1; and its class, or their number."""
     if p.dim() == 0:
         return (region.keep(p, share=False),)
@@ -160,8 +160,8 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Ru
 
 
 def _handler(given: _Rule | None = None) -> Callable:
-    def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
+    def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not (region.can_pack_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
@@ -182,9 +182,9 @@ def _handler(given: _Rule | None = None) -> Callable:
     return handle
 
 
-def _logsumexp(region: Keeper, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
+def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
     """Save the probabilities p = exp(x - out) for this op alone: the gradient is p g."""
-    if not (region.packs_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
+    if not (region.can_pack_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
         return NotImplemented
     if input.numel() < max(1, region.settings.min_numel):
         return NotImplemented

@@ -31,7 +31,7 @@ from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_gra
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Keeper, Saved, Strides, lay_out, mapped, one_object_each
+from brevact.autograd.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
 from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
@@ -102,7 +102,7 @@ def _contraction(labels: str, other_labels: str, out: str) -> tuple[str, str]:
 
 
 def _apply(
-    region: Keeper,
+    region: Region,
     multiply: Callable[..., Tensor],
     rule: _Matmul | _Einsum,
     a: Tensor,
@@ -138,7 +138,7 @@ def _apply(
     return region.apply(Formula, run, None, added, a, b)
 
 
-def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
+def _can_pack(region: Region, a: Any, b: Any, added: Any = None) -> bool:
     tensors = (a, b) if added is None else (a, b, added)
     if not all(map(region.is_activation, tensors)) and not (
         all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1
@@ -149,7 +149,7 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     return a.device == b.device and not region.are_weights(a, b)
 
 
-def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
+def _multiply(region: Region, func: Callable, input: Tensor, *others: Any, **named: Any) -> Any:
     """Handle products of matrices; torch functions name the second one differently."""
     if len(others) + len(named) != 1 or not named.keys() <= {"other", "mat2"}:
         return NotImplemented
@@ -168,13 +168,13 @@ def _with_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
 
 
-def _remember(region: Keeper, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _remember(region: Region, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
         remember_output(region, _with_weight, a, b, bias, out, cost=b.shape[0])
 
 
 def _multiply_add(
-    region: Keeper,
+    region: Region,
     func: Callable,
     input: Any,
     first: Any = None,
@@ -198,7 +198,7 @@ def _multiply_add(
     return out
 
 
-def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:
+def _einsum(region: Region, func: Callable, equation: Any, *operands: Any) -> Any:
     """Handle equations of two operands; with one nothing is saved, with more the hooks run."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -233,12 +233,12 @@ _ADDED = ("addmm", "addbmm", "baddbmm")
 STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight unpacked", UNBIASED)
 
 
-def _grouped(region: Keeper, func: Callable, input: Any, mat2: Any, offs: Any = None, **kwargs: Any) -> Any:
+def _grouped(region: Region, func: Callable, input: Any, mat2: Any, offs: Any = None, **kwargs: Any) -> Any:
     """Run torch's product of groups of rows with a matrix each, and set rows after the last group to 0.
 
     Torch leaves these uninitialized: an arbitrary number in the bucket of the last rows would set their scale.
     """
-    if not (region.packs_layer(input, mat2) and input.dim() == 2 and isinstance(offs, Tensor) and offs.numel()):
+    if not (region.can_pack_layer(input, mat2) and input.dim() == 2 and isinstance(offs, Tensor) and offs.numel()):
         return NotImplemented
     out = region.hooks.run_torch(functools.partial(func, offs=offs, **kwargs), input, mat2)
     with torch.no_grad():
@@ -287,7 +287,7 @@ class _View(NamedTuple):
         return x.permute(self.order).expand(self.shape)
 
 
-def keep_operand(region: Keeper, x: Tensor) -> Saved:
+def keep_operand(region: Region, x: Tensor) -> Saved:
     """Save an operand in memory order: views (a transposed key, a projection's heads, an expansion) are packed once."""
     if (x.is_leaf and x.requires_grad) or region.is_weight(x):
         return region.keep_activation(x)
@@ -329,7 +329,7 @@ def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) 
 _Like = tuple[torch.Size, Strides, torch.dtype]
 
 
-def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+def _apply_elementwise(region: Region, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
     is_same = a.shape == b.shape
     of_a, of_b = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
 
@@ -359,7 +359,7 @@ def _apply_elementwise(region: Keeper, multiply: Callable, a: Tensor, b: Tensor,
     return region.apply(Formula, run, gradients, a, b)
 
 
-def _keep_factor(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
+def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
         return keep_as_it_is(x)
@@ -370,7 +370,7 @@ def _keep_factor(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...]
     return region.keep_activation(x)
 
 
-def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
+def _keep_small_factor(region: Region, x: Tensor) -> Saved:
     """Save a factor unpacked, without the rest of a larger storage; a weight stays in memory anyway."""
     part = compact(x)
     return keep_as_it_is(x if part is not x and region.is_weight(x) else part)
@@ -398,7 +398,7 @@ def _product(kept: Any, of_kept: _Like, grad: Tensor, like: _Like) -> Tensor | N
     return product if product.dtype is dtype else product.to(dtype)
 
 
-def _multiply_elements(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
+def _multiply_elements(region: Region, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
     inplace = out_of_place(func) is not func
     if kwargs or not (
         region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
@@ -418,9 +418,9 @@ def _multiply_elements(region: Keeper, func: Callable, input: Tensor, other: Any
     return _apply_elementwise(region, func, input, other, inplace)
 
 
-def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
+def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
     """Handle division by one number per row, a deviation or one of few; torch, too, saves the numerator for it."""
-    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
+    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.can_pack_input(input)):
         return NotImplemented
     if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
         return NotImplemented
@@ -440,7 +440,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
     return region.apply(Formula, run, gradients, input, other)
 
 
-def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
+def _divides_by_activation(place: int, region: Region, args: tuple) -> bool:
     """Return whether the denominator, the argument at ``place``, is an activation: an error of 1/b^2 is not noise."""
     x: Any = args[place] if place < len(args) else None
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)

@@ -17,13 +17,13 @@ from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.derived import Kind
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, Op, Saves, Stored, everywhere, places_in_first
 from brevact.autograd.running import before_first_region
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Region
 from brevact.autograd.storages import end_known_values, storage_address
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled, watch_collectives
 
 
-def _copies_weights(region: Keeper, args: tuple) -> bool:
+def _copies_weights(region: Region, args: tuple) -> bool:
     weights = [x for x in tensors_of_call(args, {}) if is_parameter(x) and x.is_cuda]
     if not weights:
         return False

@@ -28,7 +28,7 @@ from brevact.autograd.held_outputs import MOST_HELD
 from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Keeper, Saved
+from brevact.autograd.saved import Region, Saved
 from brevact.autograd.storages import is_offered
 from brevact.autograd.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction
@@ -64,7 +64,7 @@ class _Curve(NamedTuple):
     dim: int | None = None
 
 
-def _apply(region: Keeper, call: Callable, curve: _Curve, input: Tensor, inplace: bool = False) -> Tensor:
+def _apply(region: Region, call: Callable, curve: _Curve, input: Tensor, inplace: bool = False) -> Tensor:
     def run(ctx: Any, input: Tensor) -> Tensor:
         source = None if curve.value is None else keep_source(region, input)
         save(ctx, *(_keep_slope(region, slope, source, input, curve.dim) for slope in curve.slopes))
@@ -85,7 +85,7 @@ def _times(dim: int | None, needs: Needs, grad: Tensor, *kept: Any) -> tuple[Ten
     return (products[0] if dim is None else torch.cat(products, dim),)
 
 
-def _keep_slope(region: Keeper, slope: Callable, source: Saved | None, input: Tensor, dim: int | None) -> Saved:
+def _keep_slope(region: Region, slope: Callable, source: Saved | None, input: Tensor, dim: int | None) -> Saved:
     kept = None
     if source is not None and isinstance(slope, Slope) and slope.derivative is aten.hardswish_backward.default:
         inside = keep_mask((input > -3) & (input < 3))
@@ -126,8 +126,8 @@ class _GLUSlope(NamedTuple):
         return aten.glu_backward(one, x, self.dim).chunk(2, self.dim)[self.half].contiguous()
 
 
-def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
-    if not region.packs_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
+def _glu(region: Region, func: Callable, input: Tensor, dim: int = -1) -> Any:
+    if not region.can_pack_input(input) or not input.requires_grad or dim not in range(-input.dim(), input.dim()):
         return NotImplemented
     value = value_of(func, (dim,), {})
     if input.numel() >= 2 * region.settings.min_numel and _packs_output(region, input):
@@ -135,7 +135,7 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return _apply(region, value, _Curve((_GLUSlope(dim, 0), _GLUSlope(dim, 1)), value, dim=dim), input)
 
 
-def _gate(region: Keeper, function: PointFunction, input: Tensor, dim: int) -> Tensor:
+def _gate(region: Region, function: PointFunction, input: Tensor, dim: int) -> Tensor:
     """Save both factors, a and sigmoid(b): in saturation a step of b may be wider than the slope."""
 
     def run(ctx: Any, input: Tensor) -> Tensor:
@@ -160,14 +160,14 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
     ``is_gentle``: a rounding error of the input is a small one of the function, by a bounded slope and few turns.
     """
 
-    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             derivative = rule(*args, **kwargs)
         except TypeError:
             return NotImplemented  # torch raises the error
         inplace = is_inplace(func, args, kwargs)
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
-        if not region.packs_input(input) or not input.requires_grad:
+        if not region.can_pack_input(input) or not input.requires_grad:
             return NotImplemented
         if region.settings.double_backward:
             run = _TWICE.get(func)
@@ -197,14 +197,14 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
     return lambda input, inplace=False: derivative
 
 
-def _packs_output(region: Keeper, input: Tensor) -> bool:
+def _packs_output(region: Region, input: Tensor) -> bool:
     """Return whether to pack the output, from which the derivative follows: no saved form of the input is known."""
     settings = region.settings
     is_large = bool(settings.derives_curved and input.numel() >= settings.min_numel)
     return is_large and region.find_kept(input) is None
 
 
-def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch(region: Region, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, for few elements faster than a Function, which must run if None. Autocast is off."""
     if input.numel() < region.settings.min_numel:
         return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
@@ -216,7 +216,7 @@ def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor 
     return out
 
 
-def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: Region, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its output; None where a Function must run. Autocast is off."""
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return region.hooks.run_torch_function(function, input)  # hooks keep the small output
@@ -234,7 +234,7 @@ def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) 
     return out
 
 
-def _keep_output_of_slope(region: Keeper, out: Tensor) -> Saved:
+def _keep_output_of_slope(region: Region, out: Tensor) -> Saved:
     """Save a sigmoid's derivative d, which torch computes from its output y: as the y to 1/2 with y (1 - y) = d.
 
     Near 1 the derivative of a rounded output is off by that of the scale, alike for all elements.
@@ -250,7 +250,7 @@ def _is_probability(x: Tensor) -> bool:
     return x.grad_fn is not None and x.grad_fn.name() == "SigmoidBackward0"
 
 
-def _keep_probability(region: Keeper, p: Tensor) -> Saved:
+def _keep_probability(region: Region, p: Tensor) -> Saved:
     """Save a sigmoid's output above 1/2 by what is left to 1, and a mask: gradients of sure elements are of that size.
 
     For squares, whose gradient, 2 p, cancels that of linear terms there, as in a Dice loss.
@@ -338,7 +338,7 @@ def _power_slope(exponent: float) -> Derivative:
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
-    if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+    if not (region.can_pack_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
     is_product, turns = _is_product(region, input), _is_probability(input)
     if input.is_leaf or not (turns or is_product or are_rows(input.shape, (-1,))):
@@ -360,7 +360,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
 
 
-def _is_product(region: Keeper, x: Tensor) -> bool:
+def _is_product(region: Region, x: Tensor) -> bool:
     """Return whether a tensor derives from a packed factor that the gradient of another factor, or divisor, reads."""
     known = region.find_known(x)
     if known is None or not isinstance(known[1], Derived):
@@ -369,13 +369,13 @@ def _is_product(region: Keeper, x: Tensor) -> bool:
     return known[1].multiplies or (node is not None and sum(fn is not None for fn, _ in node.next_functions) > 1)
 
 
-def _may_be_held(region: Keeper, x: Tensor) -> bool:
+def _may_be_held(region: Region, x: Tensor) -> bool:
     """Return whether a tensor may later be needed exactly: an exponential or a softplus, by which programs divide."""
     known = region.find_known(x)
     return is_offered(x) or (known is not None and known[1].quality.is_curved)
 
 
-def _pow(region: Keeper, func: Callable, input: Tensor, exponent: Any) -> Any:
+def _pow(region: Region, func: Callable, input: Tensor, exponent: Any) -> Any:
     if isinstance(exponent, bool) or not isinstance(exponent, int | float):
         return NotImplemented
     if exponent == 2:
@@ -386,7 +386,7 @@ def _pow(region: Keeper, func: Callable, input: Tensor, exponent: Any) -> Any:
 _smooth_power = smooth_handler(lambda input, exponent: _power_slope(exponent))
 
 
-def _is_steep(region: Keeper, args: tuple) -> bool:
+def _is_steep(region: Region, args: tuple) -> bool:
     """Return whether a power is steep or singular in its saved tensor: x^2 saves a factor of its gradient, 2x."""
     return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
 

@@ -28,7 +28,7 @@ from brevact.autograd.call_arguments import is_plain
 from brevact.autograd.ops.base import compute_from_weight
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
 from brevact.autograd.running import packing_region, when_imported
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Region
 from brevact.private_names.of_torchao import FAKE_QUANTIZATION
 from brevact.quantizers import Layout
 
@@ -56,14 +56,14 @@ _FUSED = (
 _NAMES = {"self": "input", "x": "input", "ch_axis": "axis"}
 
 
-def _quantized(names: tuple[str, ...], region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _quantized(names: tuple[str, ...], region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run torch's op, whose mask the hooks save in bits, and register its integers."""
     given: dict[str, Any] = dict(zip(names, args, strict=False)) | {
         _NAMES.get(name, name): x for name, x in kwargs.items()
     }
     input: Any = given.get("input")
     low, high, zero_point = (given.get(name) for name in ("quant_min", "quant_max", "zero_point"))
-    if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
+    if not (region.can_pack_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
     if input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
         return NotImplemented

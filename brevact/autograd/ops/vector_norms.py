@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.ops.base import Formula, Needs, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
-from brevact.autograd.saved import Keeper
+from brevact.autograd.saved import Region
 
 #: Bits of embeddings, normalized rows of a matrix: a contrastive loss's gradient is of the size of their differences.
 _EMBEDDING_BITS = 8
@@ -67,8 +67,8 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
     return (x / norm).masked_fill_(norm == 0, 0)
 
 
-def _packs(region: Keeper, x: Any) -> bool:
-    return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
+def _packs(region: Region, x: Any) -> bool:
+    return region.can_pack_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
 
 
 #: The order of each norm: its name, and its default.
@@ -79,7 +79,7 @@ _ORDERS: dict[Callable, tuple[str, Any]] = {
 }
 
 
-def _norm(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _norm(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     name, default = _ORDERS[func]
     given = dict(zip((name, "dim", "keepdim"), args, strict=False)) | {
         key: value for key, value in kwargs.items() if key not in ("out", "dtype") or value is not None
@@ -106,7 +106,7 @@ def _norm(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: A
     return region.apply(Formula, run, lambda needs, grad, unit: (unit.decode() * grad.reshape(sizes),), input)
 
 
-def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _deviation(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = {"dim", "unbiased", "correction", "keepdim"}
     names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
     if not _packs(region, input) or not kwargs.keys() <= known or len(args) > len(names):
@@ -136,7 +136,7 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     return region.apply(Formula, run, gradients, input)
 
 
-def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+def _cosine_similarity(region: Region, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     """sum(u v) with u = x / max(|x|, eps); torch differentiates it as if nothing bounded the norms."""
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
@@ -167,7 +167,7 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
 
 
 def _normalize(
-    region: Keeper, func: Callable, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
+    region: Region, func: Callable, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
 ) -> Any:
     group = _group(input, dim) if p == 2 and out is None and _packs(region, input) else None
     if group is None:

@@ -36,7 +36,6 @@ LARGEST_END = 24.0
 SHAPE_NODES, END_NODES = 33, 9
 SHAPE_STEPS, END_STEPS = 4, 8
 SHAPES = (SHAPE_NODES - 1) * SHAPE_STEPS + 1
-ENDS = (END_NODES - 1) * END_STEPS + 1
 
 SIDES = (*((True, m) for m in range(15)), *((False, m) for m in (1, 3, 7)))
 """(zero, m) of the sides in the file."""
@@ -46,7 +45,9 @@ FILE = "weibull_levels.bin"
 
 @dataclass(frozen=True, eq=False)
 class LevelTable:
-    """A quantizer's N levels: for each row, which is shape * ENDS + end, and each of `sides(N)`.
+    """A quantizer's N levels: for each row, which is shape * ENDS + end, and each of its sides.
+
+    ENDS is (END_NODES - 1) * END_STEPS + 1.
 
     Args:
         shape_bounds: (SHAPES - 1,) float64 bounds of E[x^2] / E[x]^2 between shapes, ascending.
