@@ -323,8 +323,9 @@ BEND, SPREAD = 4.0, 80.0
 
 def _spread(x: Tensor) -> Tensor:
     """x + 80 x / (4 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
-    found = torch.addcdiv(x, x, x.abs().add_(BEND), value=SPREAD)
-    return torch.where(found.isfinite(), found, x)  # infinities, and the largest numbers of half precision
+    clamped = x.clamp(-1e4, 1e4)  # infinities stay
+    found = torch.addcdiv(x, clamped, clamped.abs().add_(BEND), value=SPREAD)
+    return torch.where(found.isfinite(), found, x) if x.dtype is torch.float16 else found  # its largest numbers
 
 
 def _gathered(x: Tensor) -> Tensor:
