@@ -307,7 +307,7 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
         return known if known[1].quality.serves(settings, bends=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
-    if not settings.spreads or region.find_kept(x) is not None:
+    if not settings.spreads or x.dtype is torch.float16 or region.find_kept(x) is not None:  # it might overflow
         kept = region.keep(x)
         return None if kept[1] is AS_IT_IS else kept
     packed = region.keep(_spread(x.detach()), share=False)
@@ -323,8 +323,8 @@ BEND, SPREAD = 4.0, 80.0
 
 def _spread(x: Tensor) -> Tensor:
     """x + 80 x / (4 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
-    found = torch.addcdiv(x, x, x.abs().add_(BEND), value=SPREAD)
-    return torch.where(found.isfinite(), found, x)  # infinities, and the largest numbers of half precision
+    size = torch.rsub(x.abs(), BEND / SPREAD, alpha=-1 / SPREAD)
+    return torch.addcdiv(x, x, size.clamp_(max=torch.finfo(x.dtype).max))  # an infinity stays one
 
 
 def _gathered(x: Tensor) -> Tensor:
