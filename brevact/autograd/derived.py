@@ -310,31 +310,31 @@ def keep_source(region: Region, x: Tensor) -> Saved | None:
     if not settings.spreads or region.find_kept(x) is not None:
         kept = region.keep(x)
         return None if kept[1] is AS_IT_IS else kept
-    packed = region.keep(_spread(x.detach()), share=False)
-    found = function_of(_gathered, (packed,), x, is_curved=True)
+    packed = region.keep(spread(x.detach()), share=False)
+    found = function_of(gathered, (packed,), x, is_curved=True)
     if found is not None:
         region.register(x, found)
     return found
 
 
 #: Magnitude at which derivatives of activation functions bend, and how far levels there are spread, up to 21 times.
-BEND, SPREAD = 4.0, 80.0
+_BEND, _SPREAD, _FAR = 4.0, 80.0, 1e4
 
 
-def _spread(x: Tensor) -> Tensor:
-    """x + 80 x / (4 + |x|): its levels are dense where derivatives bend, however far other elements lie."""
-    clamped = x.clamp(-1e4, 1e4)  # infinities stay
-    found = torch.addcdiv(x, clamped, clamped.abs().add_(BEND), value=SPREAD)
-    return torch.where(found.isfinite(), found, x) if x.dtype is torch.float16 else found  # its largest numbers
+def spread(x: Tensor) -> Tensor:
+    """y = x + p x / (b + |x|): its levels are dense where derivatives bend, however far other elements lie."""
+    near = x.clamp(-_FAR, _FAR)  # so that infinities stay
+    found = torch.addcdiv(x, near, near.abs() + _BEND, value=_SPREAD)
+    return torch.where(found.isfinite(), found, x) if x.dtype is torch.float16 else found  # whose largest overflow
 
 
-def _gathered(x: Tensor) -> Tensor:
-    """The inverse of :func:`_spread`, a root of a square equation, without overflow and cancellation."""
-    size = x.abs().to(torch.promote_types(x.dtype, torch.float32))
-    excess = size - (BEND + SPREAD)
-    root = torch.hypot(excess, size.sqrt().mul_(2 * BEND**0.5))
-    size = torch.where(excess < 0, 2 * BEND * size / (root - excess), excess / 2 + root / 2)
-    return size.to(x.dtype).copysign_(x)
+def gathered(y: Tensor) -> Tensor:
+    """The inverse of :func:`spread`: y - 2 p y / (|y| + p + b + r), with r^2 = (|y| - p + b)^2 + 4 p b."""
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    near = wide.clamp(-_FAR, _FAR)
+    size = near.abs()
+    root = ((size - (_SPREAD - _BEND)).square() + 4 * _SPREAD * _BEND).sqrt()
+    return torch.addcdiv(wide, near, size + root + (_SPREAD + _BEND), value=-2 * _SPREAD).to(y.dtype)
 
 
 class Kind(Enum):

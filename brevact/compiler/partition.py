@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
@@ -25,7 +26,7 @@ from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Integers, ends_of, numel_of
-from brevact.private_names.of_compiler import detect_fake_mode
+from brevact.private_names.of_compiler import detect_fake_mode, select_decomp_table
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
@@ -866,19 +867,19 @@ class Packing:
         if statistics and settings.for_normalized is not None:
             quantizer = settings.for_normalized.quantizer
         is_even = getattr(quantizer, "has_uniform_codes", False) and bits_of(quantizer) <= 8
-        spreads = is_smooth and is_even and not statistics and dtype is not torch.float16
+        spreads = is_smooth and is_even and not statistics
         text = to_text(quantizer)
         with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
             x = self.less_mean(node) if self.is_key(node) else node
             x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
-            x = self.spread(x) if spreads else x
+            x = self.inlined(derived.spread, x) if spreads else x
             x, size, stride = self.placed(x, x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
                 made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
-                made = self.gathered(made) if spreads else made
+                made = self.inlined(derived.gathered, made) if spreads else made
             else:
                 packed = self.call(ops.quantize_normalized.default, x, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
@@ -890,31 +891,18 @@ class Packing:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
 
-    def spread(self, x: fx.Node) -> fx.Node:
-        """As eager regions pack inputs of smooth functions (``derived``), whose levels are dense around 0."""
-        size = self.call(aten.add.Tensor, self.call(aten.abs.default, x), derived.BEND)
-        factor = self.call(aten.mul.Tensor, self.call(aten.reciprocal.default, size), derived.SPREAD)
-        return self.call(aten.mul.Tensor, x, self.call(aten.add.Tensor, factor, 1))
-
-    def gathered(self, x: fx.Node) -> fx.Node:
-        """The inverse: (e + r) / 2, or 2 b |x| / (r - e), with e = |x| - b - s and r = sqrt(e^2 + 4 b |x|)."""
-        cast = functools.partial(self.call, prims.convert_element_type.default)
-        dtype = x.meta["val"].dtype
-        x = cast(x, torch.float32) if dtype is torch.bfloat16 else x
-        size = self.call(aten.abs.default, x)
-        most = self.call(aten.clamp_max.default, size, 1e6)  # others differ by nothing from |x| - s
-        excess = self.call(aten.sub.Tensor, most, derived.BEND + derived.SPREAD)
-        below = self.call(aten.mul.Tensor, most, 4 * derived.BEND)
-        root = self.call(aten.mul.Tensor, excess, excess)
-        root = self.call(aten.sqrt.default, self.call(aten.add.Tensor, root, below))
-        twice = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, root, excess), 2)
-        near = self.call(aten.div.Tensor, below, twice)
-        far = self.call(aten.sub.Tensor, size, derived.SPREAD)
-        middle = self.call(aten.mul.Tensor, self.call(aten.add.Tensor, excess, root), 0.5)
-        far = self.call(aten.where.self, self.call(aten.lt.Scalar, size, 1e6), middle, far)
-        size = self.call(aten.where.self, self.call(aten.lt.Scalar, excess, 0), near, far)
-        found = self.call(aten.mul.Tensor, size, self.call(aten.sign.default, x))
-        return cast(found, dtype) if dtype is torch.bfloat16 else found
+    def inlined(self, function: Callable[[Tensor], Tensor], x: fx.Node) -> fx.Node:
+        """The result of a function of a tensor, by nodes of its ops."""
+        with self.mode:
+            traced = make_fx(function, select_decomp_table())(x.meta["val"]).graph
+        found: dict[fx.Node, fx.Node] = {}
+        for node in traced.nodes:
+            if node.op == "call_function":
+                args, options = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                found[node] = self.call(node.target, *args, **options)
+            elif node.op == "placeholder":
+                found[node] = x
+        return found[traced.output_node().args[0]]
 
     def is_key(self, node: fx.Node) -> bool:
         """Whether attention alone reads a tensor, as its keys, of which it does not read the mean."""
