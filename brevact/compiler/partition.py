@@ -758,6 +758,7 @@ class Packing:
         """Add the nodes that pack and decode; return those to save, and a description of each tensor among them."""
         uses = {each.node: each for each in self.dependence.saved}
         nodes, self.images = self.nodes, _images(self.graph) if self.channels_last else set()
+        self.forward = _needed(self.of_forward)
         kept: dict[fx.Node, None] = {}
         decoded: dict[fx.Node, fx.Node] = {}
         rows = []
@@ -785,7 +786,46 @@ class Packing:
         rows += [_row(node, RECOMPUTED, 0, ()) for node in again]
         self._redirect(nodes, decoded)
         rows += [_row(copy, "", 0, (copy,)) for copy in self._copy_overwritten(kept)]
+        self.delay_products(kept)
+        behind_products = [node.next for node in self.graph.nodes if packet_of(node) in table.MATRIX_PRODUCTS]
+        for seeds in self.seeds.values():  # not between kernels
+            min((*behind_products, *seeds.users)).prepend(seeds)
         return list(kept), rows
+
+    def delay_products(self, kept: Container[fx.Node]) -> None:
+        """Let a weight's gradient wait for the next reader of an activation that backward computes for it.
+
+        One kernel computes both that and the activation. Inductor compiles the kernels between other calls as one
+        source, and the C++ compiler takes a second for each.
+        """
+        calls = table.MATRIX_PRODUCTS | table.OUTPUT.keys()
+        for product in list[Any](self.graph.nodes):
+            if packet_of(product) not in table.MATRIX_PRODUCTS or not (chain := self._leaf(product)):
+                continue
+            made: set[fx.Node] = set()
+            waiting = [each for each in product.all_input_nodes if each not in self.gradients]
+            while waiting:
+                each = waiting.pop()
+                if each.op == "call_function" and each not in kept and each not in made:
+                    made.add(each)
+                    waiting += () if packet_of(each) in table.MATRIX_PRODUCTS else each.all_input_nodes
+            readers = self.gradients & {user for each in made for user in each.users if user > product}
+            place = min((each for each in readers if packet_of(each) not in table.MATRIX_PRODUCTS), default=None)
+            if place is not None:
+                place = place.next
+                while place is not self.output and packet_of(place) not in calls:
+                    place = place.next
+                for each in chain:
+                    place.prepend(each)
+
+    def _leaf(self, product: fx.Node) -> list[fx.Node]:
+        """A product that backward alone returns, and its views; nothing if other nodes read it."""
+        chain = [product] if product in self.gradients else []
+        while chain and (users := list(chain[-1].users)) != [self.output]:
+            chain += users
+            if len(users) != 1 or packet_of(users[0]) not in table.MOVES:
+                return []
+        return chain
 
     def _copy_overwritten(self, kept: dict[fx.Node, None]) -> Iterator[fx.Node]:
         """Let the graph read copies of inputs that it overwrites, if backward reads these."""
@@ -868,11 +908,15 @@ class Packing:
             quantizer = settings.for_normalized.quantizer
         is_even = getattr(quantizer, "has_uniform_codes", False) and bits_of(quantizer) <= 8
         spreads = is_smooth and is_even and not statistics
-        text = to_text(quantizer)
-        with self.insert_after(max(each for each in (node, viewed, *statistics) if each is not None)):
+        text, x, after = to_text(quantizer), node, max(each for each in (node, viewed, *statistics) if each is not None)
+        place = self.reader_behind(after, node)
+        if self.is_key(node):
+            with self.insert_after(node):
+                x = self.less_mean(node)
+            place = max(x, after).next
+        with self.graph.inserting_before(place):
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
-            x = self.less_mean(node) if self.is_key(node) else node
             x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
             x = self.inlined(derived.spread, x) if spreads else x
             x, size, stride = self.placed(x, x)
@@ -903,6 +947,15 @@ class Packing:
             elif node.op == "placeholder":
                 found[node] = x
         return found[traced.output_node().args[0]]
+
+    def reader_behind(self, place: fx.Node, node: fx.Node) -> fx.Node:
+        """Forward's next reader of a tensor: kernels up to it, without a call between them, are compiled as one."""
+        same, found = [node], []
+        for each in same:  # which grows
+            for user in self.forward & each.users.keys():
+                (same if packet_of(user) in table.MOVES else found).append(user)
+        behind = (self.last_input if place.op == "placeholder" else place).next
+        return min((user for user in found if user > place), default=behind)
 
     def is_key(self, node: fx.Node) -> bool:
         """Whether attention alone reads a tensor, as its keys, of which it does not read the mean."""
