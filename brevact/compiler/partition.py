@@ -573,7 +573,7 @@ class Packing:
             with self.insert_after(node):
                 product = self._like(node, self.call(aten.mul.Tensor, copies[node], tangent))
             stay = loss | {product}
-            node.replace_all_uses_with(product, delete_user_cb=lambda user, stay=stay: user not in stay)
+            node.replace_all_uses_with(product, delete_user_cb=lambda user, stay=stay: user not in stay)  # type: ignore[misc]
             self.gradients.add(product)
             self.saved[copies[node]] = None
         for nodes in (self.live, self.activations):
