@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,14 +126,14 @@ class MemoryOfPass:
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
         self._model, self._run = model, run
-        self._plain: _Measured | None = None
+        self._plain: list[OpMemory] | None = None
 
     def measured(self) -> MemoryReport:
         """Measure the pass under the model's current policy, or under the default one if it has none."""
         model, run, note = self._model, self._run, ""
         has_regions = any(regions_of(module) for module in model.modules())
         saved = _measure(model, run) if has_regions else _measured_plain(model, run)
-        if has_regions or any(op.why not in (NO_QUANTIZER, ON_CONTEXT) for op in saved.ops):
+        if has_regions or any(op.why not in (NO_QUANTIZER, ON_CONTEXT) for op in saved):
             if self._plain is None:
                 with regions_disabled():
                     self._plain = _measured_plain(model, run)
@@ -144,42 +144,32 @@ class MemoryOfPass:
                 saved, note = _measure(model, run, attach_policy), BY_DEFAULT
             except (TypeError, RuntimeError) as error:  # NotImplementedError, too
                 note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
-        plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
+        plain_bytes, saved_bytes = _by_layer(plain), _by_layer(saved)
         kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
         rows = tuple(
-            LayerMemory(
-                *(name, kind, plain_bytes[name], saved_bytes[name]),
-                saved.derived_on(name) if plain_bytes[name] else plain.shared_on(name),
-            )
+            LayerMemory(name, kind, plain_bytes[name], saved_bytes[name], _note_of(name, plain, saved))
             for name, kind in kinds.items()
             if plain_bytes[name] or saved_bytes[name]
         )
         note = note if rows else NOTHING
-        return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
+        return MemoryReport(rows, tuple(saved), note, would_save=note == BY_DEFAULT)
 
 
 def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
     """Measure how each op saves its tensors, as :func:`memory_of` does, without the plain pass."""
-    return tuple(_measure(model, run).ops)
+    return tuple(_measure(model, run))
 
 
-@dataclass
-class _Measured:
-    """Saved tensors of one forward pass."""
-
-    ops: list[OpMemory] = field(default_factory=list)
-
-    def derived_on(self, layer: str) -> str:
-        rows = [row for row in self.ops if row.layer == layer]
-        if any(row.saved_bytes for row in rows):
-            return ""
-        return next((row.why for row in rows if row.how == DERIVED), "")
-
-    def shared_on(self, layer: str) -> str:
-        source = next((row.source for row in self.ops if row.layer == layer and row.source is not None), None)
-        if source is None:
-            return "plain stores nothing here"
-        return f"plain stores the tensor of {source or '(model)'}, which counts there"
+def _note_of(layer: str, plain: list[OpMemory], saved: list[OpMemory]) -> str:
+    """Return why a layer saves nothing of its own, with its policy or, if that saves something, without; or ""."""
+    own, of_plain = ([row for row in rows if row.layer == layer] for rows in (saved, plain))
+    if any(row.saved_bytes for row in of_plain):
+        is_derived = not any(row.saved_bytes for row in own)
+        return next((row.why for row in own if is_derived and row.how == DERIVED), "")
+    source = next((row.source for row in of_plain if row.source is not None), None)
+    if source is None:
+        return "plain stores nothing here"
+    return f"plain stores the tensor of {source or '(model)'}, which counts there"
 
 
 def _by_layer(ops: list[OpMemory]) -> Counter[str]:
@@ -195,7 +185,7 @@ def _measure(
     change: Callable[[nn.Module], object] = lambda model: None,
     *,
     holds: bool = True,
-) -> _Measured:
+) -> list[OpMemory]:
     """Apply `change`, measure a pass and restore the model; unless `holds`, saved tensors are freed as in inference."""
     with in_place(model):
         change(model)
@@ -208,7 +198,7 @@ class _UnheldError(Exception):
     """A backward pass inside the forward pass needs a tensor that was not kept."""
 
 
-def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
+def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[OpMemory]:
     """Measure a plain pass, without keeping its saved tensors where possible."""
     try:
         return _measure(model, run, holds=False)
@@ -216,10 +206,10 @@ def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measu
         return _measure(model, run)
 
 
-def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> _Measured:
+def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> list[OpMemory]:
     weights = {_place_of(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
     held: dict[int, tuple[Tensor | weakref.ref[torch.UntypedStorage], str]] = {}
-    found, rows = _Measured(), list[tuple[int, OpMemory]]()
+    rows = list[tuple[int, OpMemory]]()
     source = ""  # layer that saved the tensor from which the last one derives
     is_missed = False
 
@@ -302,8 +292,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                     held.clear()  # regions refer to it until garbage collection, and later steps would share it
                     if is_missed:
                         raise _UnheldError  # even if the model caught it or raised another
-    found.ops = [row for place, row in rows if place not in recorder.withdrawn]
-    return found
+    return [row for place, row in rows if place not in recorder.withdrawn]
 
 
 def _place_of(x: Tensor) -> int:
