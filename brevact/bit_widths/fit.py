@@ -71,31 +71,18 @@ class FitGroups(Groups):
     attending: frozenset[str]
     names: tuple[str, ...]
     shared: frozenset[str]
-    double_backward: bool = False
-    recompute: int = 0
+    options: Mapping[str, Any]  # of `leaf_of`
 
-    def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the widths of modules that differ from their parents, of attention, shared modules and the model."""
-        found: dict[str, int] = {}
+    def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
+        """Return those of modules that differ from their parents, of attention, shared modules and the model."""
+        found: dict[str, Any] = {}
         effective: dict[str, int] = {}
         for name in self.names:
             effective[name] = width = _MOST if name in self.small else self.width_of(name, widths)
-            is_own = not name or name in self.shared or name in self.attending
-            if is_own or effective.get(name.rpartition(".")[0]) != width:
-                found[name] = width
+            attends = name in self.attending
+            if not name or attends or name in self.shared or effective.get(name.rpartition(".")[0]) != width:
+                found[name] = leaf_of(width, attends=attends, **self.options)
         return found
-
-    def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
-        found = self.widths_of_modules(widths)
-        return {
-            name: leaf_of(
-                width,
-                attends=name in self.attending,
-                double_backward=self.double_backward,
-                recompute=self.recompute,
-            )
-            for name, width in found.items()
-        }
 
     def policy(self, widths: Mapping[str, int]) -> Policy:
         found = self.quantizers(widths)
@@ -104,9 +91,7 @@ class FitGroups(Groups):
         return Policy({_pattern(name): found[name] for name in inner_first})
 
 
-def groups_of(
-    model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
-) -> FitGroups:
+def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport], **options: Any) -> FitGroups:
     """Return the groups of a model without a policy, from its reports with 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
@@ -136,8 +121,7 @@ def groups_of(
         attending=frozenset(op.layer for op in finest.ops if "attention" in op.op),
         names=tuple(sorted(names.values(), key=_depth)),
         shared=frozenset(name for module, name in names.items() if count[module] > 1),
-        double_backward=double_backward,
-        recompute=recompute,
+        options=options,
     )
 
 
@@ -499,18 +483,11 @@ class _Fit:
             )
             for chain in self._groups.chains
         )
-        report = FitReport(
-            budget=self._budget.text,
-            saved_bytes=memory.saved_bytes,
-            plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups) + self._rest,
-            noise=noise.value,
-            noise_error=noise.error,
-            bias=bias.value,
-            bias_error=bias.error,
-            passes=self._passes,
-            groups=groups,
+        predicted, sizes = (
+            sum(each.noise for each in groups) + self._rest,
+            (memory.saved_bytes, self._groups.plain_bytes),
         )
+        report = FitReport(self._budget.text, *sizes, predicted, *noise, *bias, passes=self._passes, groups=groups)
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
             *(self._budget.text, report.saved_bytes, report.plain_bytes, report.noise, report.predicted),
